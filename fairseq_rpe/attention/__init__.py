@@ -1,0 +1,8 @@
+"""softmax(q·kᵀ/sqrt(D) + bias) v for every bias form. Backends know forms, never an encoding's name."""
+
+from .plan import Plan
+from .reference import reference
+from .sdpa import sdpa
+from .select import BACKENDS, choose
+
+__all__ = ["BACKENDS", "Plan", "choose", "reference", "sdpa"]

@@ -1,0 +1,37 @@
+"""Plain dense attention: the specification that every other backend is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core import block
+from .dropout import draw_seed, keep_block
+from .plan import Plan
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+    """softmax(q·kᵀ / sqrt(D) + bias) v, causal, computed in float32 or better with an n×m matrix.
+
+    Args:
+        q: (B, H, n, D); the queries are the last n of the m tokens.
+        k, v: (B, H, m, D).
+        plan: positions, bias form, padding and the encoding's ``remap``.
+        dropout: probability of dropping an attention weight; 0 outside training.
+
+    Returns:
+        (B, H, n, D) in q's dtype. A query that sees no key (a padded row) gives 0.
+    """
+    n, m, width = q.shape[2], k.shape[2], q.shape[3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
+    if plan.form is not None:
+        scores = scores + block(plan.form, plan.positions, slice(None), slice(None)).to(wide)
+    if plan.remap is not None:
+        scores = plan.remap(scores, plan.positions)
+    scores = scores.masked_fill(~plan.visible(n, m, q.device), float("-inf"))
+    empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    if dropout > 0:
+        weights = weights * keep_block(draw_seed(), 0, n, tuple(weights.shape), dropout, q.device)
+    return torch.matmul(weights, v.to(wide)).to(q.dtype)

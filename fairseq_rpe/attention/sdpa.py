@@ -1,0 +1,90 @@
+"""Attention through torch's scaled_dot_product_attention, in blocks of query rows.
+
+A Toeplitz bias never becomes an n×n matrix. With the query rows of a block reversed, entry (r, j) of its bias depends on
+r + j alone, so the whole block is a strided view (row stride 1, column stride 1) of one vector of length 2n. Blocks of a few
+hundred rows against only the keys they can see give causal skipping as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..core import Toeplitz, UserError, block
+from .dropout import ROWS, draw_seed, keep_block
+from .plan import Plan
+from .toeplitz import ToeplitzAttention
+
+PAIR_ELEMENTS = 1 << 20  # query-key pairs in a block whose bias is made by a function
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+    """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz forms.
+
+    Raises:
+        UserError: the encoding remaps scores, which this backend never has.
+    """
+    if plan.remap is not None:
+        raise UserError("this encoding changes the scores, which the sdpa backend does not see: use 'reference'")
+    n, m = q.shape[2], k.shape[2]
+    table = plan.form
+    structured = plan.padding is None and n == m > 1
+    if structured and table is None and dropout == 0:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if structured and (table is None or (isinstance(table, Toeplitz) and plan.positions.contiguous)):
+        seed = draw_seed() if dropout > 0 else 0
+        return ToeplitzAttention.apply(q, k, v, None if table is None else _from_zero(table, n), dropout, seed)
+    return _by_blocks(q, k, v, plan, dropout)
+
+
+def _from_zero(form: Toeplitz, n: int) -> Tensor:
+    """(H, n) table of distances 0 … n-1 steps; beyond the table's end its last column."""
+    table = form.table[:, form.origin : form.origin + n]
+    missing = n - table.shape[1]
+    return torch.cat([table, table[:, -1:].expand(-1, missing)], dim=1) if missing else table
+
+
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """Any form, padding or number of queries; recomputes each block's bias in the backward pass."""
+    n, m = q.shape[2], k.shape[2]
+    rows = max(ROWS, PAIR_ELEMENTS // m // ROWS * ROWS)
+    seed = draw_seed() if dropout > 0 else 0
+    visible = plan.visible(n, m, q.device)
+
+    def attend(start: int, stop: int, qb: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        seen = keys.shape[2]
+        mask = visible[:, :, start:stop, :seen]
+        bias = torch.zeros_like(mask, dtype=torch.promote_types(q.dtype, torch.float32))
+        if plan.form is not None:
+            bias = block(plan.form, plan.positions, slice(start, stop), slice(0, seen)).to(bias.dtype)
+        keep = None
+        if dropout > 0:
+            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device)
+        return _attend_block(qb, keys, values, bias, mask, keep)
+
+    needs_grad = torch.is_grad_enabled()
+    outputs = []
+    for start in range(0, n, rows):
+        stop = min(start + rows, n)
+        seen = m - n + stop
+        args = (start, stop, q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen])
+        if needs_grad and n > rows:
+            outputs.append(checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outputs.append(attend(*args))
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, keep: Tensor | None) -> Tensor:
+    empty = ~mask.any(dim=-1, keepdim=True)
+    bias = bias.masked_fill(~(mask | empty), float("-inf"))
+    if keep is None and (bias.dtype == q.dtype or not q.is_cuda):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    else:  # CUDA wants the bias in q's dtype, and half precision cannot hold it
+        wide = bias.dtype
+        scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
+        weights = scores.softmax(dim=-1) if keep is None else scores.softmax(dim=-1) * keep
+        out = torch.matmul(weights, v.to(wide)).to(q.dtype)
+    return out.masked_fill(empty, 0.0)

@@ -1,0 +1,159 @@
+"""Spec strings: ``name`` or ``name:key=value,key=value`` name a thing everywhere.
+
+The same string is the command-line flag, the sweep's cell, the result file's key and the
+figure's legend. Options are the fields of a dataclass made with :func:`option`; an unknown
+key, a value of the wrong type or one out of range raises :class:`UserError` in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .errors import UserError
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A dataclass field with help and a range: ``minimum <= value <= maximum``, ``value > above``."""
+    limits = {"help": help, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
+    return dataclasses.field(default=default, metadata=limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option as shown to a user."""
+
+    key: str
+    default: Any
+    help: str
+    choices: Sequence[Any] | None = None
+
+
+def options_of(config: type) -> list[Option]:
+    """The options that a config dataclass declares, in order."""
+    return [
+        Option(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("choices"))
+        for f in dataclasses.fields(config)
+    ]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the closest of ``words``, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def parse(spec: str) -> tuple[str, dict[str, str]]:
+    """Split ``name:key=value,key=value`` into the name and its raw options.
+
+    >>> parse("type1:form=paper")
+    ('type1', {'form': 'paper'})
+    """
+    name, colon, rest = str(spec).strip().partition(":")
+    name = name.strip()
+    if not name or (colon and not rest.strip()):
+        raise UserError(f"spec '{spec}' is incomplete: write name or name:key=value,key=value")
+    given: dict[str, str] = {}
+    for item in rest.split(",") if colon else []:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not (key and equals and value):
+            raise UserError(f"spec '{spec}': '{item}' is not key=value")
+        if key in given:
+            raise UserError(f"spec '{spec}': option '{key}' is given twice")
+        given[key] = value
+    return name, given
+
+
+def configure(config: type, name: str, given: dict[str, str]) -> Any:
+    """Build ``config`` from raw options; ``name`` is only for messages.
+
+    Raises:
+        UserError: unknown key, value of the wrong type, value out of range.
+    """
+    hints = typing.get_type_hints(config)
+    fields = {f.name: f for f in dataclasses.fields(config)}
+    values = {}
+    for key, text in given.items():
+        if key not in fields:
+            known = ", ".join(f"{o.key}={show(o.default)}" for o in options_of(config)) or "none"
+            raise UserError(
+                f"'{name}' has no option '{key}'{nearest(key, fields)}; its options and defaults: {known}"
+            )
+        value = _convert(name, key, text, hints[key])
+        _check_range(name, key, value, fields[key].metadata)
+        values[key] = value
+    return config(**values)
+
+
+def show(value: Any) -> str:
+    """A value as it is written in a spec string."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def canonical(name: str, config: Any) -> str:
+    """The spec string with only the options that differ from their defaults, in declared order."""
+    changed = [
+        f"{f.name}={show(getattr(config, f.name))}"
+        for f in dataclasses.fields(config)
+        if getattr(config, f.name) != f.default
+    ]
+    return name + (":" + ",".join(changed) if changed else "")
+
+
+def _convert(name: str, key: str, text: str, hint: Any) -> Any:
+    kinds = [hint]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [a for a in typing.get_args(hint) if a is not type(None)]
+        if text.lower() == "none":
+            return None
+    kind = kinds[0]
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        if kind is float:
+            top, slash, bottom = text.partition("/")
+            value = float(top) / float(bottom) if slash else float(top)
+            if not math.isfinite(value):
+                raise ValueError
+            return value
+        return kind(text)
+    except (ValueError, KeyError, ZeroDivisionError):
+        raise UserError(f"option '{key}' of '{name}' wants {_KINDS.get(kind, kind.__name__)}, not '{text}'") from None
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
+    if value is None:
+        return
+    choices = limits.get("choices")
+    if choices is not None and value not in choices:
+        listed = ", ".join(show(c) for c in choices)
+        raise UserError(
+            f"option '{key}' of '{name}' is one of {listed}, not '{show(value)}'"
+            f"{nearest(str(value), [show(c) for c in choices])}"
+        )
+    for word, bad in (
+        ("at least", lambda limit: value < limit),
+        ("more than", lambda limit: value <= limit),
+        ("at most", lambda limit: value > limit),
+    ):
+        limit = limits.get({"at least": "minimum", "more than": "above", "at most": "maximum"}[word])
+        if limit is not None and bad(limit):
+            raise UserError(f"option '{key}' of '{name}' must be {word} {show(limit)}, not {show(value)}")

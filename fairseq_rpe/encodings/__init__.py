@@ -1,0 +1,119 @@
+"""All encodings by name. ``build("type1:form=paper", heads=8, width=512).profile(n)``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core import Option, UserError, canonical, configure, option, options_of, parse
+from . import absolute, alibi, fire, kerple, sandwich, series, t5, window
+from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, register, registry
+from .constraints import positive
+
+__all__ = [
+    "ENTRY_POINTS", "Absolute", "Description", "DistanceBias", "Encoding", "PairBias", "build", "describe",
+    "load_module", "names", "normalise", "option", "positive", "register",
+]
+_BUILT_IN = (absolute, alibi, fire, kerple, sandwich, series, t5, window)
+_OWN_FILE = "; an encoding of your own needs --rpe-module FILE"
+_loaded: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Description:
+    """One row of ``fairseq-rpe list``."""
+
+    name: str
+    summary: str
+    formula: str
+    paper: str
+    options: list[Option]
+
+
+def names() -> list[str]:
+    """Every registered name, sorted."""
+    return registry.names()
+
+
+def describe() -> list[Description]:
+    """What is registered, for lists and docs."""
+    rows = []
+    for name in names():
+        cls = registry.get(name)
+        summary = (inspect.getdoc(cls) or "").strip().split("\n")[0]
+        rows.append(Description(name, summary, cls.formula, cls.paper, options_of(cls.Config)))
+    return rows
+
+
+def normalise(spec: str) -> str:
+    """The spec with defaults left out and values in one spelling; raises UserError where it is wrong."""
+    cls, name, config = _resolve(spec)
+    return canonical(name, config)
+
+
+def build(spec: str, heads: int, width: int, length: int | None = None) -> Encoding:
+    """Make the encoding that ``spec`` names.
+
+    Args:
+        spec: ``name`` or ``name:key=value,key=value``.
+        heads: attention heads H; must divide ``width``.
+        width: model width C.
+        length: training length in tokens (``learned`` sizes its table by it).
+
+    Raises:
+        UserError: unknown name or option, value out of range, heads that do not divide the width.
+    """
+    cls, _, config = _resolve(spec)
+    if heads < 1 or width < 1 or width % heads:
+        raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
+    return cls(config, heads, width, length)
+
+
+def _resolve(spec: str) -> tuple[type[Encoding], str, object]:
+    name, given = parse(spec)
+    cls = registry.get(name, _OWN_FILE)
+    return cls, name, configure(cls.Config, name, given)
+
+
+def load_module(path: str | Path) -> None:
+    """Run a Python file that registers encodings; a file already loaded is not run again.
+
+    Raises:
+        UserError: the file is missing, fails, or registers nothing.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"--rpe-module {path}: no such file")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if _loaded.get(str(file)) == digest:
+        return
+    if str(file) in _loaded:
+        raise UserError(f"--rpe-module {path}: the file changed after it was loaded; start a new process")
+    module_name = f"rpe_module_{file.stem}_{digest[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--rpe-module {path}: not a Python file (its name must end in .py)")
+    before = set(registry.names())
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        line = _line_in(error, str(file))
+        raise UserError(f"--rpe-module {path}{line}: {type(error).__name__}: {error}".replace("\n", " ")) from error
+    if set(registry.names()) == before:
+        raise UserError(f"--rpe-module {path}: registers no encoding; decorate its class with @register('name')")
+    _loaded[str(file)] = digest
+
+
+def _line_in(error: Exception, file: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f", line {error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f", line {frames[-1].lineno}" if frames else ""

@@ -1,0 +1,94 @@
+"""No encoding and absolute encodings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import UserError, option
+from .base import Absolute, Encoding, register
+
+FAIRSEQ_FIRST = 2  # fairseq's index of the first token: padding_idx + 1
+
+
+@register("nope")
+class NoPE(Encoding):
+    """No positional encoding: order comes from the causal mask alone."""
+
+    formula = "0"
+    paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
+    shares = ("model",)
+
+
+@dataclass(frozen=True)
+class SinusoidalConfig:
+    """Options of the sinusoids."""
+
+    style: str = option("fairseq", "fairseq: [sin|cos], last frequency 1e-4, from index 2; vaswani: as printed",
+                        choices=("fairseq", "vaswani"))
+
+
+@register("sinusoidal")
+class Sinusoidal(Absolute):
+    """Fixed sinusoids added at the input.
+
+    ``style=vaswani`` is the paper: PE(p, 2s) = sin(p·10000^(-2s/C)), PE(p, 2s+1) = cos(same), p from 0.
+    ``style=fairseq`` is what fairseq computes: exponents s/(C/2 - 1), all sines before all cosines, p from 2.
+    """
+
+    Config = SinusoidalConfig
+    formula = "x + PE(i),  PE(p)_2s = sin(p·10000^(-2s/C)), PE(p)_2s+1 = cos(same)"
+    paper = "Vaswani et al. 2017 (arXiv 1706.03762)"
+
+    def setup(self) -> None:
+        if self.width < 4:
+            raise UserError(f"'sinusoidal' needs a model width of at least 4, not {self.width}")
+
+    def vectors(self, at: Tensor) -> Tensor:
+        half = self.width // 2
+        fairseq = self.config.style == "fairseq"
+        s = torch.arange(half if fairseq else half + self.width % 2, device=at.device, dtype=at.dtype)
+        if fairseq:
+            angles = (at + FAIRSEQ_FIRST)[..., None] * torch.exp(s * -(math.log(10000) / (half - 1)))
+            return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, self.width % 2))
+        angles = at[..., None] * 10000.0 ** (-2 * s / self.width)
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]
+
+
+@dataclass(frozen=True)
+class LearnedConfig:
+    """Options of the table."""
+
+    max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0)
+
+
+@register("learned")
+class Learned(Absolute):
+    """A learned vector per position; refuses positions beyond its table: it cannot extrapolate."""
+
+    Config = LearnedConfig
+    formula = "x + table[i]"
+    paper = "Gehring et al. 2017 (arXiv 1705.03122)"
+
+    def setup(self) -> None:
+        rows = self.config.max_positions or self.length
+        if not rows:
+            raise UserError("'learned' needs a table size: give max_positions=N or a training length")
+        if self.length and rows < self.length:
+            raise UserError(
+                f"'learned:max_positions={rows}' is shorter than the training length {self.length}: raise it or use 0"
+            )
+        self.table = nn.Parameter(torch.randn(rows, self.width) * self.width**-0.5)
+
+    def vectors(self, at: Tensor) -> Tensor:
+        rows = self.table.shape[0]
+        if int(at.max()) >= rows:
+            raise UserError(
+                f"position {int(at.max())} is beyond the {rows} positions that 'learned' was trained with: evaluate at "
+                f"{rows} tokens or fewer, or train with an encoding that extrapolates"
+            )
+        return F.embedding(at.to(torch.int64), self.table)

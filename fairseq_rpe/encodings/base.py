@@ -1,0 +1,137 @@
+"""What an encoding is, and the families that authors fill with one method.
+
+An encoding enters the model through four doors, each the identity by default: ``embed`` (added at the input),
+``rotate`` (applied to queries and keys), ``form`` (additive bias) and ``remap`` (a function of the scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core import Form, Pair, Positions, Registry, Toeplitz, block
+
+ENTRY_POINTS = "fairseq_rpe.encodings"
+registry: Registry[type[Encoding]] = Registry("encoding", ENTRY_POINTS)
+register = registry.register
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The config of an encoding without options."""
+
+
+class Encoding(nn.Module):
+    """Base class of all encodings.
+
+    Args:
+        config: an instance of ``Config``.
+        heads: number of attention heads H.
+        width: model width C; a head is C/H wide.
+        length: training length in tokens, where known; only encodings with a table of it read this.
+
+    Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``shares``,
+    the ways to share parameters over layers that make sense, the default first.
+
+    Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
+    """
+
+    Config: ClassVar[type] = NoOptions
+    formula: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    shares: ClassVar[tuple[str, ...]] = ("model", "layer")
+    remap: Callable[[Tensor, Positions], Tensor] | None = None
+
+    def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
+        super().__init__()
+        self.config, self.heads, self.width, self.length = config, heads, width, length
+        self.setup()
+
+    def setup(self) -> None:
+        """Create parameters here; ``config``, ``heads``, ``width`` and ``length`` are set."""
+
+    def embed(self, x: Tensor, pos: Positions) -> Tensor:
+        """x (B, n, C) at the input -> same shape."""
+        return x
+
+    def rotate(self, x: Tensor, at: Tensor, pos: Positions) -> Tensor:
+        """Queries or keys x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
+        return x
+
+    def form(self, pos: Positions) -> Form | None:
+        """The additive bias, or None where there is none."""
+        return None
+
+    @torch.no_grad()
+    def profile(self, n: int) -> Tensor:
+        """(H, n) float64 log-bias of the last of n queries over distances 0 … n-1."""
+        first = next(self.parameters(), None)
+        pos = Positions.arange(1, n, dtype=torch.float64, device=None if first is None else first.device)
+        form = self.form(pos)
+        if form is None:
+            return pos.k.new_zeros(self.heads, n)
+        return block(form, pos, slice(None), slice(None))[0, :, 0].flip(-1)
+
+    def scalars(self) -> dict[str, Tensor]:
+        """Learned quantities worth watching: name -> (H,) per head or () per encoding, in natural units."""
+        return {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoding:
+        def keep_precision(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return t.to(moved.device) if moved.dtype in _HALF and t.dtype not in _HALF else moved
+
+        return super()._apply(keep_precision, recurse)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, width={self.width}, {self.config}"
+
+
+class DistanceBias(Encoding):
+    """An additive bias that depends on the distance alone. Fill ``bias``."""
+
+    def bias(self, d: Tensor) -> Tensor:
+        """(R,) distances >= 0 in tokens, float -> (H, R) log-bias, in ``d``'s dtype and differentiable."""
+        raise NotImplementedError
+
+    def form(self, pos: Positions) -> Form:
+        if pos.step is None:
+            return Pair(self._pairwise)
+        if pos.contiguous:
+            reach = pos.k.shape[1]
+        else:
+            reach = int(torch.round((pos.q.max() - pos.k.min()) / pos.step)) + 1
+        return Toeplitz(self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step)
+
+    def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
+        d = (i[:, :, None] - j[:, None, :]).clamp_min(0)
+        return self.bias(d.flatten()).unflatten(1, d.shape).transpose(0, 1)
+
+
+class PairBias(Encoding):
+    """An additive bias that depends on both positions. Fill ``bias``."""
+
+    def bias(self, i: Tensor, j: Tensor) -> Tensor:
+        """i (B or 1, n), j (B or 1, m) -> (B or 1, H, n, m), finite for j > i too."""
+        raise NotImplementedError
+
+    def form(self, pos: Positions) -> Form:
+        return Pair(self.bias)
+
+
+class Absolute(Encoding):
+    """A vector per position, added once at the input. Fill ``vectors``."""
+
+    shares = ("model",)
+
+    def vectors(self, at: Tensor) -> Tensor:
+        """Positions (B or 1, n) -> (B or 1, n, C), in float32 or better."""
+        raise NotImplementedError
+
+    def embed(self, x: Tensor, pos: Positions) -> Tensor:
+        return x + self.vectors(pos.q).to(x.dtype)

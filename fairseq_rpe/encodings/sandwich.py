@@ -1,0 +1,50 @@
+"""Sandwich."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import UserError, option
+from .base import DistanceBias, register
+
+
+@dataclass(frozen=True)
+class SandwichConfig:
+    """Options of Sandwich."""
+
+    form: str = option("paper", "paper: Chi et al.'s listing; evo: the code of Qin et al.", choices=("paper", "evo"))
+    dim: int = option(0, "even width of the sinusoids; 0: 128 (paper) or twice the head width (evo)", minimum=0)
+
+
+@register("sandwich")
+class Sandwich(DistanceBias):
+    """Inner product of two sinusoidal vectors of D = dim/2 frequencies, divided by 8h/H.
+
+    paper: frequencies 10000^(-s/D), s = 0 … D-1. evo: s = 1 … D and a constant D + 1e-4 subtracted, which softmax
+    does not see. At finite width the cosines keep oscillating, so the bias is bounded below and Σ exp(bias) diverges;
+    it only looks like a power law up to about 15 700 tokens.
+    """
+
+    Config = SandwichConfig
+    formula = "(H / 8h)·Σ_s cos(d·10000^(-s/D))  [evo: - D - 1e-4 inside]"
+    paper = "Chi, Fan, Rudnicky, Ramadge 2023 (arXiv 2212.10356)"
+
+    def setup(self) -> None:
+        width = self.config.dim or (128 if self.config.form == "paper" else 2 * self.width // self.heads)
+        if width % 2:
+            raise UserError(f"option 'dim' of 'sandwich' must be even, not {width}")
+        self.terms = width // 2
+
+    def bias(self, d: Tensor) -> Tensor:
+        first = 0 if self.config.form == "paper" else 1
+        s = torch.arange(first, first + self.terms, device=d.device, dtype=d.dtype)
+        total = torch.zeros_like(d)
+        for frequency in 10000.0 ** (-s / self.terms):
+            total += torch.cos(d * frequency)
+        if self.config.form == "evo":
+            total = total - self.terms - 1e-4
+        h = torch.arange(1, self.heads + 1, device=d.device, dtype=d.dtype)
+        return total * (self.heads / (8 * h))[:, None]

@@ -1,0 +1,98 @@
+"""Type1, Type2, 1/n and 1/(n ln n): biases whose exponentials are well-known series.
+
+Each has two forms that are different functions. ``form=heads`` (default) is the authors' code: the distance is
+scaled by the head's ALiBi slope k_h. ``form=paper`` is the paper's series b_n with n counted from 1 (from 3
+for 1/(n ln n), whose ln ln n needs n > e), the same for every head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import option
+from .alibi import slope_column
+from .base import DistanceBias, register
+
+_PAPER = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307.10156)"
+
+
+@dataclass(frozen=True)
+class SeriesConfig:
+    """Options of this family."""
+
+    form: str = option("heads", "heads: the authors' code, slope k_h per head; paper: the series as printed",
+                       choices=("heads", "paper"))
+
+
+class _Series(DistanceBias):
+    Config = SeriesConfig
+    paper = _PAPER
+
+    def bias(self, d: Tensor) -> Tensor:
+        if self.config.form == "heads":
+            return self.heads_form(slope_column(self.heads, d.dtype, d.device) * d)
+        return self.paper_form(d)[None].expand(self.heads, -1)
+
+    def heads_form(self, x: Tensor) -> Tensor:
+        """x = k_h·d, (H, R) -> (H, R)."""
+        raise NotImplementedError
+
+    def paper_form(self, d: Tensor) -> Tensor:
+        """(R,) -> (R,)."""
+        raise NotImplementedError
+
+
+@register("type1")
+class Type1(_Series):
+    """Quadratic series 1/n²; converges (paper form: B = π²/6)."""
+
+    formula = "heads: -ln(1 + (k_h·d)²);  paper: -2·ln(1+d)"
+
+    def heads_form(self, x: Tensor) -> Tensor:
+        return -torch.log1p(x.square())
+
+    def paper_form(self, d: Tensor) -> Tensor:
+        return -2 * torch.log1p(d)
+
+
+@register("type2")
+class Type2(_Series):
+    """Series exp(-ln² n); converges faster than any power of n."""
+
+    formula = "heads: -ln²(3 + k_h·d);  paper: -ln²(1+d)"
+
+    def heads_form(self, x: Tensor) -> Tensor:
+        return -torch.log(3 + x).square()
+
+    def paper_form(self, d: Tensor) -> Tensor:
+        return -torch.log1p(d).square()
+
+
+@register("inv_n")
+class InverseN(_Series):
+    """Harmonic series 1/n; diverges. Equal to kerple_log with p = 1, a = k_h."""
+
+    formula = "heads: -ln(1 + k_h·d);  paper: -ln(1+d)"
+
+    def heads_form(self, x: Tensor) -> Tensor:
+        return -torch.log1p(x)
+
+    def paper_form(self, d: Tensor) -> Tensor:
+        return -torch.log1p(d)
+
+
+@register("inv_nlnn")
+class InverseNLogN(_Series):
+    """Series 1/(n ln n); diverges like ln ln n."""
+
+    formula = "heads: -ln(x) - ln(ln(x)), x = 3 + k_h·d;  paper: the same with k_h = 1"
+
+    def heads_form(self, x: Tensor) -> Tensor:
+        log = torch.log(3 + x)
+        return -(log + torch.log(log))
+
+    def paper_form(self, d: Tensor) -> Tensor:
+        return self.heads_form(d)

@@ -1,0 +1,58 @@
+"""T5's bucketed relative bias."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..core import UserError, option
+from .base import DistanceBias, register
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """Options of the buckets."""
+
+    buckets: int = option(32, "number of buckets; the first half holds one distance each", minimum=2)
+    max_distance: int = option(128, "distances from here on share the last bucket", minimum=2)
+    init_std: float = option(0.02, "standard deviation of the initial table (our choice)", minimum=0)
+
+
+def bucket(d: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Causal bucket of each distance, int64: d below buckets/2, then logarithmic up to max_distance.
+
+    Raffel et al.'s scheme: E = buckets/2; ``min(buckets-1, E + trunc(ln(d/E) / ln(max/E) · (buckets-E)))``.
+    """
+    exact = buckets // 2
+    scaled = torch.log(d.clamp_min(exact) / exact) / math.log(max_distance / exact) * (buckets - exact)
+    far = (exact + scaled.to(torch.int64)).clamp_max(buckets - 1)
+    return torch.where(d < exact, d.to(torch.int64), far)
+
+
+@register("t5_bias")
+class T5Bias(DistanceBias):
+    """A learned number per bucket and head; constant beyond max_distance, so it diverges.
+
+    Added after 1/sqrt(D) like every bias here (T5 itself leaves that factor out); one table for all layers, as in T5.
+    """
+
+    Config = T5Config
+    formula = "table[bucket(d), h]"
+    paper = "Raffel et al. 2020 (arXiv 1910.10683)"
+
+    def setup(self) -> None:
+        if self.config.max_distance <= self.config.buckets // 2:
+            raise UserError(
+                f"option 'max_distance' of 't5_bias' must be more than buckets/2 = {self.config.buckets // 2}, "
+                f"not {self.config.max_distance}"
+            )
+        self.table = nn.Parameter(torch.randn(self.config.buckets, self.heads) * self.config.init_std)
+
+    def bias(self, d: Tensor) -> Tensor:
+        return self.table.to(d.dtype)[bucket(d, self.config.buckets, self.config.max_distance)].T
+
+    def scalars(self) -> dict[str, Tensor]:
+        return {"t5_mean": self.table.mean(0), "t5_last": self.table[-1]}

@@ -1,0 +1,35 @@
+"""Sliding-window bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import option
+from .base import DistanceBias, register
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Options of the window."""
+
+    window: int = option(512, "number of keys that a query sees, itself included", minimum=1)
+
+
+@register("window")
+class Window(DistanceBias):
+    """Only the nearest keys are visible; the sum is finite.
+
+    Eq. 8 of the paper, 0 where i-j <= w and -inf elsewhere, keeps w+1 keys while its Eq. 7 speaks of j keys;
+    ``window`` is the number of keys kept, so w = window - 1.
+    """
+
+    Config = WindowConfig
+    formula = "0 where d < window, else -inf"
+    paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
+
+    def bias(self, d: Tensor) -> Tensor:
+        row = torch.zeros_like(d).masked_fill(d >= self.config.window, float("-inf"))
+        return row[None].expand(self.heads, -1)
