@@ -1,0 +1,226 @@
+"""Every repair of fairseq 0.12.3 that this plugin makes, each with its reason. Applied on import of the plugin only.
+
+They are process-global patches of fairseq's own modules (and ``sys.excepthook`` for our one-line errors). ``apply`` may be
+called again: it does nothing the second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib
+import os
+import pickle
+import shutil
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .core import UserError
+from .encodings import load_module
+from .guards import guard_eval_lm, guard_workers
+
+_applied = False
+
+
+def apply() -> None:
+    """Make all repairs once."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    one_line_errors()
+    numpy_compat()
+    namespace_checkpoints()
+    literal_eval_only()
+    safe_checkpoints()
+    atomic_copies()
+    bf16_is_not_tpu()
+    rpe_module_flag()
+    guard_workers()
+    guard_eval_lm()
+
+
+def one_line_errors() -> None:
+    """Users of fairseq-train would see a traceback of fairseq's internals for a mistyped flag: show the line alone."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def numpy_compat() -> None:
+    """``np.compat.long`` (sample-break-mode eos, fairseq-interactive, generation) left numpy with 2.0."""
+    if not hasattr(np, "compat"):
+        np.compat = types.SimpleNamespace(long=int)
+
+
+def namespace_checkpoints() -> None:
+    """Models without a dataclass save an argparse.Namespace, which torch's safe loading refuses; it is only a record."""
+    torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def literal_eval_only() -> None:
+    """fairseq calls eval() on strings of a checkpoint's configuration (character_filters, cutoffs, betas …).
+
+    The name ``eval`` in every loaded fairseq module becomes an evaluator of plain literals, so no text can run code.
+    """
+    for name, module in list(sys.modules.items()):
+        if module is not None and name.split(".")[0] in ("fairseq", "fairseq_cli"):
+            vars(module)["eval"] = evaluate_literal
+    main = sys.modules.get("__main__")
+    if main is not None and (getattr(main, "__spec__", None) or types.SimpleNamespace(name="")).name.startswith("fairseq_cli."):
+        vars(main)["eval"] = evaluate_literal
+
+
+def evaluate_literal(text: Any, *_: Any) -> Any:
+    """A Python literal; also ``[(512, 3)] * 20 + [...]`` and arithmetic, as fairseq's defaults have. Never a call or a name.
+
+    Raises:
+        UserError: anything else.
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return _literal(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise UserError(f"refused to evaluate {shown!r}: only plain Python values are accepted here") from None
+
+
+def _literal(node: ast.AST) -> Any:
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
+        return kind(_literal(item) for item in node.elts)
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        return {_literal(k): _literal(v) for k, v in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
+        left, right = _literal(node.left), _literal(node.right)
+        if isinstance(node.op, ast.Mult) and not all(isinstance(x, (int, float)) for x in (left, right)):
+            items, count = (left, right) if isinstance(right, int) else (right, left)
+            if not isinstance(items, (list, tuple)) or not isinstance(count, int) or len(items) * count > 10_000:
+                raise ValueError("not a small repeated list")
+        return {ast.Add: lambda: left + right, ast.Sub: lambda: left - right, ast.Mult: lambda: left * right,
+                ast.Div: lambda: left / right}[type(node.op)]()
+    return ast.literal_eval(node)
+
+
+def safe_checkpoints() -> None:
+    """``load_checkpoint_to_cpu`` names no ``weights_only``, so an environment variable can switch torch's protection off.
+
+    Loading is always weights-only here, failures are one line, and a checkpoint never names a Python file to import.
+    """
+    from fairseq import checkpoint_utils
+
+    original = checkpoint_utils.load_checkpoint_to_cpu
+
+    @functools.wraps(original)
+    def load(path: str, arg_overrides: dict[str, Any] | None = None, load_on_all_ranks: bool = False) -> dict[str, Any]:
+        check_checkpoint(path)
+        state = original(path, arg_overrides, load_on_all_ranks)
+        literal_eval_only()  # again: loading a task may have imported further fairseq modules
+        model = (state.get("cfg") or {}).get("model") or {}
+        settings = vars(model) if isinstance(model, argparse.Namespace) else model
+        if settings.get("character_embeddings"):
+            evaluate_literal(settings.get("character_filters", ""))
+        if settings.get("rpe_module"):
+            settings["rpe_module"] = None
+        return state
+
+    checkpoint_utils.load_checkpoint_to_cpu = load
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Refuse, in one line, a checkpoint that is missing, truncated, or would run code when it is loaded."""
+    if not os.path.isfile(path):
+        raise UserError(f"checkpoint {path}: no such file")
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        if "Weights only load failed" not in str(error):
+            raise UserError(f"checkpoint {path} is damaged: copy or train it again") from None
+        what = str(error).partition("Unsupported ")[2] or str(error).partition("GLOBAL ")[2] or "foreign objects"
+        raise UserError(
+            f"checkpoint {path} is refused: it holds more than weights and settings ({what.split(' was ')[0].split(chr(10))[0]})"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        first = str(error).split("\n")[0]
+        raise UserError(f"checkpoint {path} is damaged ({type(error).__name__}: {first}): copy or train it again") from None
+
+
+def atomic_copies() -> None:
+    """``checkpoint_last.pt`` is copied in place: a process killed meanwhile leaves half a file and nothing to resume from."""
+    from fairseq.file_io import PathManager
+
+    def copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+        if os.path.exists(dst_path) and not overwrite:
+            return False
+        temporary = f"{dst_path}.copying"
+        shutil.copyfile(src_path, temporary)
+        os.replace(temporary, dst_path)
+        return True
+
+    PathManager.copy = staticmethod(copy)
+
+
+def bf16_is_not_tpu() -> None:
+    """``--bf16`` sets ``tpu`` for everybody, which then fails on the missing XLA device."""
+    from fairseq import options
+
+    original = options.parse_args_and_arch
+
+    @functools.wraps(original)
+    def parse(parser: Any, input_args: list[str] | None = None, *args: Any, **kwargs: Any) -> Any:
+        result = original(parser, input_args, *args, **kwargs)
+        namespace = result[0] if isinstance(result, tuple) else result
+        if getattr(namespace, "bf16", False) and "--tpu" not in (sys.argv if input_args is None else input_args):
+            namespace.tpu = False
+        return result
+
+    options.parse_args_and_arch = parse
+
+
+class _LoadModule(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        load_module(value)
+        setattr(namespace, self.dest, value)
+
+
+def rpe_module_flag() -> None:
+    """Model flags exist only in training; ``--rpe-module`` has to work in every fairseq command.
+
+    fairseq makes each command's parser right after importing the plugin, with this one function.
+    """
+    from fairseq import options
+    from fairseq.dataclass.configs import CommonConfig
+
+    original: Callable[..., Any] = options.gen_parser_from_dataclass
+
+    @functools.wraps(original)
+    def generate(parser: Any, dataclass_instance: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dataclass_instance, CommonConfig):
+            parser.add_argument(
+                "--rpe-module", metavar="FILE", action=_LoadModule, default=None,
+                help="Python file that registers encodings of your own",
+            )
+        return original(parser, dataclass_instance, *args, **kwargs)
+
+    options.gen_parser_from_dataclass = generate
+
+
+def import_everything() -> None:
+    """Import the fairseq commands' modules too; only tests need that."""
+    for command in ("train", "eval_lm", "generate", "interactive", "validate", "preprocess"):
+        importlib.import_module(f"fairseq_cli.{command}")

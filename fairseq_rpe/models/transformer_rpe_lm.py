@@ -1,0 +1,165 @@
+"""The language model ``transformer_rpe_lm`` and its sizes."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Optional
+
+from fairseq import options
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import (
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+    base_lm_architecture,
+)
+from fairseq.modules import AdaptiveInput
+
+from ..core import UserError
+from ..encodings import build, load_module
+from ..modules.decoder import RPEDecoder
+
+logger = logging.getLogger(__name__)
+SHARES = ("auto", "model", "layer")
+
+# no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
+
+
+@dataclass
+class TransformerRPELMConfig(TransformerLanguageModelConfig):
+    """Flags beside those of fairseq's transformer_lm."""
+
+    rpe: str = field(
+        default="sinusoidal",
+        metadata={"help": "positional encoding: name or name:key=value,key=value ('fairseq-rpe list' shows all)"},
+    )
+    rpe_share: str = field(
+        default="auto",
+        metadata={"help": "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"},
+    )
+    attention_backend: str = field(default="auto", metadata={"help": "auto, reference or sdpa"})
+    rpe_module: Optional[str] = field(
+        default=None, metadata={"help": "Python file that registers encodings of your own"}
+    )
+    rpe_train_length: Optional[int] = field(
+        default=None, metadata={"help": "training length in tokens, kept in the checkpoint (default: --tokens-per-sample)"}
+    )
+
+
+@register_model("transformer_rpe_lm", dataclass=TransformerRPELMConfig)
+class TransformerRPELanguageModel(TransformerLanguageModel):
+    """fairseq's Transformer language model with any positional encoding, usable at any length."""
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build from a Namespace or DictConfig.
+
+        Raises:
+            UserError: an encoding, option or fairseq feature that does not exist here, in one line.
+        """
+        _refuse_unsupported(args)
+        if args.rpe_module:
+            load_module(args.rpe_module)
+        if args.decoder_layers_to_keep:
+            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+        if not args.rpe_train_length:
+            args.rpe_train_length = args.tokens_per_sample
+        if args.max_target_positions not in (None, args.tokens_per_sample):
+            logger.warning("max_target_positions=%s has no effect: any length is accepted", args.max_target_positions)
+
+        cfg = TransformerConfig.from_namespace(args)
+        cfg.no_token_positional_embeddings = True
+        encodings = _encodings(args)
+        decoder = RPEDecoder(cfg, task.target_dictionary, cls._embedding(args, task), encodings, str(args.attention_backend))
+        return cls(decoder)
+
+    @classmethod
+    def _embedding(cls, args, task):
+        if not args.adaptive_input:
+            return cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
+        if args.tie_adaptive_weights and (
+            args.adaptive_input_factor != args.adaptive_softmax_factor
+            or args.adaptive_input_cutoff != args.adaptive_softmax_cutoff
+            or args.decoder_input_dim != args.decoder_output_dim
+        ):
+            raise UserError("--tie-adaptive-weights needs equal factor, cutoff and dimension for adaptive input and softmax")
+        return AdaptiveInput(
+            len(task.source_dictionary),
+            task.source_dictionary.pad(),
+            args.decoder_input_dim,
+            args.adaptive_input_factor,
+            args.decoder_embed_dim,
+            options.eval_str_list(args.adaptive_input_cutoff, type=int),
+            args.quant_noise_pq,
+            args.quant_noise_pq_block_size,
+        )
+
+    def max_positions(self):
+        """No limit of its own; an encoding with a table refuses what lies beyond it."""
+        return self.decoder.max_positions()
+
+
+def _refuse_unsupported(args):
+    refusals = {
+        "character_embeddings": "character embeddings are not supported: drop --character-embeddings",
+        "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
+        "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
+        "decoder_xformers_att_config": "xFormers attention knows no position bias: drop --decoder-xformers-att-config",
+        "offload_activations": "--offload-activations is not supported: use --checkpoint-activations",
+    }
+    for key, message in refusals.items():
+        if getattr(args, key, None):
+            raise UserError(message)
+    if args.tie_adaptive_weights and not args.adaptive_input:
+        raise UserError("--tie-adaptive-weights needs --adaptive-input")
+    if str(args.rpe_share) not in SHARES:
+        raise UserError(f"--rpe-share is one of {', '.join(SHARES)}, not '{args.rpe_share}'")
+
+
+def _encodings(args):
+    """One encoding for the model, or one per layer."""
+    spec, share = str(args.rpe), str(args.rpe_share)
+
+    def make():
+        return build(spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length)
+
+    first = make()
+    if share == "auto":
+        share = first.shares[0]
+    if share not in first.shares:
+        raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.shares)}")
+    return [first] if share == "model" else [first] + [make() for _ in range(args.decoder_layers - 1)]
+
+
+# layers, width, heads, FFN, activation
+SIZES = {
+    "tiny": (2, 128, 4, 512, "relu"),
+    "wiki103": (6, 512, 8, 2048, "relu"),
+    "base": (12, 768, 12, 3072, "relu"),
+    "large": (24, 1024, 16, 4096, "gelu"),
+}
+
+
+def _register_size(name, layers, width, heads, ffn, activation):
+    @register_model_architecture("transformer_rpe_lm", f"transformer_rpe_lm_{name}")
+    def architecture(args):
+        defaults = {
+            "decoder_layers": layers,
+            "decoder_embed_dim": width,
+            "decoder_attention_heads": heads,
+            "decoder_ffn_embed_dim": ffn,
+            "activation_fn": activation,
+            "rpe": "sinusoidal",
+            "rpe_share": "auto",
+            "attention_backend": "auto",
+            "rpe_module": None,
+            "rpe_train_length": None,
+            "max_target_positions": None,
+            "decoder_xformers_att_config": None,
+        }
+        for key, value in defaults.items():
+            setattr(args, key, getattr(args, key, value))
+        base_lm_architecture(args)
+
+
+for _name, _size in SIZES.items():
+    _register_size(_name, *_size)

@@ -1,0 +1,122 @@
+"""A fairseq language-model decoder whose positions come from an encoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.transformer import TransformerDecoderBase
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import Plan, choose
+from ..core import Positions, UserError
+from ..encodings import Encoding
+from .attention import RPEDecoderLayer
+
+UNLIMITED = 2**31 - 1  # positions; fairseq drops longer blocks in silence, so the model names no smaller limit
+
+
+class RPEDecoder(TransformerDecoderBase):
+    """fairseq's decoder with its own layer loop.
+
+    Args:
+        cfg: fairseq's TransformerConfig.
+        dictionary, embed_tokens: as in fairseq.
+        encodings: one encoding for all layers, or one per layer.
+        backend: name of the attention backend.
+    """
+
+    def __init__(
+        self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, encodings: list[Encoding], backend: str
+    ) -> None:
+        self._built_layers = 0
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
+        self.encodings = nn.ModuleList(encodings)
+        self.attend = choose(backend, remaps=any(e.remap is not None for e in encodings))
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
+        layer = RPEDecoderLayer(cfg, no_encoder_attn)
+        layer.index = self._built_layers
+        self._built_layers += 1
+        self.checkpointed = bool(cfg.checkpoint_activations)
+        return fsdp_wrap(layer, min_num_params=0 if self.checkpointed else cfg.min_params_to_wrap)
+
+    def max_positions(self) -> int:
+        return UNLIMITED
+
+    def encoding_of(self, layer: int) -> Encoding:
+        """The encoding that layer ``layer`` uses."""
+        return self.encodings[layer if len(self.encodings) > 1 else 0]
+
+    def positions(self, tokens: Tensor, n: int) -> tuple[Positions, Tensor | None]:
+        """Positions of the last n of tokens (B, m), and the padding that attention must hide.
+
+        Padding at the end of a row needs no mask: causality hides it from every real token. Padding elsewhere is masked
+        and not counted, so a left-padded row has the positions of the same row without padding.
+        """
+        m = tokens.shape[1]
+        padding = tokens.eq(self.padding_idx)
+        plain = Positions.arange(n, m, device=tokens.device)
+        if not padding.any() or not (padding[:, :-1] & ~padding[:, 1:]).any():
+            return plain, None
+        k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).float()
+        shift = (plain.k - k).masked_fill(padding, torch.nan)
+        spread = (shift - shift.nan_to_num(torch.inf).amin(1, keepdim=True)).nan_to_num(0.0)
+        return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Any = None,
+        incremental_state: dict[str, Any] | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens (B, m) -> features (B, n, C): n = m, or 1 with ``incremental_state``."""
+        if encoder_out is not None or full_context_alignment or alignment_layer is not None or alignment_heads is not None:
+            raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
+        tokens = prev_output_tokens if incremental_state is None else prev_output_tokens[:, -1:]
+        positions, padding = self.positions(prev_output_tokens, tokens.shape[1])
+
+        x = self.embed_scale * self.embed_tokens(tokens.contiguous())
+        if self.quant_noise is not None:
+            x = self.quant_noise(x)
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        x = self.encodings[0].embed(x, positions)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout_module(x).transpose(0, 1)
+
+        states = [x]
+        plans: dict[int, Plan] = {}
+        for layer in self.layers:
+            encoding = self.encoding_of(getattr(layer, "index", 0))
+            if id(encoding) not in plans:
+                plans[id(encoding)] = self._plan(encoding, positions, padding)
+            x = self._run(layer, x, incremental_state, plans[id(encoding)])
+            states.append(x)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        x = x.transpose(0, 1)
+        if self.project_out_dim is not None:
+            x = self.project_out_dim(x)
+        return x, {"attn": [None], "inner_states": states}
+
+    def _plan(self, encoding: Encoding, positions: Positions, padding: Tensor | None) -> Plan:
+        with torch.autocast(positions.k.device.type, enabled=False):
+            form = encoding.form(positions)
+        rotates = type(encoding).rotate is not Encoding.rotate
+        return Plan(positions, form, padding, encoding.remap, encoding.rotate if rotates else None, self.attend)
+
+    def _run(self, layer: nn.Module, x: Tensor, incremental_state: dict[str, Any] | None, plan: Plan) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return layer(x, None, None, incremental_state, self_attn_mask=plan)[0]
+
+        if self.checkpointed and self.training and torch.is_grad_enabled():
+            # not fairseq's reentrant wrapper: the layers share the graph of the bias, which that would free too early
+            return checkpoint(run, x, use_reentrant=False)
+        return run(x)
