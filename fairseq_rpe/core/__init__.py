@@ -1,12 +1,20 @@
-"""The shared words: errors, spec strings, registry, positions and bias forms."""
+"""The shared words: errors, spec strings, registry, positions and bias forms.
 
-from .errors import UserError
-from .forms import Dense, Form, Pair, Toeplitz, block, lower
-from .positions import Positions
-from .registry import Registry
-from .spec import Option, canonical, configure, option, options_of, parse
+Names are looked up when they are used: the command line needs the errors and specs without waiting for torch.
+"""
 
-__all__ = [
-    "Dense", "Form", "Option", "Pair", "Positions", "Registry", "Toeplitz", "UserError",
-    "block", "canonical", "configure", "lower", "option", "options_of", "parse",
-]
+import importlib
+from typing import Any
+
+_HOME = {
+    "Dense": "forms", "Form": "forms", "Pair": "forms", "Toeplitz": "forms", "block": "forms", "lower": "forms",
+    "Option": "spec", "canonical": "spec", "configure": "spec", "option": "spec", "options_of": "spec", "parse": "spec",
+    "Positions": "positions", "Registry": "registry", "UserError": "errors",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -13,6 +13,7 @@ from fairseq.models.transformer_lm import (
     base_lm_architecture,
 )
 from fairseq.modules import AdaptiveInput
+from omegaconf import II
 
 from ..core import UserError
 from ..encodings import build, load_module
@@ -40,9 +41,8 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     rpe_module: Optional[str] = field(
         default=None, metadata={"help": "Python file that registers encodings of your own"}
     )
-    rpe_train_length: Optional[int] = field(
-        default=None, metadata={"help": "training length in tokens, kept in the checkpoint (default: --tokens-per-sample)"}
-    )
+    # its own copy of the training length: --model-overrides may change tokens_per_sample when a checkpoint is evaluated
+    rpe_train_length: Optional[int] = II("task.tokens_per_sample")
 
 
 @register_model("transformer_rpe_lm", dataclass=TransformerRPELMConfig)
@@ -92,6 +92,16 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
             args.quant_noise_pq,
             args.quant_noise_pq_block_size,
         )
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """As fairseq's; parameters that do not fit are one line."""
+        try:
+            return super().load_state_dict(state_dict, strict, model_cfg, args)
+        except RuntimeError as error:
+            first = str(error).split("\n\t")[1:2] or [str(error)]
+            raise UserError(
+                f"the checkpoint does not fit this model ({first[0].strip()}): use the flags that it was trained with"
+            ) from None
 
     def max_positions(self):
         """No limit of its own; an encoding with a table refuses what lies beyond it."""

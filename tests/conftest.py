@@ -1,0 +1,106 @@
+"""Shared fixtures: a small dictionary and task, models by spec, and a binarised corpus."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+PACKAGE = Path(__file__).resolve().parents[1] / "fairseq_rpe"
+VOCABULARY = 60
+
+# one spec for each registered encoding and for each of its branches
+SPECS = {
+    "nope": ["nope"],
+    "sinusoidal": ["sinusoidal", "sinusoidal:style=vaswani"],
+    "learned": ["learned"],
+    "alibi": ["alibi"],
+    "type1": ["type1", "type1:form=paper"],
+    "type2": ["type2", "type2:form=paper"],
+    "inv_n": ["inv_n", "inv_n:form=paper"],
+    "inv_nlnn": ["inv_nlnn", "inv_nlnn:form=paper"],
+    "window": ["window:window=5"],
+    "kerple_log": ["kerple_log"],
+    "kerple_power": ["kerple_power", "kerple_power:p=0.5,a=0.1"],
+    "sandwich": ["sandwich", "sandwich:form=evo,dim=32"],
+    "t5_bias": ["t5_bias:init_std=1"],
+    "fire": [
+        "fire",
+        "fire:hidden_layers=0,log=false,threshold=none",
+        "fire:hidden_layers=1,threshold=fixed,init_L=9,activation=gelu,output_activation=relu",
+    ],
+}
+ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
+
+
+@pytest.fixture(scope="session")
+def task():
+    """fairseq's language-modelling task over a dictionary of 60 types."""
+    import fairseq_rpe.models  # noqa: F401
+    from fairseq.data import Dictionary
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    dictionary = Dictionary()
+    for i in range(VOCABULARY - len(dictionary)):
+        dictionary.add_symbol(f"w{i}")
+    return LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
+
+
+def model_args(rpe: str, arch: str = "transformer_rpe_lm_tiny", **changes) -> Namespace:
+    """What fairseq's parser would hand to build_model, at a size that a test affords."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    args = Namespace(
+        rpe=rpe, tokens_per_sample=64, decoder_embed_dim=32, decoder_attention_heads=4, decoder_ffn_embed_dim=64,
+        dropout=0.0, **changes,
+    )
+    ARCH_CONFIG_REGISTRY[arch](args)
+    return args
+
+
+def make_model(task, rpe: str, seed: int = 0, **changes):
+    """A small transformer_rpe_lm in evaluation mode."""
+    from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
+
+    torch.manual_seed(seed)
+    return TransformerRPELanguageModel.build_model(model_args(rpe, **changes), task).eval()
+
+
+def run(*command: str | Path, ok: bool = True, timeout: int = 300, **kwargs) -> subprocess.CompletedProcess:
+    """Run a command; by default it must succeed."""
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, **kwargs)
+    assert not ok or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def fairseq(command: str, *flags: str | Path, **kwargs) -> subprocess.CompletedProcess:
+    """Run ``fairseq_cli.<command>`` in a process of its own."""
+    return run(sys.executable, "-m", f"fairseq_cli.{command}", *flags, **kwargs)
+
+
+TRAIN_FLAGS = [
+    "--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny",
+    "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--criterion", "lm_cross_entropy",
+    "--tokens-per-sample", "32", "--batch-size", "4", "--optimizer", "adam", "--lr", "0.003", "--cpu",
+    "--no-epoch-checkpoints", "--log-format", "simple", "--log-interval", "1",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A binarised word-level corpus made from this package's own sources: train, valid, test."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = [w for file in sorted(PACKAGE.rglob("*.py")) for w in file.read_text().split()]
+    lines = [" ".join(words[i : i + 12]) for i in range(0, len(words), 12)]
+    parts = {"train": lines[:600], "valid": lines[600:700], "test": lines[700:820]}
+    for name, part in parts.items():
+        (folder / f"{name}.txt").write_text("\n".join(part) + "\n")
+    fairseq(
+        "preprocess", "--only-source", "--trainpref", folder / "train.txt", "--validpref", folder / "valid.txt",
+        "--testpref", folder / "test.txt", "--destdir", folder / "bin", "--nwordssrc", "300",
+    )
+    return folder / "bin"

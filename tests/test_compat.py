@@ -1,0 +1,232 @@
+"""Each repair of fairseq: what it prevents, shown to fail without it, and that it works."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import PACKAGE, make_model
+
+import fairseq_rpe.models  # noqa: F401  (applies the repairs)
+from fairseq_rpe import compat, guards
+from fairseq_rpe.core import UserError
+
+PAYLOAD = "touched"
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __reduce__(self):
+        return (open, (PAYLOAD, "w"))
+
+
+def without_plugin(code: str, tmp_path) -> subprocess.CompletedProcess:
+    """Run code in a process where fairseq is not repaired."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+
+
+def test_apply_twice_is_once():
+    from fairseq import checkpoint_utils
+
+    before = checkpoint_utils.load_checkpoint_to_cpu
+    compat.apply()
+    assert checkpoint_utils.load_checkpoint_to_cpu is before
+
+
+def test_importing_the_package_without_fairseq_repairs_nothing(tmp_path):
+    done = without_plugin("import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))", tmp_path)
+    assert done.stdout.strip() == "False"
+
+
+def test_numpy_compat(tmp_path):
+    code = "import fairseq; import numpy as np; np.compat.long"
+    assert "AttributeError" in without_plugin(code, tmp_path).stderr
+    assert np.compat.long is int
+
+
+def test_namespace_checkpoints(tmp_path):
+    file = tmp_path / "x.pt"
+    torch.save({"args": argparse.Namespace(a=1)}, file)
+    code = f"import torch; torch.load({str(file)!r})"
+    assert "UnpicklingError" in without_plugin(code, tmp_path).stderr
+    assert torch.load(file)["args"].a == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[(1, 64), (2, 128)]", [(1, 64), (2, 128)]),
+        ("[(512, 3)] * 2 + [(4, 5)]", [(512, 3), (512, 3), (4, 5)]),
+        ("{'a': -1.5, 'b': None}", {"a": -1.5, "b": None}),
+        ("1/4", 0.25),
+        ("(0.9, 0.98)", (0.9, 0.98)),
+        ("True", True),
+    ],
+)
+def test_literals(text, value):
+    assert compat.evaluate_literal(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["__import__('os').system('x')", "open('x', 'w')", "[c for c in 'x']", "a", "().__class__", "'a' * 10", "[0] * 10**9",
+     "(lambda: 1)()", "", "[", "{**{}}", "f'{1}'"],
+)
+def test_anything_else_is_refused(text):
+    with pytest.raises(UserError, match="only plain Python values") as caught:
+        compat.evaluate_literal(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_fairseq_module_can_eval(tmp_path, monkeypatch):
+    """Without the repair this very string of a checkpoint's configuration runs."""
+    import fairseq.models.transformer_lm
+    import fairseq.utils
+
+    code = f"import fairseq.utils as u; u.eval_str_list(\"[open('{PAYLOAD}', 'w')]\")"
+    without_plugin(code, tmp_path)
+    assert (tmp_path / PAYLOAD).exists()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / PAYLOAD).unlink()
+    for evaluate in (fairseq.utils.eval_str_list, fairseq.utils.eval_str_dict, fairseq.utils.eval_bool):
+        with pytest.raises(UserError):
+            evaluate(f"[open('{PAYLOAD}', 'w')]")
+    with pytest.raises(UserError):
+        fairseq.models.transformer_lm.eval(f"open('{PAYLOAD}', 'w')")
+    assert not (tmp_path / PAYLOAD).exists()
+    assert fairseq.utils.eval_str_list("1,2") == [1.0, 2.0]
+
+
+def checkpoint(task, file, **model_settings):
+    from conftest import model_args
+
+    args = model_args("alibi")
+    model = make_model(task, "alibi")
+    settings = {**vars(args), **model_settings, "_name": "transformer_rpe_lm"}
+    history = [{"criterion_name": "LMCrossEntropy", "num_updates": 1, "best_loss": 1.0}]
+    state = {"args": None, "cfg": {"model": settings}, "model": model.state_dict(), "optimizer_history": history}
+    torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}}, file)
+
+
+def test_loading_checkpoints(task, tmp_path, monkeypatch):
+    from fairseq.checkpoint_utils import load_checkpoint_to_cpu
+
+    monkeypatch.chdir(tmp_path)
+    good = tmp_path / "good.pt"
+    checkpoint(task, good, rpe_module="/tmp/x.py")
+    state = load_checkpoint_to_cpu(str(good))
+    assert state["cfg"]["model"]["rpe"] == "alibi"
+    assert state["cfg"]["model"]["rpe_module"] is None, "a checkpoint must not name code to import"
+
+    with pytest.raises(UserError, match=r"absent\.pt: no such file"):
+        load_checkpoint_to_cpu("absent.pt")
+    (tmp_path / "cut.pt").write_bytes(good.read_bytes()[:3000])
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    (tmp_path / "empty.pt").write_text("")
+    for name in ("cut.pt", "text.pt", "empty.pt"):
+        with pytest.raises(UserError, match=f"{name} is (damaged|refused)") as caught:
+            load_checkpoint_to_cpu(name)
+        assert "\n" not in str(caught.value)
+
+    torch.save({"weights": 1}, "other.pt")
+    with pytest.raises(UserError, match=r"other\.pt is not one of fairseq's: it holds no model"):
+        load_checkpoint_to_cpu("other.pt")
+
+    torch.save({"extra_state": Evil()}, "evil.pt")
+    for environment in ({}, {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}):
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(UserError, match=r"evil\.pt is refused: it holds more than weights"):
+            load_checkpoint_to_cpu("evil.pt")
+        assert not (tmp_path / PAYLOAD).exists()
+
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    checkpoint(task, "filters.pt", character_embeddings=True, character_filters=f"[open('{PAYLOAD}', 'w')]")
+    with pytest.raises(UserError, match="refused to evaluate"):
+        load_checkpoint_to_cpu("filters.pt")
+    assert not (tmp_path / PAYLOAD).exists()
+
+
+def test_copies_are_atomic(tmp_path, monkeypatch):
+    from fairseq.file_io import PathManager
+
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.write_text("new")
+    target.write_text("old")
+    assert not PathManager.copy(str(source), str(target))
+    assert target.read_text() == "old"
+
+    def killed(src, dst):
+        with open(dst, "w") as f:
+            f.write("n")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat.shutil, "copyfile", killed)
+        with pytest.raises(KeyboardInterrupt):
+            PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_text() == "old"
+    assert PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_text() == "new"
+
+
+def test_no_block_is_dropped(tmp_path):
+    code = """
+import numpy as np
+from fairseq.data import data_utils
+sizes = np.full(41, 32)
+batches = data_utils.batch_by_size(
+    np.arange(41), num_tokens_fn=lambda i: 32, num_tokens_vec=sizes, max_sentences=4, required_batch_size_multiple=8)
+print("blocks", sum(len(b) for b in batches), len(batches))
+"""
+    assert "blocks 40 10" in without_plugin(code, tmp_path).stdout
+    repaired = without_plugin("import fairseq_rpe.models\n" + code, tmp_path)
+    assert "blocks 41 11" in repaired.stdout, repaired.stderr
+
+
+def test_bf16_is_not_tpu(monkeypatch):
+    from fairseq import options
+
+    flags = ["data", "--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny", "--bf16"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", *flags])
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, flags)
+    assert args.bf16 and not args.tpu
+    assert options.parse_args_and_arch(options.get_training_parser(), [*flags, "--tpu"]).tpu
+
+
+def test_context_window_with_workers_is_refused(task):
+    with pytest.raises(UserError, match="--num-workers 1"):
+        task.eval_lm_dataloader(dataset=None, context_window=4, num_workers=2)
+
+
+def test_guard_counts_tokens():
+    class Scorer:
+        def generate(self, models, sample, **kwargs):
+            return [[{"positional_scores": torch.tensor(row)}] for row in sample]
+
+    class Module:
+        SequenceScorer = Scorer
+
+        @staticmethod
+        def eval_lm(models, batches, remove_bos_token=False):
+            scorer = Module.SequenceScorer()
+            for batch in batches:
+                scorer.generate(models, batch)
+            return {"loss": 1.0}
+
+    guards.guard_module(Module)
+    guards.guard_module(Module)
+    guards._expected["tokens"] = 3
+    assert Module.eval_lm(None, [[[-1.0, -2.0], [-3.0]]])["scored_tokens"] == 3
+    with pytest.raises(UserError, match="scored 2 of 3 tokens"):
+        Module.eval_lm(None, [[[-1.0, -2.0]]])
+    with pytest.raises(UserError, match="probability 0"):
+        Module.eval_lm(None, [[[-1.0, float("-inf"), 0.0]]])
+    guards._expected["tokens"] = None
+    assert Module.eval_lm(None, [])["scored_tokens"] == 0

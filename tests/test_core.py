@@ -1,0 +1,140 @@
+"""Spec strings, the registry, forms and the direction of imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PACKAGE
+
+from fairseq_rpe.core import (
+    Dense,
+    Pair,
+    Positions,
+    Registry,
+    Toeplitz,
+    UserError,
+    block,
+    canonical,
+    configure,
+    lower,
+    option,
+    parse,
+)
+
+MAY_IMPORT = {
+    "core": set(),
+    "encodings": {"core"},
+    "positions": {"core"},
+    "attention": {"core"},
+    "analysis": {"core", "encodings", "positions", "attention"},
+    "data": {"core"},
+}
+NO_FAIRSEQ = ("core", "encodings", "positions", "attention", "analysis", "data")
+
+
+@dataclass(frozen=True)
+class Example:
+    rate: float | None = option(None, "a rate", above=0, maximum=1)
+    count: int = option(3, "a count", minimum=1)
+    mode: str = option("fast", "a mode", choices=("fast", "exact"))
+    flag: bool = option(False, "a flag")
+
+
+def imports(file: Path) -> set[str]:
+    """Rooms of this package and top-level packages that a file imports."""
+    found = set()
+    depth = len(file.relative_to(PACKAGE).parts) - 1
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == depth + 1:
+                found |= {f"../{(node.module or alias.name).split('.')[0]}" for alias in node.names}
+            elif node.level == 0:
+                name = (node.module or "").split(".")
+                found.add(f"../{name[1]}" if name[0] == "fairseq_rpe" and len(name) > 1 else name[0])
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_point_down(file):
+    room = file.relative_to(PACKAGE).parts[0]
+    found = imports(file)
+    if room in NO_FAIRSEQ:
+        assert not found & {"fairseq", "fairseq_cli"}
+    if room in MAY_IMPORT:
+        rooms = {name[3:] for name in found if name.startswith("../")}
+        assert rooms <= MAY_IMPORT[room] | {room}
+
+
+def test_encodings_need_no_fairseq():
+    code = "import sys, fairseq_rpe.encodings, fairseq_rpe.attention; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_parse_and_configure():
+    name, given = parse(" demo:rate=1/4, count=5,flag=true ")
+    config = configure(Example, name, given)
+    assert (name, config) == ("demo", Example(rate=0.25, count=5, flag=True))
+    assert canonical(name, config) == "demo:rate=0.25,count=5,flag=true"
+    assert canonical("demo", Example()) == "demo"
+    assert configure(Example, "demo", {"rate": "none"}).rate is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", "incomplete"),
+        ("demo:", "incomplete"),
+        ("demo:rate", "'rate' is not key=value"),
+        ("demo:count=1,count=2", "given twice"),
+        ("demo:cuont=1", "did you mean 'count'"),
+        ("demo:count=x", "a whole number, not 'x'"),
+        ("demo:count=0", "at least 1, not 0"),
+        ("demo:rate=0", "more than 0, not 0"),
+        ("demo:rate=2", "at most 1, not 2"),
+        ("demo:rate=nan", "a number, not 'nan'"),
+        ("demo:rate=1/0", "a number, not '1/0'"),
+        ("demo:mode=fsat", "did you mean 'fast'"),
+        ("demo:flag=maybe", "true or false"),
+    ],
+)
+def test_bad_specs_are_one_line(spec, words):
+    with pytest.raises(UserError, match=words) as caught:
+        configure(Example, *parse(spec))
+    assert "\n" not in str(caught.value)
+
+
+def test_registry_refuses_duplicates_and_suggests():
+    registry = Registry("thing", "no.such.group")
+    registry.register("alpha")(int)
+    registry.register("alpha")(int)  # the same object again is no duplicate
+    with pytest.raises(UserError, match="registered twice"):
+        registry.register("alpha")(str)
+    with pytest.raises(UserError, match="unknown thing 'alhpa'.*did you mean 'alpha'.*known: alpha"):
+        registry.get("alhpa")
+
+
+def test_forms_agree():
+    table = torch.randn(2, 9, dtype=torch.float64)
+    pos = Positions.arange(4, 9, dtype=torch.float64)
+    distance = pos.distances().clamp_min(0).long()[0]
+    expected = table[:, distance][None]
+    pair = Pair(lambda i, j, t: t[:, (i[0, :, None] - j[0]).clamp_min(0).long()][None], (table,))
+    for form in (Toeplitz(table), pair, Dense(expected)):
+        assert torch.equal(block(form, pos, slice(None), slice(None)), expected)
+        assert torch.equal(block(form, pos, slice(1, 3), slice(0, 7)), expected[:, :, 1:3, :7])
+        assert torch.equal(lower(form, (Dense,), pos).bias, expected)
+    assert lower(pair, (Pair,), pos) is pair
+
+
+def test_toeplitz_step_origin_and_clamp():
+    table = torch.arange(5.0)[None]
+    pos = Positions(torch.tensor([[3.0]]), torch.tensor([[0.0, 1.5, 2.0, 3.0, 4.0]]), 0.5)
+    assert block(Toeplitz(table, origin=1, step=0.5), pos, slice(None), slice(None)).flatten().tolist() == [4, 4, 3, 1, 0]

@@ -1,0 +1,247 @@
+"""Every encoding: golden values, invariants of the base class, errors, and a user's own file."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import ALL_SPECS, SPECS
+from golden import BUCKETS_32, BUCKETS_64, DISTANCES, GOLDEN
+
+from fairseq_rpe.core import Positions, UserError, block
+from fairseq_rpe.encodings import build, describe, load_module, names, normalise
+from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.encodings.constraints import between, between_inverse, positive, positive_inverse
+from fairseq_rpe.encodings.t5 import bucket
+
+
+def test_every_name_has_specs_here():
+    assert set(names()) - {n for n in names() if n.startswith("test_")} == set(SPECS)
+
+
+@pytest.mark.parametrize("spec", GOLDEN)
+def test_golden_values(spec):
+    profile = build(spec, heads=8, width=512).profile(9216)
+    assert profile.shape == (8, 9216)
+    assert profile.dtype == torch.float64
+    for head, row in GOLDEN[spec].items():
+        for n, value in zip(DISTANCES, row, strict=True):
+            got = profile[head - 1, n].item()
+            assert math.isclose(got, value, rel_tol=1e-9, abs_tol=1e-9), (head, n)
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_float32_close_to_float64(spec):
+    encoding = build(spec, heads=8, width=64, length=700)
+    exact = encoding.profile(700)
+    pos = Positions.arange(1, 700)
+    form = encoding.form(pos)
+    if form is None:
+        assert not exact.any()
+        return
+    rough = block(form, pos, slice(None), slice(None))[0, :, 0].flip(-1)
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough.double(), exact, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_one_more_query_gives_the_same_rows(spec):
+    encoding = build(spec, heads=4, width=32, length=80)
+    full = Positions.arange(40)
+    last = Positions.arange(1, 40)
+    form, last_form = encoding.form(full), encoding.form(last)
+    if form is None:
+        x = torch.randn(1, 40, 32)
+        torch.testing.assert_close(encoding.embed(x[:, -1:], last), encoding.embed(x, full)[:, -1:])
+        return
+    everything = slice(None)
+    torch.testing.assert_close(
+        block(last_form, last, everything, everything)[:, :, 0], block(form, full, everything, everything)[:, :, -1]
+    )
+
+
+@pytest.mark.parametrize("spec", ["alibi", "type1", "kerple_log", "t5_bias", "fire"])
+def test_irregular_positions_equal_the_formula(spec):
+    """Positions that skip go through a gathered table; fractional ones through the function itself."""
+    encoding = build(spec, heads=4, width=32)
+    at = torch.tensor([[0.0, 3.0, 4.0, 11.0], [1.0, 2.0, 5.0, 6.0]])
+    whole = Positions(at, at, step=1.0, contiguous=False)
+    free = Positions(at, at, step=None, contiguous=False)
+    a, b = (block(encoding.form(p), p, slice(None), slice(None)).expand(2, -1, -1, -1).tril() for p in (whole, free))
+    torch.testing.assert_close(a, b)
+    expected = encoding.profile(12).float()
+    if spec != "fire":
+        torch.testing.assert_close(a[0, :, 3, 1], expected[:, 8])
+        torch.testing.assert_close(a[1, :, 2, 0], expected[:, 4])
+
+
+def test_half_precision_keeps_parameters_and_bias():
+    for spec in ("kerple_log", "t5_bias", "fire"):
+        encoding = build(spec, heads=4, width=32)
+        before = encoding.profile(30)
+        for cast in (encoding.half, encoding.bfloat16):
+            cast()
+            assert all(p.dtype == torch.float32 for p in encoding.parameters())
+            assert torch.equal(encoding.profile(30), before)
+
+
+def test_alibi_slopes_of_other_head_counts():
+    assert alibi_slopes(1) == [0.00390625]
+    assert alibi_slopes(6) == [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    expected = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
+    expected += [0.7071067812, 0.3535533906, 0.1767766953, 0.0883883476]
+    assert alibi_slopes(12) == pytest.approx(expected, abs=1e-10)
+
+
+def test_inv_n_is_kerple_log_with_p_one():
+    inv_n = build("inv_n", 8, 512).profile(50)
+    assert torch.allclose(inv_n[0], build("kerple_log:p=1,a=0.5", 8, 512).profile(50)[0], atol=1e-12)
+
+
+def test_window_counts_the_query_itself():
+    row = build("window:window=3", 2, 8).profile(5)[0]
+    assert row.tolist() == [0, 0, 0, -math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(("buckets", "firsts"), [(32, BUCKETS_32), (64, BUCKETS_64)])
+def test_t5_buckets(buckets, firsts):
+    d = torch.arange(512.0)
+    got = bucket(d, buckets, 128)
+    assert torch.equal(got[: buckets // 2], torch.arange(buckets // 2))
+    for distance, number in firsts.items():
+        assert got[distance] == number
+        assert got[distance - 1] == number - 1
+    assert got[-1] == buckets - 1
+    assert torch.equal(got, bucket(d.double(), buckets, 128))
+
+
+def test_fire_inputs_and_size():
+    at = torch.tensor([[511.0, 1023.0, 8191.0]], dtype=torch.float64)
+    fire = build("fire", 8, 512)
+    rows = {0: [0, 0.024098, 0.046098, 0.175255], 1: [0, 0.020551, 0.039313, 0.149461], 2: [0, 0.014205, 0.027174, 0.103309]}
+    for row, expected in rows.items():
+        i = at[:, row : row + 1]
+        j = i - torch.tensor([[0.0, 1.0, 2.0, 10.0]], dtype=torch.float64)
+        assert fire.ratio(i, j).flatten().tolist() == pytest.approx(expected, abs=2e-6)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    assert fire.ratio(at[:, :1], zero).item() == pytest.approx(0.999515, abs=1e-6)
+    assert [sum(p.numel() for p in build(f"fire:hidden_layers={k}", 8, 512).parameters()) for k in (1, 2)] == [330, 1386]
+    no_threshold = build("fire:threshold=none,log=false", 8, 512)
+    assert no_threshold.ratio(zero, zero).item() == 0.0
+
+
+def test_sinusoidal_golden():
+    at = torch.tensor([[0.0, 10.0, 511.0, 1.0]], dtype=torch.float64)
+    rows = build("sinusoidal", 8, 512).vectors(at)[0]
+    assert rows[0, [0, 1, 256, 255]].tolist() == pytest.approx([0.9092974268, 0.9365102136, -0.4161468365, 0.0002], abs=1e-9)
+    assert rows[1, [0, 256]].tolist() == pytest.approx([-0.5365729180, 0.8438539587], abs=1e-9)
+    assert rows[2, [0, 256, 255]].tolist() == pytest.approx([-0.7958423493, -0.6055038851, 0.0512775020], abs=1e-9)
+    paper = build("sinusoidal:style=vaswani", 8, 512).vectors(at)[0]
+    assert paper[3, :3].tolist() == pytest.approx([0.8414709848, 0.5403023059, 0.8218561900], abs=1e-9)
+    assert paper[2, :3].tolist() == pytest.approx([0.8817704008, -0.4716788742, 0.2839957007], abs=1e-9)
+
+
+def test_reparametrisations_invert():
+    values = torch.tensor([0.011, 0.5, 1.999, 30.0], dtype=torch.float64)
+    torch.testing.assert_close(positive(positive_inverse(values, 0.01), 0.01), values)
+    torch.testing.assert_close(between(between_inverse(values[:3], 0.01, 2.0), 0.01, 2.0), values[:3])
+    assert between(between_inverse(torch.tensor(2.0), 0.01, 2.0), 0.01, 2.0) == 2.0
+    raw = torch.tensor(-30.0, requires_grad=True)
+    positive(raw, 0.01).backward()
+    assert raw.grad > 0
+
+
+def test_learned_refuses_what_it_cannot_know():
+    with pytest.raises(UserError, match="needs a table size"):
+        build("learned", 4, 32)
+    with pytest.raises(UserError, match="shorter than the training length 64"):
+        build("learned:max_positions=10", 4, 32, length=64)
+    learned = build("learned", 4, 32, length=8)
+    learned.embed(torch.zeros(1, 8, 32), Positions.arange(8))
+    with pytest.raises(UserError, match="position 8 is beyond the 8 positions"):
+        learned.embed(torch.zeros(1, 9, 32), Positions.arange(9))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("typ1", "unknown encoding 'typ1' .did you mean 'type1'.*known: alibi, .*--rpe-module"),
+        ("type1:form=pape", "one of heads, paper"),
+        ("window:window=0", "at least 1"),
+        ("sandwich:dim=7", "must be even"),
+        ("t5_bias:max_distance=16", "more than buckets/2 = 16"),
+        ("fire:hidden_layers=3", "one of 0, 1, 2"),
+        ("kerple_power:p=2.5", "at most 2"),
+        ("kerple_log:p=0", "more than 0.01"),
+    ],
+)
+def test_bad_specs(spec, words):
+    with pytest.raises(UserError, match=words):
+        build(spec, 4, 32)
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(UserError, match="5 heads do not divide a model width of 32"):
+        build("alibi", 5, 32)
+
+
+def test_normalise_and_describe():
+    assert normalise("type1:form=heads") == "type1"
+    assert normalise("kerple_log:a=1/2,p=2") == "kerple_log:p=2,a=0.5"
+    for row in describe():
+        assert row.summary and row.formula and row.paper, row.name
+        assert all(o.help for o in row.options), row.name
+
+
+OWN = '''
+from dataclasses import dataclass
+from fairseq_rpe.encodings import DistanceBias, option, register
+
+
+@dataclass(frozen=True)
+class Config:
+    rate: float = option(0.5, "slope", above=0)
+
+
+@register("test_own_{tag}")
+class Own(DistanceBias):
+    """Mine."""
+
+    Config = Config
+    formula = "-rate·d"
+    paper = "none"
+
+    def bias(self, d):
+        return -self.config.rate * d.expand(self.heads, -1)
+'''
+
+
+def test_own_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.replace("{tag}", "a"))
+    load_module(file)
+    load_module(file)
+    assert build("test_own_a:rate=2", 2, 8).profile(3)[1].tolist() == [0, -2, -4]
+    file.write_text(OWN.replace("{tag}", "b"))
+    with pytest.raises(UserError, match="changed after it was loaded"):
+        load_module(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1\n", "registers no encoding"),
+        ("def broken(:\n", "line 1: SyntaxError"),
+        ("import math\n\n1 / 0\n", "line 3: ZeroDivisionError"),
+        (OWN.replace("test_own_{tag}", "alibi"), "'alibi' is registered twice"),
+    ],
+)
+def test_own_file_that_fails(tmp_path, text, words):
+    file = tmp_path / "bad.py"
+    file.write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        load_module(file)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="no such file"):
+        load_module(tmp_path / "absent.py")
