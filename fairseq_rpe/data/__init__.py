@@ -1,0 +1,1 @@
+"""Corpora: the installed Python's library sources as a binarised code corpus."""

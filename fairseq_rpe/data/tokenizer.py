@@ -1,0 +1,186 @@
+"""A byte-exact sentencepiece BPE whose pieces are safe symbols of a fairseq dictionary."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from fairseq_rpe.core.errors import UserError
+
+FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+MIN_VOCAB_SIZE = 300
+
+# sentencepiece counts its own <unk>, the dictionary the four specials instead.
+_SPECIALS_BEYOND_PIECES = len(FAIRSEQ_SPECIALS) - 1
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# What fairseq would cut at (white space; sentencepiece writes the plain space as ▁) or take for a symbol
+# of its own, what sentencepiece reserves (▁, ▅, byte pieces), and what its trainer refuses (NUL).
+_UNSAFE = re.compile(
+    r"((?:[^\S ]|[\x00-\x1f▁▅]|<0x[0-9A-Fa-f]{2}>|</s>|<s>|<unk>|<pad>|madeupword[0-9]{4})+)"
+)
+# The trainer skips sentences of more than 4192 bytes; a character has at most four.
+_TRAINER_CHARACTERS = 1000
+_BATCH_LINES = 8192
+
+
+def symbol_bytes(symbol: str) -> bytes:
+    """The bytes that a dictionary symbol stands for; ``</s>`` is the line end, ``<unk>`` U+FFFD."""
+    if symbol in FAIRSEQ_SPECIALS:
+        return {"</s>": b"\n", "<unk>": "\N{REPLACEMENT CHARACTER}".encode()}.get(symbol, b"")
+    if match := _BYTE.fullmatch(symbol):
+        return bytes.fromhex(match[1])
+    return symbol.replace(_SPACE, " ").encode()
+
+
+def decode(symbols: Iterable[str]) -> str:
+    """The text of dictionary symbols; stray byte pieces, which only a model can emit, become U+FFFD."""
+    return b"".join(map(symbol_bytes, symbols)).decode("utf-8", errors="replace")
+
+
+class Tokenizer:
+    """Cuts lines into dictionary symbols such that ``decode(encode(line)) == line`` for every line.
+
+    Text that could not be a plain dictionary symbol (tabs and other white space, ``▁``, ``</s>``, ...)
+    is spelled in byte pieces ``<0xNN>`` and never shown to sentencepiece.
+
+    Args:
+        model: a serialised sentencepiece model, as from :func:`train_tokenizer`.
+
+    Raises:
+        UserError: if the model was not trained by :func:`train_tokenizer`.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        import sentencepiece
+
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError:
+            raise UserError("the tokenizer is no sentencepiece model: make it with prepare-stdlib") from None
+        self._symbols: list[str] = [self._pieces.id_to_piece(i) for i in range(self._pieces.vocab_size())]
+        self._check()
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """The tokenizer saved at ``path`` (``spm.model``).
+
+        Raises:
+            UserError: if there is none, or it was not made by :func:`train_tokenizer`.
+        """
+        try:
+            return cls(path.read_bytes())
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist: make it with prepare-stdlib") from None
+
+    @property
+    def symbols(self) -> list[str]:
+        """The symbols of the fairseq dictionary in order, without fairseq's four specials."""
+        return self._symbols[1:]
+
+    def encode(self, line: str) -> list[str]:
+        """The dictionary symbols of one line, none for an empty one.
+
+        Raises:
+            ValueError: if ``line`` contains a newline, which is the end-of-line symbol in fairseq.
+        """
+        return next(self.encode_lines([line]))
+
+    def encode_lines(self, lines: Iterable[str], threads: int = 1) -> Iterator[list[str]]:
+        """:meth:`encode` for many lines, streaming, with ``threads`` sentencepiece threads."""
+        remaining = iter(lines)
+        while batch := list(islice(remaining, _BATCH_LINES)):
+            if any("\n" in line for line in batch):
+                raise ValueError("a line to encode contains a newline")
+            yield from self._encode_batch(batch, threads)
+
+    def _encode_batch(self, lines: list[str], threads: int) -> Iterator[list[str]]:
+        # Splitting with a group alternates: safe, unsafe, safe, ...
+        parts = [_UNSAFE.split(line) for line in lines]
+        safe = [text for line in parts for text in line[::2]]
+        ids = iter(self._pieces.encode(safe, out_type=int, num_threads=threads))
+        for line in parts:
+            symbols: list[str] = []
+            for i, text in enumerate(line):
+                symbols += _spell(text) if i % 2 else [self._symbols[j] for j in next(ids)]
+            yield symbols
+
+    def _check(self) -> None:
+        plain = [s for i, s in enumerate(self._symbols) if i and not self._pieces.is_byte(i)]
+        unsafe = [s for s in plain if _UNSAFE.search(s.replace(_SPACE, " "))]
+        sample = "  def  f(x):  "
+        exact = len(self._symbols) - len(plain) == 257 and decode(self.encode(sample)) == sample
+        if unsafe or not exact:
+            why = f"has the piece {unsafe[0]!r}" if unsafe else "does not keep every byte"
+            raise UserError(f"the sentencepiece model {why}: make the tokenizer with prepare-stdlib")
+
+
+def _spell(text: str) -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in text.encode()]
+
+
+def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
+    """Train a BPE on all of ``lines``; the same lines give the same bytes.
+
+    Args:
+        lines: text without newlines.
+        vocab_size: number of symbols of the fairseq dictionary, its four specials and the
+            256 byte pieces included.
+
+    Returns:
+        The serialised sentencepiece model.
+
+    Raises:
+        UserError: if the vocabulary is too small for the characters or too large for the text.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            # A list, not the generator: an interrupt inside Python code that the trainer calls
+            # would come out as an error of sentencepiece.
+            sentence_iterator=iter(list(_trainer_sentences(lines))),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size - _SPECIALS_BEYOND_PIECES,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            split_digits=True,
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            # The number of threads is written into the model: it must not depend on the machine.
+            num_threads=1,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise UserError(_training_error(str(error), vocab_size)) from None
+    return model.getvalue()
+
+
+def _trainer_sentences(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        for text in _UNSAFE.split(line)[::2]:
+            for start in range(0, len(text), _TRAINER_CHARACTERS):
+                yield text[start : start + _TRAINER_CHARACTERS]
+
+
+def _training_error(message: str, vocab_size: int) -> str:
+    if match := re.search(r"too high .*<= (\d+)", message):
+        largest = int(match[1]) + _SPECIALS_BEYOND_PIECES
+        problem = f"--vocab-size {vocab_size} is too large for this text"
+        if largest < MIN_VOCAB_SIZE:
+            return f"{problem}, and so is the smallest allowed one, {MIN_VOCAB_SIZE}: give more text"
+        return f"{problem}: the largest possible is {largest}"
+    if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        smallest = int(match[1]) + _SPECIALS_BEYOND_PIECES
+        return f"--vocab-size {vocab_size} is too small for this text: use {smallest} or more"
+    return f"sentencepiece cannot learn from the train split ({message.strip()}): give more text"

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes the code corpus data-bin/stdlib from the installed Python's library; all arguments go to fairseq-rpe prepare-stdlib.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: scripts/prepare_stdlib.sh [--dest DIR] [--source DIR] [--vocab-size N] [--seed N]
+                                 [--valid-fraction X] [--test-fraction X] [--workers N] [--max-bytes N]
+
+Makes a binarised code corpus, data-bin/stdlib, from the Python standard library: about half a minute,
+no network. Does nothing if it is there already. Relative paths count from the root of the repository.
+Sets up .venv first if needed; then all options go to fairseq-rpe prepare-stdlib, whose --help explains them.
+TEXT
+}
+
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit 0 ;;
+    esac
+done
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+scripts/setup.sh --quiet
+exec .venv/bin/fairseq-rpe prepare-stdlib "$@"
