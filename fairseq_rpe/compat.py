@@ -1,7 +1,7 @@
 """Every repair of fairseq 0.12.3 that this plugin makes, each with its reason. Applied on import of the plugin only.
 
-They are process-global patches of fairseq's own modules (and ``sys.excepthook`` for our one-line errors). ``apply`` may be
-called again: it does nothing the second time.
+They are process-global patches of fairseq's own modules (and ``sys.excepthook`` for our one-line errors). ``apply``
+may be called again: it does nothing the second time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def numpy_compat() -> None:
 
 
 def namespace_checkpoints() -> None:
-    """Models without a dataclass save an argparse.Namespace, which torch's safe loading refuses; it is only a record."""
+    """Models without a dataclass save an argparse.Namespace, a mere record, which torch's safe loading refuses."""
     torch.serialization.add_safe_globals([argparse.Namespace])
 
 
@@ -85,12 +85,14 @@ def literal_eval_only() -> None:
         if module is not None and name.split(".")[0] in ("fairseq", "fairseq_cli"):
             vars(module)["eval"] = evaluate_literal
     main = sys.modules.get("__main__")
-    if main is not None and (getattr(main, "__spec__", None) or types.SimpleNamespace(name="")).name.startswith("fairseq_cli."):
+    if main is not None and (getattr(main, "__spec__", None) or types.SimpleNamespace(name="")).name.startswith(
+        "fairseq_cli."
+    ):
         vars(main)["eval"] = evaluate_literal
 
 
 def evaluate_literal(text: Any, *_: Any) -> Any:
-    """A Python literal; also ``[(512, 3)] * 20 + [...]`` and arithmetic, as fairseq's defaults have. Never a call or a name.
+    """A Python literal; also ``[(512, 3)] * 20`` and arithmetic, as in fairseq's defaults. Never a call or a name.
 
     Raises:
         UserError: anything else.
@@ -116,13 +118,17 @@ def _literal(node: ast.AST) -> Any:
             items, count = (left, right) if isinstance(right, int) else (right, left)
             if not isinstance(items, (list, tuple)) or not isinstance(count, int) or len(items) * count > 10_000:
                 raise ValueError("not a small repeated list")
-        return {ast.Add: lambda: left + right, ast.Sub: lambda: left - right, ast.Mult: lambda: left * right,
-                ast.Div: lambda: left / right}[type(node.op)]()
+        return {
+            ast.Add: lambda: left + right,
+            ast.Sub: lambda: left - right,
+            ast.Mult: lambda: left * right,
+            ast.Div: lambda: left / right,
+        }[type(node.op)]()
     return ast.literal_eval(node)
 
 
 def safe_checkpoints() -> None:
-    """``load_checkpoint_to_cpu`` names no ``weights_only``, so an environment variable can switch torch's protection off.
+    """``load_checkpoint_to_cpu`` names no ``weights_only``: an environment variable can switch the protection off.
 
     Loading is always weights-only here, failures are one line, and a checkpoint never names a Python file to import.
     """
@@ -175,17 +181,23 @@ def check_checkpoint(path: str | Path) -> None:
             raise UserError(f"checkpoint {path} is damaged: copy or train it again") from None
         what = str(error).partition("Unsupported ")[2] or str(error).partition("GLOBAL ")[2] or "foreign objects"
         raise UserError(
-            f"checkpoint {path} is refused: it holds more than weights and settings ({what.split(' was ')[0].split(chr(10))[0]})"
+            f"checkpoint {path} is refused: it holds more than weights and settings ({_first_words(what)})"
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         first = str(error).split("\n")[0]
-        raise UserError(f"checkpoint {path} is damaged ({type(error).__name__}: {first}): copy or train it again") from None
+        raise UserError(
+            f"checkpoint {path} is damaged ({type(error).__name__}: {first}): copy or train it again"
+        ) from None
     if not isinstance(state, dict) or "model" not in state:
         raise UserError(f"checkpoint {path} is not one of fairseq's: it holds no model")
 
 
+def _first_words(text: str) -> str:
+    return text.split(" was ")[0].split("\n")[0]
+
+
 def whole_batches() -> None:
-    """With a required batch size multiple (8 by default) ``batch_by_size`` drops the last few blocks of a set, without a word.
+    """With a required batch size multiple (8 by default) ``batch_by_size`` drops the last few blocks, without a word.
 
     41 blocks in batches of 4 become 40: training never sees them and the validation perplexity is not that of the set.
     """
@@ -205,7 +217,7 @@ def whole_batches() -> None:
 
 
 def atomic_copies() -> None:
-    """``checkpoint_last.pt`` is copied in place: a process killed meanwhile leaves half a file and nothing to resume from."""
+    """``checkpoint_last.pt`` is copied in place: killed meanwhile, half a file is left and nothing to resume from."""
     from fairseq.file_io import PathManager
 
     def copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
@@ -256,11 +268,12 @@ def rpe_module_flag() -> None:
     def generate(parser: Any, dataclass_instance: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataclass_instance, CommonConfig):
             parser.add_argument(
-                "--rpe-module", metavar="FILE", action=_LoadModule, default=None,
+                "--rpe-module",
+                metavar="FILE",
+                action=_LoadModule,
+                default=None,
                 help="Python file that registers encodings of your own",
             )
         return original(parser, dataclass_instance, *args, **kwargs)
 
     options.gen_parser_from_dataclass = generate
-
-

@@ -1,4 +1,4 @@
-"""Checks that a perplexity printed by fairseq-eval-lm is over every token of the set, each scored with its true context."""
+"""Checks that a perplexity printed by fairseq-eval-lm is over every token of the set, with its true context."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _expected: dict[str, Any] = {"tokens": None}
 
 
 def guard_workers() -> None:
-    """A context window is kept in the collater, so several workers or shards feed wrong contexts without a word: refuse."""
+    """A context window is kept in the collater, so several workers or shards feed wrong contexts: refuse."""
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
     original = LanguageModelingTask.eval_lm_dataloader
 
     @functools.wraps(original)
     def dataloader(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("context_window", 0) > 0 and (kwargs.get("num_workers", 1) > 1 or kwargs.get("num_shards", 1) > 1):
+        if kwargs.get("context_window", 0) > 0 and (
+            kwargs.get("num_workers", 1) > 1 or kwargs.get("num_shards", 1) > 1
+        ):
             raise UserError("--context-window is wrong with more than one worker or shard: use --num-workers 1")
         whole = kwargs.get("num_shards", 1) == 1
         _expected["tokens"] = int(dataset.sizes.sum()) if whole else None
@@ -33,7 +35,7 @@ def guard_workers() -> None:
 
 
 def guard_eval_lm() -> None:
-    """fairseq-eval-lm drops blocks longer than the model allows and prints ppl 1.00 for zero tokens: count and compare."""
+    """fairseq-eval-lm drops blocks longer than the model allows, to ppl 1.00 over zero tokens: count and compare."""
     for name in ("fairseq_cli.eval_lm", "__main__"):
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "eval_lm") and hasattr(module, "SequenceScorer"):
@@ -51,10 +53,12 @@ def guard_module(module: Any) -> None:
 
         def generate(self, models: Any, sample: Any, **kwargs: Any) -> Any:
             hypotheses = super().generate(models, sample, **kwargs)
-            for (best, *_) in hypotheses:
+            for best, *_ in hypotheses:
                 scores = best["positional_scores"]
                 if not torch.isfinite(scores).all():
-                    raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
+                    raise UserError(
+                        "the model gives a target token probability 0 or NaN: its perplexity is not defined"
+                    )
                 counted["tokens"] += scores.numel()
             return hypotheses
 
@@ -66,11 +70,13 @@ def guard_module(module: Any) -> None:
         results = original(*args, remove_bos_token=remove_bos_token, **kwargs)
         expected = _expected["tokens"]
         if expected is None or remove_bos_token:
-            logger.warning("scored tokens: %d; not compared with the set (shards or --add-bos-token)", counted["tokens"])
+            logger.warning(
+                "scored tokens: %d; not compared with the set (shards or --add-bos-token)", counted["tokens"]
+            )
         elif counted["tokens"] != expected:
             raise UserError(
-                f"scored {counted['tokens']} of {expected} tokens, so the perplexity is not that of the set: blocks longer than "
-                "the model's limit were dropped; lower --tokens-per-sample or raise the model's max_target_positions"
+                f"scored {counted['tokens']} of {expected} tokens, so the perplexity is not that of the set: blocks "
+                "longer than the model's limit were dropped; lower --tokens-per-sample or raise max_target_positions"
             )
         else:
             logger.info("scored tokens: %d of %d", counted["tokens"], expected)

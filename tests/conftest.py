@@ -40,9 +40,10 @@ ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
 @pytest.fixture(scope="session")
 def task():
     """fairseq's language-modelling task over a dictionary of 60 types."""
-    import fairseq_rpe.models  # noqa: F401
     from fairseq.data import Dictionary
     from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    import fairseq_rpe.models  # noqa: F401
 
     dictionary = Dictionary()
     for i in range(VOCABULARY - len(dictionary)):
@@ -55,8 +56,13 @@ def model_args(rpe: str, arch: str = "transformer_rpe_lm_tiny", **changes) -> Na
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
     args = Namespace(
-        rpe=rpe, tokens_per_sample=64, decoder_embed_dim=32, decoder_attention_heads=4, decoder_ffn_embed_dim=64,
-        dropout=0.0, **changes,
+        rpe=rpe,
+        tokens_per_sample=64,
+        decoder_embed_dim=32,
+        decoder_attention_heads=4,
+        decoder_ffn_embed_dim=64,
+        dropout=0.0,
+        **changes,
     )
     ARCH_CONFIG_REGISTRY[arch](args)
     return args
@@ -83,10 +89,32 @@ def fairseq(command: str, *flags: str | Path, **kwargs) -> subprocess.CompletedP
 
 
 TRAIN_FLAGS = [
-    "--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny",
-    "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--criterion", "lm_cross_entropy",
-    "--tokens-per-sample", "32", "--batch-size", "4", "--optimizer", "adam", "--lr", "0.003", "--cpu",
-    "--no-epoch-checkpoints", "--log-format", "simple", "--log-interval", "1",
+    "--user-dir",
+    str(PACKAGE),
+    "--task",
+    "language_modeling",
+    "--arch",
+    "transformer_rpe_lm_tiny",
+    "--decoder-embed-dim",
+    "32",
+    "--decoder-ffn-embed-dim",
+    "64",
+    "--criterion",
+    "lm_cross_entropy",
+    "--tokens-per-sample",
+    "32",
+    "--batch-size",
+    "4",
+    "--optimizer",
+    "adam",
+    "--lr",
+    "0.003",
+    "--cpu",
+    "--no-epoch-checkpoints",
+    "--log-format",
+    "simple",
+    "--log-interval",
+    "1",
 ]
 
 
@@ -100,7 +128,17 @@ def corpus(tmp_path_factory) -> Path:
     for name, part in parts.items():
         (folder / f"{name}.txt").write_text("\n".join(part) + "\n")
     fairseq(
-        "preprocess", "--only-source", "--trainpref", folder / "train.txt", "--validpref", folder / "valid.txt",
-        "--testpref", folder / "test.txt", "--destdir", folder / "bin", "--nwordssrc", "300",
+        "preprocess",
+        "--only-source",
+        "--trainpref",
+        folder / "train.txt",
+        "--validpref",
+        folder / "valid.txt",
+        "--testpref",
+        folder / "test.txt",
+        "--destdir",
+        folder / "bin",
+        "--nwordssrc",
+        "300",
     )
     return folder / "bin"

@@ -74,8 +74,20 @@ def test_literals(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["__import__('os').system('x')", "open('x', 'w')", "[c for c in 'x']", "a", "().__class__", "'a' * 10", "[0] * 10**9",
-     "(lambda: 1)()", "", "[", "{**{}}", "f'{1}'"],
+    [
+        "__import__('os').system('x')",
+        "open('x', 'w')",
+        "[c for c in 'x']",
+        "a",
+        "().__class__",
+        "'a' * 10",
+        "[0] * 10**9",
+        "(lambda: 1)()",
+        "",
+        "[",
+        "{**{}}",
+        "f'{1}'",
+    ],
 )
 def test_anything_else_is_refused(text):
     with pytest.raises(UserError, match="only plain Python values") as caught:
@@ -192,7 +204,16 @@ print("blocks", sum(len(b) for b in batches), len(batches))
 def test_bf16_is_not_tpu(monkeypatch):
     from fairseq import options
 
-    flags = ["data", "--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny", "--bf16"]
+    flags = [
+        "data",
+        "--user-dir",
+        str(PACKAGE),
+        "--task",
+        "language_modeling",
+        "--arch",
+        "transformer_rpe_lm_tiny",
+        "--bf16",
+    ]
     monkeypatch.setattr(sys, "argv", ["fairseq-train", *flags])
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, flags)

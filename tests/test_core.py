@@ -137,4 +137,10 @@ def test_forms_agree():
 def test_toeplitz_step_origin_and_clamp():
     table = torch.arange(5.0)[None]
     pos = Positions(torch.tensor([[3.0]]), torch.tensor([[0.0, 1.5, 2.0, 3.0, 4.0]]), 0.5)
-    assert block(Toeplitz(table, origin=1, step=0.5), pos, slice(None), slice(None)).flatten().tolist() == [4, 4, 3, 1, 0]
+    assert block(Toeplitz(table, origin=1, step=0.5), pos, slice(None), slice(None)).flatten().tolist() == [
+        4,
+        4,
+        3,
+        1,
+        0,
+    ]

@@ -47,7 +47,9 @@ def test_equals_cross_entropy(task, sentence_avg):
 
 def test_per_token_losses(task):
     model = make_model(task, "alibi")
-    one, other = (kind(task, False)(model, sample(), reduce=False)[0] for kind in (CrossEntropyCriterion, LMCrossEntropy))
+    one, other = (
+        kind(task, False)(model, sample(), reduce=False)[0] for kind in (CrossEntropyCriterion, LMCrossEntropy)
+    )
     torch.testing.assert_close(other, one.view(-1), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert LMCrossEntropy(task, False)(model, sample())[0].item() == pytest.approx(one.sum().item(), rel=1e-6)

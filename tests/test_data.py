@@ -248,9 +248,7 @@ def test_files_without_a_last_newline_do_not_run_together() -> None:
         assert SourceFile("x", content).text == text
 
 
-def test_library_leaves_out_packages_tests_and_other_encodings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_leaves_out_packages_tests_and_other_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = ("site-packages/a.py", "test/b.py", "json/tests/c.py", "_sysconfigdata_x.py")
     for name in ("os.py", "json/tool.py", *left_out):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -119,14 +119,21 @@ def test_t5_buckets(buckets, firsts):
 def test_fire_inputs_and_size():
     at = torch.tensor([[511.0, 1023.0, 8191.0]], dtype=torch.float64)
     fire = build("fire", 8, 512)
-    rows = {0: [0, 0.024098, 0.046098, 0.175255], 1: [0, 0.020551, 0.039313, 0.149461], 2: [0, 0.014205, 0.027174, 0.103309]}
+    rows = {
+        0: [0, 0.024098, 0.046098, 0.175255],
+        1: [0, 0.020551, 0.039313, 0.149461],
+        2: [0, 0.014205, 0.027174, 0.103309],
+    }
     for row, expected in rows.items():
         i = at[:, row : row + 1]
         j = i - torch.tensor([[0.0, 1.0, 2.0, 10.0]], dtype=torch.float64)
         assert fire.ratio(i, j).flatten().tolist() == pytest.approx(expected, abs=2e-6)
     zero = torch.zeros(1, 1, dtype=torch.float64)
     assert fire.ratio(at[:, :1], zero).item() == pytest.approx(0.999515, abs=1e-6)
-    assert [sum(p.numel() for p in build(f"fire:hidden_layers={k}", 8, 512).parameters()) for k in (1, 2)] == [330, 1386]
+    assert [sum(p.numel() for p in build(f"fire:hidden_layers={k}", 8, 512).parameters()) for k in (1, 2)] == [
+        330,
+        1386,
+    ]
     no_threshold = build("fire:threshold=none,log=false", 8, 512)
     assert no_threshold.ratio(zero, zero).item() == 0.0
 
@@ -134,7 +141,9 @@ def test_fire_inputs_and_size():
 def test_sinusoidal_golden():
     at = torch.tensor([[0.0, 10.0, 511.0, 1.0]], dtype=torch.float64)
     rows = build("sinusoidal", 8, 512).vectors(at)[0]
-    assert rows[0, [0, 1, 256, 255]].tolist() == pytest.approx([0.9092974268, 0.9365102136, -0.4161468365, 0.0002], abs=1e-9)
+    assert rows[0, [0, 1, 256, 255]].tolist() == pytest.approx(
+        [0.9092974268, 0.9365102136, -0.4161468365, 0.0002], abs=1e-9
+    )
     assert rows[1, [0, 256]].tolist() == pytest.approx([-0.5365729180, 0.8438539587], abs=1e-9)
     assert rows[2, [0, 256, 255]].tolist() == pytest.approx([-0.7958423493, -0.6055038851, 0.0512775020], abs=1e-9)
     paper = build("sinusoidal:style=vaswani", 8, 512).vectors(at)[0]

@@ -59,8 +59,18 @@ def tokens_in(corpus: Path, split: str) -> int:
 
 def evaluate(corpus, checkpoint, length, *flags, **kwargs):
     done = fairseq(
-        "eval_lm", corpus, *PLUGIN, "--path", checkpoint, "--tokens-per-sample", str(length), "--gen-subset", "test",
-        "--cpu", *flags, **kwargs,
+        "eval_lm",
+        corpus,
+        *PLUGIN,
+        "--path",
+        checkpoint,
+        "--tokens-per-sample",
+        str(length),
+        "--gen-subset",
+        "test",
+        "--cpu",
+        *flags,
+        **kwargs,
     )
     return done.stdout + done.stderr
 
@@ -103,14 +113,25 @@ def test_context_window(corpus, trained):
     out = evaluate(corpus, trained / "checkpoint_best.pt", 32, "--context-window", "16")
     total = tokens_in(corpus, "test")
     assert f"scored tokens: {total} of {total}" in out
-    done = evaluate(corpus, trained / "checkpoint_best.pt", 32, "--context-window", "16", "--num-workers", "2", ok=False)
+    done = evaluate(
+        corpus, trained / "checkpoint_best.pt", 32, "--context-window", "16", "--num-workers", "2", ok=False
+    )
     assert "error: --context-window is wrong with more than one worker" in done and "Traceback" not in done
 
 
 def test_stock_model_that_drops_blocks_is_refused(corpus, tmp_path):
     """fairseq's own transformer_lm prints perplexity 1.00 over zero tokens here; under the plugin it is an error."""
     flags = [f if f != "transformer_rpe_lm_tiny" else "transformer_lm" for f in TRAIN_FLAGS]
-    flags += ["--decoder-layers", "1", "--decoder-attention-heads", "2", "--decoder-input-dim", "32", "--decoder-output-dim", "32"]
+    flags += [
+        "--decoder-layers",
+        "1",
+        "--decoder-attention-heads",
+        "2",
+        "--decoder-input-dim",
+        "32",
+        "--decoder-output-dim",
+        "32",
+    ]
     fairseq("train", corpus, *flags, "--max-update", "1", "--save-dir", tmp_path)
     out = evaluate(corpus, tmp_path / "checkpoint_last.pt", 64, ok=False)
     assert "error: scored " in out and "Perplexity" not in out
@@ -121,17 +142,50 @@ def test_generation(corpus, trained):
     flags = [*PLUGIN, "--task", "language_modeling", "--path", trained / "checkpoint_best.pt", "--cpu", "--beam", "3"]
     done = fairseq("interactive", corpus, *flags, "--max-len-b", "20", input="return x\n")
     assert "H-0" in done.stdout
-    done = fairseq("generate", corpus, *flags, "--gen-subset", "test", "--max-len-b", "80", "--batch-size", "8",
-                   "--tokens-per-sample", "32", "--sample-break-mode", "eos")
+    done = fairseq(
+        "generate",
+        corpus,
+        *flags,
+        "--gen-subset",
+        "test",
+        "--max-len-b",
+        "80",
+        "--batch-size",
+        "8",
+        "--tokens-per-sample",
+        "32",
+        "--sample-break-mode",
+        "eos",
+    )
     assert done.stdout.count("\nH-") == 120
 
 
 def test_sigkill_and_resume_is_bit_equal(corpus, tmp_path):
-    flags = ("--rpe", "kerple_log", "--dropout", "0.1", "--attention-dropout", "0.1", "--save-interval-updates", "4",
-             "--keep-interval-updates", "1")
+    flags = (
+        "--rpe",
+        "kerple_log",
+        "--dropout",
+        "0.1",
+        "--attention-dropout",
+        "0.1",
+        "--save-interval-updates",
+        "4",
+        "--keep-interval-updates",
+        "1",
+    )
     train(corpus, tmp_path / "whole", *flags, updates=30)
-    command = [sys.executable, "-m", "fairseq_cli.train", corpus, *TRAIN_FLAGS, "--max-update", "30", "--save-dir",
-               tmp_path / "killed", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "fairseq_cli.train",
+        corpus,
+        *TRAIN_FLAGS,
+        "--max-update",
+        "30",
+        "--save-dir",
+        tmp_path / "killed",
+        *flags,
+    ]
     process = subprocess.Popen([str(c) for c in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "killed" / "checkpoint_last.pt").exists() and time.monotonic() < deadline:
@@ -145,7 +199,18 @@ def test_sigkill_and_resume_is_bit_equal(corpus, tmp_path):
 
 def test_update_freq_and_clip_and_checkpointing(corpus, tmp_path):
     """Activation checkpointing does not change a bit of training with accumulation and clipping."""
-    flags = ("--rpe", "fire", "--update-freq", "2", "--clip-norm", "0.1", "--dropout", "0.1", "--attention-dropout", "0.1")
+    flags = (
+        "--rpe",
+        "fire",
+        "--update-freq",
+        "2",
+        "--clip-norm",
+        "0.1",
+        "--dropout",
+        "0.1",
+        "--attention-dropout",
+        "0.1",
+    )
     train(corpus, tmp_path / "plain", *flags)
     train(corpus, tmp_path / "again", *flags, "--checkpoint-activations")
     assert_bit_equal(parameters(tmp_path / "plain"), parameters(tmp_path / "again"))
@@ -153,9 +218,22 @@ def test_update_freq_and_clip_and_checkpointing(corpus, tmp_path):
 
 def test_adaptive(corpus, tmp_path):
     done = train(
-        corpus, tmp_path, "--rpe", "alibi", "--adaptive-input", "--adaptive-input-cutoff", "100,200",
-        "--adaptive-softmax-cutoff", "100,200", "--tie-adaptive-weights", "--decoder-input-dim", "32",
-        "--decoder-output-dim", "32", "--ddp-backend", "legacy_ddp",
+        corpus,
+        tmp_path,
+        "--rpe",
+        "alibi",
+        "--adaptive-input",
+        "--adaptive-input-cutoff",
+        "100,200",
+        "--adaptive-softmax-cutoff",
+        "100,200",
+        "--tie-adaptive-weights",
+        "--decoder-input-dim",
+        "32",
+        "--decoder-output-dim",
+        "32",
+        "--ddp-backend",
+        "legacy_ddp",
     )
     assert "computing fairseq's adaptive_loss" in done.stdout + done.stderr
     assert "scored tokens" in evaluate(corpus, tmp_path / "checkpoint_last.pt", 64)

@@ -38,7 +38,7 @@ def test_equals_stock_fairseq(task):
     real = x.ne(PAD)
     a, b = logits(ours, x), logits(stock, x)
     torch.testing.assert_close(a[real], b[real], rtol=1e-5, atol=1e-5)
-    for model, out in ((ours, a), (stock, b)):
+    for out in (a, b):
         out[real].square().mean().backward()
     grads = dict(stock.named_parameters())
     for name, p in ours.named_parameters():
@@ -208,8 +208,14 @@ def test_layerdrop_keeps_each_layers_own_encoding(task):
 
 def test_adaptive_input_and_softmax(task):
     model = make_model(
-        task, "alibi", adaptive_input=True, adaptive_input_cutoff="20,40", adaptive_softmax_cutoff="20,40",
-        tie_adaptive_weights=True, decoder_input_dim=32, decoder_output_dim=32,
+        task,
+        "alibi",
+        adaptive_input=True,
+        adaptive_input_cutoff="20,40",
+        adaptive_softmax_cutoff="20,40",
+        tie_adaptive_weights=True,
+        decoder_input_dim=32,
+        decoder_output_dim=32,
     )
     out = model(tokens(2, 9))
     probabilities = model.get_normalized_probs(out, log_probs=False, sample={"target": tokens(2, 9)})

@@ -1,8 +1,8 @@
 """Attention through torch's scaled_dot_product_attention, in blocks of query rows.
 
-A Toeplitz bias never becomes an n×n matrix. With the query rows of a block reversed, entry (r, j) of its bias depends on
-r + j alone, so the whole block is a strided view (row stride 1, column stride 1) of one vector of length 2n. Blocks of a few
-hundred rows against only the keys they can see give causal skipping as well.
+A Toeplitz bias never becomes an n×n matrix. With the query rows of a block reversed, entry (r, j) of its bias depends
+on r + j alone, so the whole block is a strided view (row stride 1, column stride 1) of one vector of length 2n. Blocks
+of a few hundred rows against only the keys they can see give causal skipping as well.
 """
 
 from __future__ import annotations

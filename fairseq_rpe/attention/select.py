@@ -32,7 +32,9 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
         name = "reference" if remaps else "sdpa"
         _say(name)
     if name not in BACKENDS:
-        raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: auto, {', '.join(BACKENDS)}")
+        raise UserError(
+            f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: auto, {', '.join(BACKENDS)}"
+        )
     if remaps and name != "reference":
         raise UserError(f"backend '{name}' never has the scores that this encoding changes: use 'reference' or 'auto'")
     return BACKENDS[name]

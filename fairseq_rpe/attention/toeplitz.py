@@ -52,8 +52,9 @@ class ToeplitzAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, dropout: float,
-                seed: int) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, dropout: float, seed: int
+    ) -> Tensor:
         n = q.shape[2]
         u = _vector(table, q.shape[1], n, q)
         out = torch.empty_like(q)
@@ -114,8 +115,9 @@ def _keep(seed: int, start: int, stop: int, q: Tensor, dropout: float) -> Tensor
     return keep_block(seed, start, stop, (batch, heads, n, n), dropout, q.device).flip(2)
 
 
-def _block_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor,
-                    keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv of one block and its dS summed over the batch, (H, R, M), all in the bias's dtype."""
     weights = _scores(q, k, bias).sub_(lse[..., None]).exp_()
     q, k, v, grad, out = (x.to(bias.dtype) for x in (q, k, v, grad, out))

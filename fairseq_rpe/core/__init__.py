@@ -7,9 +7,21 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Dense": "forms", "Form": "forms", "Pair": "forms", "Toeplitz": "forms", "block": "forms", "lower": "forms",
-    "Option": "spec", "canonical": "spec", "configure": "spec", "option": "spec", "options_of": "spec", "parse": "spec",
-    "Positions": "positions", "Registry": "registry", "UserError": "errors",
+    "Dense": "forms",
+    "Form": "forms",
+    "Pair": "forms",
+    "Toeplitz": "forms",
+    "block": "forms",
+    "lower": "forms",
+    "Option": "spec",
+    "canonical": "spec",
+    "configure": "spec",
+    "option": "spec",
+    "options_of": "spec",
+    "parse": "spec",
+    "Positions": "positions",
+    "Registry": "registry",
+    "UserError": "errors",
 }
 __all__ = sorted(_HOME)
 

@@ -27,8 +27,9 @@ class Positions:
     contiguous: bool = True
 
     @staticmethod
-    def arange(n: int, m: int | None = None, *, device: torch.device | str | None = None,
-               dtype: torch.dtype = torch.float32) -> Positions:
+    def arange(
+        n: int, m: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Positions:
         """The plain positions: m keys at 0 … m-1, n queries at the last n of them."""
         m = n if m is None else m
         k = torch.arange(m, device=device, dtype=dtype)[None]

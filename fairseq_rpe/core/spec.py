@@ -89,9 +89,7 @@ def configure(config: type, name: str, given: dict[str, str]) -> Any:
     for key, text in given.items():
         if key not in fields:
             known = ", ".join(f"{o.key}={show(o.default)}" for o in options_of(config)) or "none"
-            raise UserError(
-                f"'{name}' has no option '{key}'{nearest(key, fields)}; its options and defaults: {known}"
-            )
+            raise UserError(f"'{name}' has no option '{key}'{nearest(key, fields)}; its options and defaults: {known}")
         value = _convert(name, key, text, hints[key])
         _check_range(name, key, value, fields[key].metadata)
         values[key] = value

@@ -31,9 +31,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
         return torch.cat(losses).sum() if reduce else torch.cat(losses)
     if x.dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
         choice = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
-        return F.linear_cross_entropy(
-            x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice
-        )
+        return F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice)
     return _ChunkedCrossEntropy.apply(x, weight, target, ignore_index)
 
 

@@ -34,9 +34,9 @@ class LMCrossEntropyConfig(FairseqDataclass):
 class LMCrossEntropy(FairseqCriterion):
     """fairseq's ``cross_entropy``, computed a few hundred tokens at a time.
 
-    loss = -Σ ln p(target) in nats over all non-padding targets; the log shows bits per token and ppl = 2^loss. Also logs
-    the encodings' learned quantities: ``rpe_<name>_l<layer>`` is the mean over heads, ``rpe_<name>_h<head>`` the mean over
-    layers. With an adaptive softmax it runs fairseq's ``adaptive_loss`` and says so.
+    loss = -Σ ln p(target) in nats over all non-padding targets; the log shows bits per token and ppl = 2^loss. Also
+    logs the encodings' learned quantities: ``rpe_<name>_l<layer>`` is the mean over heads, ``rpe_<name>_h<head>`` the
+    mean over layers. With an adaptive softmax it runs fairseq's ``adaptive_loss`` and says so.
     """
 
     def __init__(self, task, sentence_avg, ddp_backend="legacy_ddp", distributed_world_size=1):

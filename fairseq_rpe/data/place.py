@@ -72,9 +72,7 @@ def check_replaceable(dest: Path) -> None:
         raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
     foreign = [name for name in names if name not in FILES and name != MANIFEST]
     if foreign:
-        raise UserError(
-            f"{dest / foreign[0]} is not of this command and would be lost: move it or give another --dest"
-        )
+        raise UserError(f"{dest / foreign[0]} is not of this command and would be lost: move it or give another --dest")
 
 
 @contextlib.contextmanager

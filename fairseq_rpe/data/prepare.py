@@ -138,9 +138,7 @@ def _build(
     (made / "spm.model").write_bytes(model)
     tokenizer = Tokenizer(model)
     write_dictionary(work / "dict.txt", tokenizer.symbols)
-    tokens = {
-        name: _encode(tokenizer, name, texts[name], work / f"{name}.tok", options.workers) for name in SPLITS
-    }
+    tokens = {name: _encode(tokenizer, name, texts[name], work / f"{name}.tok", options.workers) for name in SPLITS}
 
     say(f"binarising {sum(tokens.values())} tokens")
     preprocess(work, made, options.workers)
@@ -181,9 +179,7 @@ def _count(files: tuple[SourceFile, ...], text: bytes, tokens: int) -> dict[str,
     return {"files": len(files), "bytes": len(text), "lines": text.count(b"\n"), "tokens": tokens}
 
 
-def _describe(
-    options: PrepareOptions, corpus: Corpus, counts: dict[str, dict[str, int]], made: Path
-) -> dict[str, Any]:
+def _describe(options: PrepareOptions, corpus: Corpus, counts: dict[str, dict[str, int]], made: Path) -> dict[str, Any]:
     files = describe_files(made)
     fairseq = importlib.metadata.packages_distributions()["fairseq"][0]
     return {

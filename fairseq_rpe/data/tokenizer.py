@@ -19,9 +19,7 @@ _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # What fairseq would cut at (white space; sentencepiece writes the plain space as ▁) or take for a symbol
 # of its own, what sentencepiece reserves (▁, ▅, byte pieces), and what its trainer refuses (NUL).
-_UNSAFE = re.compile(
-    r"((?:[^\S ]|[\x00-\x1f▁▅]|<0x[0-9A-Fa-f]{2}>|</s>|<s>|<unk>|<pad>|madeupword[0-9]{4})+)"
-)
+_UNSAFE = re.compile(r"((?:[^\S ]|[\x00-\x1f▁▅]|<0x[0-9A-Fa-f]{2}>|</s>|<s>|<unk>|<pad>|madeupword[0-9]{4})+)")
 # The trainer skips sentences of more than 4192 bytes; a character has at most four.
 _TRAINER_CHARACTERS = 1000
 _BATCH_LINES = 8192

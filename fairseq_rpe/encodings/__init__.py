@@ -16,8 +16,20 @@ from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, regi
 from .constraints import positive
 
 __all__ = [
-    "ENTRY_POINTS", "Absolute", "Description", "DistanceBias", "Encoding", "PairBias", "build", "describe",
-    "load_module", "names", "normalise", "option", "positive", "register",
+    "ENTRY_POINTS",
+    "Absolute",
+    "Description",
+    "DistanceBias",
+    "Encoding",
+    "PairBias",
+    "build",
+    "describe",
+    "load_module",
+    "names",
+    "normalise",
+    "option",
+    "positive",
+    "register",
 ]
 _BUILT_IN = (absolute, alibi, fire, kerple, sandwich, series, t5, window)
 _OWN_FILE = "; an encoding of your own needs --rpe-module FILE"
@@ -52,7 +64,7 @@ def describe() -> list[Description]:
 
 def normalise(spec: str) -> str:
     """The spec with defaults left out and values in one spelling; raises UserError where it is wrong."""
-    cls, name, config = _resolve(spec)
+    _, name, config = _resolve(spec)
     return canonical(name, config)
 
 

@@ -28,8 +28,11 @@ class NoPE(Encoding):
 class SinusoidalConfig:
     """Options of the sinusoids."""
 
-    style: str = option("fairseq", "fairseq: [sin|cos], last frequency 1e-4, from index 2; vaswani: as printed",
-                        choices=("fairseq", "vaswani"))
+    style: str = option(
+        "fairseq",
+        "fairseq: [sin|cos], last frequency 1e-4, from index 2; vaswani: as printed",
+        choices=("fairseq", "vaswani"),
+    )
 
 
 @register("sinusoidal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,16 @@ _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "non
 class FireConfig:
     """Options of FIRE; each ablation of the paper is one of them."""
 
-    hidden_layers: int = option(2, "hidden layers of f: 2 as in the text, 1 as in its listing, 0 linear",
-                                choices=(0, 1, 2))
+    hidden_layers: int = option(
+        2, "hidden layers of f: 2 as in the text, 1 as in its listing, 0 linear", choices=(0, 1, 2)
+    )
     hidden: int = option(32, "width of the hidden layers", minimum=1)
     activation: str = option("relu", "between the layers", choices=("relu", "gelu", "leaky_relu"))
     output_activation: str = option("none", "on the output (Table 7)", choices=("none", "relu", "gelu", "leaky_relu"))
     log: bool = option(True, "psi(x) = ln(c·x + 1); false: psi(x) = x (Eq. 21)")
-    threshold: str = option("learned", "L in max(L, i): learned, fixed, or none (Eq. 21, 22)",
-                            choices=("learned", "fixed", "none"))
+    threshold: str = option(
+        "learned", "L in max(L, i): learned, fixed, or none (Eq. 21, 22)", choices=("learned", "fixed", "none")
+    )
     init_c: float = option(0.1, "initial c", above=0)
     init_L: float = option(512.0, "initial L in tokens", above=0)
 
@@ -46,7 +49,7 @@ class Fire(PairBias):
     def setup(self) -> None:
         cfg = self.config
         widths = [1, *[cfg.hidden] * cfg.hidden_layers, self.heads]
-        self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.c = nn.Parameter(torch.tensor(cfg.init_c)) if cfg.log else None
         self.L_multiplier = nn.Parameter(torch.tensor(1.0)) if cfg.threshold == "learned" else None
 

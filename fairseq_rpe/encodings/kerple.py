@@ -28,8 +28,9 @@ class KerpleLogConfig:
 class KerplePowerConfig:
     """Initial values of the learned parameters."""
 
-    p: float | None = option(None, "initial exponent; none: U(0, 2) per head; 2 is the edge and does not train",
-                             above=FLOOR, maximum=2)
+    p: float | None = option(
+        None, "initial exponent; none: U(0, 2) per head; 2 is the edge and does not train", above=FLOOR, maximum=2
+    )
     a: float | None = option(None, "initial scale of every head; none: U(0, 1) per head", above=FLOOR)
 
 

@@ -23,8 +23,11 @@ _PAPER = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307
 class SeriesConfig:
     """Options of this family."""
 
-    form: str = option("heads", "heads: the authors' code, slope k_h per head; paper: the series as printed",
-                       choices=("heads", "paper"))
+    form: str = option(
+        "heads",
+        "heads: the authors' code, slope k_h per head; paper: the series as printed",
+        choices=("heads", "paper"),
+    )
 
 
 class _Series(DistanceBias):

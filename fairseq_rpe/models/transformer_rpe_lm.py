@@ -7,11 +7,7 @@ from typing import Optional
 from fairseq import options
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig
-from fairseq.models.transformer_lm import (
-    TransformerLanguageModel,
-    TransformerLanguageModelConfig,
-    base_lm_architecture,
-)
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig, base_lm_architecture
 from fairseq.modules import AdaptiveInput
 from omegaconf import II
 
@@ -35,7 +31,9 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     )
     rpe_share: str = field(
         default="auto",
-        metadata={"help": "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"},
+        metadata={
+            "help": "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"
+        },
     )
     attention_backend: str = field(default="auto", metadata={"help": "auto, reference or sdpa"})
     rpe_module: Optional[str] = field(
@@ -69,7 +67,9 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
         encodings = _encodings(args)
-        decoder = RPEDecoder(cfg, task.target_dictionary, cls._embedding(args, task), encodings, str(args.attention_backend))
+        decoder = RPEDecoder(
+            cfg, task.target_dictionary, cls._embedding(args, task), encodings, str(args.attention_backend)
+        )
         return cls(decoder)
 
     @classmethod
@@ -81,7 +81,9 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
             or args.adaptive_input_cutoff != args.adaptive_softmax_cutoff
             or args.decoder_input_dim != args.decoder_output_dim
         ):
-            raise UserError("--tie-adaptive-weights needs equal factor, cutoff and dimension for adaptive input and softmax")
+            raise UserError(
+                "--tie-adaptive-weights needs equal factor, cutoff and dimension for adaptive input and softmax"
+            )
         return AdaptiveInput(
             len(task.source_dictionary),
             task.source_dictionary.pad(),

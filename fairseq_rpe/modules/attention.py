@@ -60,7 +60,7 @@ class RPEDecoderLayer(TransformerDecoderLayerBase):
 
     index: int
 
-    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):  # noqa: D102
+    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
         return RPEAttention(
             embed_dim,
             cfg.decoder.attention_heads,

@@ -76,7 +76,12 @@ class RPEDecoder(TransformerDecoderBase):
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Tokens (B, m) -> features (B, n, C): n = m, or 1 with ``incremental_state``."""
-        if encoder_out is not None or full_context_alignment or alignment_layer is not None or alignment_heads is not None:
+        if (
+            encoder_out is not None
+            or full_context_alignment
+            or alignment_layer is not None
+            or alignment_heads is not None
+        ):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
         tokens = prev_output_tokens if incremental_state is None else prev_output_tokens[:, -1:]
         positions, padding = self.positions(prev_output_tokens, tokens.shape[1])

@@ -1,0 +1,178 @@
+"""Training speed and memory: type1 here against stock fairseq with a dense per-head bias.
+
+    python benchmarks/train_step.py            # all rows, about ten minutes on two cores
+    python benchmarks/train_step.py --rows tiny-64 --repeats 5
+
+Both sides train the same Transformer with fairseq's Adam on the same batches. The stock side is fairseq's
+transformer_lm with its cross_entropy and the bias added to its causal mask, (B·H, T, T) and kept between steps: the way
+the ALiBi fork of fairseq does it. Each measurement alternates the two sides in one process; peak memory is that of a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+OUT = Path(__file__).parent / "results"
+# size, tokens per block, blocks per batch, vocabulary
+ROWS = {
+    "tiny-64": ("tiny", 64, 16, 4096),
+    "tiny-512": ("tiny", 512, 4, 4096),
+    "tiny-64-50k": ("tiny", 64, 16, 50265),
+    "tiny-512-50k": ("tiny", 512, 4, 50265),
+    "wiki103-512": ("wiki103", 512, 4, 50265),
+}
+SIDES = ("stock", "type1")
+
+
+def build(side: str, size: str, tokens: int, batch: int, vocabulary: int) -> Callable[[], float]:
+    """A function that does one training step and returns the loss in nats per token."""
+    from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+    from fairseq.data import Dictionary
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+    from fairseq.models.transformer_lm import TransformerLanguageModel
+    from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    import fairseq_rpe.models  # noqa: F401
+    from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy
+    from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
+
+    dictionary = Dictionary()
+    for i in range(vocabulary - len(dictionary)):
+        dictionary.add_symbol(f"w{i}")
+    task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
+    args = Namespace(rpe="type1", tokens_per_sample=tokens, dropout=0.0)
+    ARCH_CONFIG_REGISTRY[f"transformer_rpe_lm_{size}"](args)
+    torch.manual_seed(0)
+    if side == "type1":
+        model, criterion = TransformerRPELanguageModel.build_model(args, task), LMCrossEntropy(task, False)
+    else:
+        args.no_token_positional_embeddings = True
+        model, criterion = TransformerLanguageModel.build_model(args, task), CrossEntropyCriterion(task, False)
+        mask = dense_mask(args.decoder_attention_heads, tokens).repeat(batch, 1, 1)
+        model.decoder.buffered_future_mask = lambda x: mask
+    model.train()
+    options = FairseqAdamConfig(adam_betas="(0.9, 0.98)", weight_decay=0.01, lr=[5e-4])
+    optimizer = FairseqAdam(options, list(model.parameters()))
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> float:
+        x = torch.randint(4, vocabulary, (batch, tokens + 1), generator=generator)
+        sample = {
+            "net_input": {"src_tokens": x[:, :-1], "src_lengths": torch.full((batch,), tokens)},
+            "target": x[:, 1:].contiguous(),
+            "ntokens": batch * tokens,
+        }
+        loss, size, _ = criterion(model, sample)
+        optimizer.backward(loss)
+        optimizer.multiply_grads(1 / size)
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item() / size
+
+    return step
+
+
+def dense_mask(heads: int, tokens: int) -> torch.Tensor:
+    """(H, T, T): type1's bias with -inf above the diagonal."""
+    from fairseq_rpe.encodings.alibi import alibi_slopes
+
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
+    scaled = torch.tensor(alibi_slopes(heads))[:, None, None] * distance
+    return -torch.log1p(scaled.square()).masked_fill(distance < 0, float("inf"))
+
+
+def side_by_side(row: str, repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds of a step for both sides, taken in turns, and the first loss as a check that they agree."""
+    steps = {side: build(side, *ROWS[row]) for side in SIDES}
+    first = {side: step() for side, step in steps.items()}
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in tqdm(range(repeats), desc=row, leave=False):
+        for side, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[side].append(time.perf_counter() - start)
+    return {side: {"seconds": statistics.median(times[side]), "loss": first[side]} for side in SIDES}
+
+
+def peak_memory(row: str, side: str) -> float:
+    """MiB that a process of its own needs for three steps beyond what it needs before the first."""
+    command = [sys.executable, __file__, "--memory", side, "--rows", row]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.strip().split("\n")[-1])
+
+
+def print_memory(row: str, side: str) -> None:
+    step = build(side, *ROWS[row])
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak restarts from what is in use now
+    before = memory_in_kib("VmRSS")
+    for _ in range(3):
+        step()
+    print(json.dumps((memory_in_kib("VmHWM") - before) / 1024))
+
+
+def memory_in_kib(field: str) -> int:
+    """A field of Linux's /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--repeats", type=int, default=15, help="timed steps a side; the median counts")
+    parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory:
+        print_memory(args.rows[0], args.memory)
+        return
+    rows = []
+    for row in args.rows:
+        measured = side_by_side(row, args.repeats)
+        _, tokens, batch, vocabulary = ROWS[row]
+        memory = {side: peak_memory(row, side) for side in SIDES}
+        rows.append(
+            {
+                "row": row,
+                "vocabulary": vocabulary,
+                **{f"{side}_tokens_per_s": round(tokens * batch / measured[side]["seconds"]) for side in SIDES},
+                "speedup": round(measured["stock"]["seconds"] / measured["type1"]["seconds"], 2),
+                **{f"{side}_peak_MiB": round(memory[side]) for side in SIDES},
+                "memory_ratio": round(memory["type1"] / memory["stock"], 2),
+                "loss_difference": f"{abs(measured['stock']['loss'] - measured['type1']['loss']):.1e}",
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    OUT.mkdir(exist_ok=True)
+    target = OUT / "train_step.csv"
+    temporary = target.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        file.write(
+            f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+            f"{torch.get_num_threads()} threads, medians of {args.repeats}\n"
+        )
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, target)
+    print(f"wrote {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``fairseq-rpe``: thin sub-commands over fairseq's own training and evaluation."""

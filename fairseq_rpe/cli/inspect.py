@@ -1,0 +1,63 @@
+"""``list``, ``profile`` and ``user-dir``: what there is and what it looks like."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, package_folder, positive_int
+
+
+def add_parser(subparsers: Any) -> None:
+    names = subparsers.add_parser("list", help="show every encoding with formula, options and paper")
+    names.add_argument("--names", action="store_true", help="print only the names, one a line")
+    add_rpe_module(names)
+    names.set_defaults(run=run_list)
+
+    profile = subparsers.add_parser("profile", help="print an encoding's log-bias per distance as CSV")
+    profile.add_argument("spec", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
+    profile.add_argument("--heads", type=positive_int, default=4, help="attention heads (default 4)")
+    profile.add_argument("--width", type=positive_int, default=128, help="model width (default 128)")
+    profile.add_argument("--length", type=positive_int, default=64, help="number of distances (default 64)")
+    add_rpe_module(profile)
+    profile.set_defaults(run=run_profile)
+
+    user_dir = subparsers.add_parser("user-dir", help="print the folder to give to fairseq's --user-dir")
+    user_dir.set_defaults(run=run_user_dir)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    load_rpe_module(args.rpe_module)
+    from fairseq_rpe import encodings
+    from fairseq_rpe.core.spec import show
+
+    for entry in encodings.describe():
+        if args.names:
+            print(entry.name)
+            continue
+        print(f"{entry.name}: {entry.summary}")
+        print(f"  formula: {entry.formula}")
+        for option in entry.options:
+            print(f"  {option.key}={show(option.default)}: {option.help}")
+        print(f"  paper: {entry.paper}\n")
+    return 0
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    load_rpe_module(args.rpe_module)
+    from fairseq_rpe import encodings
+
+    rows = encodings.build(args.spec, heads=args.heads, width=args.width).profile(args.length).T.tolist()
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["distance", *(f"head{h}" for h in range(args.heads))])
+    # + 0.0 writes -0.0 as 0.0
+    writer.writerows([distance, *(repr(v + 0.0) for v in row)] for distance, row in enumerate(rows))
+    return 0
+
+
+def run_user_dir(args: argparse.Namespace) -> int:
+    print(Path(package_folder()))
+    return 0

@@ -1,0 +1,100 @@
+"""Child processes that never outlive their parent and always hear its signals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+_GRACE_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _die_with_parent() -> None:
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None, keep_open: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` in a session of its own; must be called from the main thread.
+
+    Only we pass Ctrl-C on (a terminal would send it to the whole group as well), and if we are
+    killed outright the kernel kills the child: two trainers must never write one folder.
+    """
+    return subprocess.Popen(
+        list(command),
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT if log else None,
+        pass_fds=tuple(keep_open),
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
+
+
+class Stopped(Exception):
+    """SIGTERM arrived."""
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into :class:`Stopped`, as Ctrl-C is ``KeyboardInterrupt``."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stop_all(children: Sequence[subprocess.Popen[bytes]], number: int = signal.SIGTERM) -> None:
+    """Ask every child to end with signal ``number``; kill those that do not."""
+    alive = [child for child in children if child.poll() is None]
+    for child in alive:
+        child.send_signal(number)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for child in alive:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def wait_all(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all; the first that fails ends the others. Returns the first bad code, or 0.
+
+    Ctrl-C and SIGTERM are passed on to the children before they are raised here.
+    """
+    try:
+        with sigterm_raises():
+            while True:
+                codes = [child.poll() for child in children]
+                bad = next((code for code in codes if code), 0)
+                if bad or None not in codes:
+                    return bad
+                time.sleep(0.05)
+    except KeyboardInterrupt:
+        stop_all(children, signal.SIGINT)
+        raise
+    finally:
+        stop_all(children)

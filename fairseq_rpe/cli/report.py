@@ -1,0 +1,137 @@
+"""``report``: what a sweep found, as CSV, Markdown table and figure."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fairseq_rpe.cli.files import atomic_write, read_json, read_json_lines
+from fairseq_rpe.core.errors import UserError
+
+STATE = "sweep.json"
+COLUMNS = ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("report", help="write the table and the figure of a sweep")
+    parser.add_argument("sweep", type=Path, metavar="DIR", help="the sweep's --out folder")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    write(args.sweep, redraw=True)
+    return 0
+
+
+def write(folder: Path, redraw: bool) -> None:
+    """Write results.csv, results.md and the figure, and print the table and where things are.
+
+    Without ``redraw`` an existing figure is kept when the results are the same as before.
+    """
+    if not (folder / STATE).is_file():
+        raise UserError(f"{folder} holds no {STATE}: name the --out folder of a sweep")
+    state = read_json(folder / STATE)
+    trained_at = state["settings"]["tokens"]
+    rows = collect(folder, state)
+    if not rows:
+        raise UserError(f"{folder} holds no finished evaluation yet: run its sweep first")
+    text = _csv(rows)
+    table_path, figure_paths = folder / "results.csv", [folder / "ppl.png", folder / "ppl.pdf"]
+    same = table_path.exists() and table_path.read_text(encoding="utf-8") == text
+    atomic_write(table_path, text)
+    table = markdown(rows, trained_at)
+    atomic_write(folder / "results.md", table)
+    if redraw or not same or not all(path.exists() for path in figure_paths):
+        from fairseq_rpe.cli.figure import draw
+
+        draw(rows, trained_at, figure_paths)
+    print(table)
+    print(f"results:     {table_path}")
+    print(f"figure:      {figure_paths[0]}")
+    print(f"TensorBoard: {folder / 'tensorboard'}")
+
+
+def slug(spec: str, seed: int) -> str:
+    """A file name for a run; two specs never share one."""
+    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec)
+    if plain != spec:
+        plain += "-" + hashlib.sha256(spec.encode()).hexdigest()[:6]
+    return f"{plain}-seed{seed}"
+
+
+def collect(folder: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results that belong to the sweep's settings, in the order in which they were asked for."""
+    trained_at = state["settings"]["tokens"]
+    found = []
+    for spec in state["encodings"]:
+        for seed in state["seeds"]:
+            run_folder = folder / "runs" / slug(spec, seed)
+            run_json = run_folder / "checkpoints" / "run.json"
+            if not run_json.exists():
+                continue
+            checkpoint = read_json(run_json).get("finished", {}).get("checkpoint")
+            rows = {
+                row["length"]: row
+                for row in read_json_lines(run_folder / "eval.jsonl")
+                if row["checkpoint"] == checkpoint and row["subset"] == state["settings"]["subset"]
+            }
+            own = rows.get(trained_at)
+            for length in sorted(rows):
+                row = rows[length]
+                ratio = row["ppl"] / own["ppl"] if own else None
+                found.append({**row, "encoding": spec, "seed": seed, "ratio": ratio})
+    return found
+
+
+def mean(rows: list[dict[str, Any]], encoding: str, length: int, column: str) -> float | None:
+    """Mean over the seeds, or nothing if that cell has no value."""
+    values = [r[column] for r in rows if r["encoding"] == encoding and r["length"] == length]
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+def names_and_lengths(rows: list[dict[str, Any]]) -> tuple[list[str], list[int]]:
+    return list(dict.fromkeys(r["encoding"] for r in rows)), sorted({r["length"] for r in rows})
+
+
+def markdown(rows: list[dict[str, Any]], trained_at: int) -> str:
+    """Perplexity per token, encodings × lengths; the last column is the longest over the training length."""
+    encodings, lengths = names_and_lengths(rows)
+    longest = lengths[-1]
+    head = ["encoding", *map(str, lengths), f"{longest} / {trained_at}"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for encoding in encodings:
+        values = [_show(mean(rows, encoding, n, "ppl"), ".2f") for n in lengths]
+        lines.append([encoding, *values, _show(mean(rows, encoding, longest, "ratio"), ".3f")])
+    return _align(lines)
+
+
+def _align(lines: list[list[str]]) -> str:
+    widths = [max(len(line[c]) for line in lines) for c in range(len(lines[0]))]
+    out = []
+    for number, line in enumerate(lines):
+        if number == 1:
+            cells = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
+        else:
+            pad: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(line) - 1)]
+            cells = [f(text, w) for f, text, w in zip(pad, line, widths, strict=True)]
+        out.append(f"| {' | '.join(cells)} |\n")
+    return "".join(out)
+
+
+def _show(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _csv(rows: list[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

@@ -1,0 +1,229 @@
+"""``train``: one fairseq-train run with sound defaults that goes on where it was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairseq_rpe.cli import checkpoints, corpus, processes
+from fairseq_rpe.cli.files import file_digest, lock, read_json, write_json
+from fairseq_rpe.cli.options import add_rpe_module, check_spec, fraction, package_folder, positive_float, positive_int
+from fairseq_rpe.cli.recipes import full_name, recipe_for
+from fairseq_rpe.core.errors import UserError
+
+STATE = "run.json"
+_FROM_RECIPE = "default: by architecture"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train one language model",
+        description="Runs fairseq-train. The same command goes on where an earlier one was stopped.",
+        epilog="Further fairseq-train flags may follow after a lone --",
+        allow_abbrev=False,
+    )
+    parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
+    parser.add_argument("--rpe", required=True, metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
+    parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
+    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({_FROM_RECIPE})")
+    parser.add_argument("--log-format", choices=("simple", "json"), default="simple", help="default: simple")
+    parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    add_model_options(parser)
+    parser.add_argument("--seed", type=positive_int, default=1, help="default: 1")
+    parser.set_defaults(run=run, extra=[])
+
+
+def parse(argv: Sequence[str], extra: Sequence[str]) -> argparse.Namespace:
+    """The arguments of one ``train`` command without running it."""
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["train", *argv])
+    args.extra = list(extra)
+    return args
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that ``train`` and ``sweep`` have in common."""
+    parser.add_argument("--arch", default="tiny", help="tiny, wiki103, base, large or a full name (default: tiny)")
+    parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({_FROM_RECIPE})")
+    parser.add_argument("--updates", type=positive_int, metavar="N", help=_FROM_RECIPE)
+    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({_FROM_RECIPE})")
+    parser.add_argument("--update-freq", type=positive_int, default=1, metavar="N", help="batches an update (1)")
+    parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs (1)")
+    parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({_FROM_RECIPE})")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({_FROM_RECIPE})")
+    parser.add_argument("--dropout", type=fraction, help=_FROM_RECIPE)
+    parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
+    parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    add_rpe_module(parser)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved run: ``settings`` fix its numbers and may not change between two starts."""
+
+    settings: dict[str, Any]
+    updates: int
+    save_every: int
+
+
+def plan(args: argparse.Namespace, data_digest: str) -> Plan:
+    """Fill in the recipe's defaults."""
+    recipe = recipe_for(args.arch)
+
+    def chosen(name: str) -> Any:
+        given = getattr(args, name)
+        return getattr(recipe, name) if given is None else given
+
+    names = ("tokens", "batch_sentences", "lr", "warmup", "dropout")
+    settings = {
+        "rpe": args.rpe.strip(),
+        "arch": full_name(args.arch),
+        "data": data_digest,
+        **{name: chosen(name) for name in names},
+        "update_freq": args.update_freq,
+        "nproc": args.nproc,
+        "seed": args.seed,
+        "rpe_share": args.rpe_share,
+        "rpe_module": file_digest(args.rpe_module) if args.rpe_module else None,
+        "extra": args.extra,
+    }
+    return Plan(settings, chosen("updates"), chosen("save_every"))
+
+
+def is_finished(folder: Path, wanted: Plan) -> str | None:
+    """The digest of the finished run's checkpoint, or nothing if there is work left."""
+    checkpoint = folder / checkpoints.LAST
+    if not (folder / STATE).exists() or not checkpoint.exists():
+        return None
+    state = read_json(folder / STATE)
+    _check_same_run(folder, state, wanted)
+    done = state.get("finished") or {}
+    if done.get("updates") != wanted.updates:
+        return None
+    found = file_digest(checkpoint)
+    return found if found == done.get("checkpoint") else None
+
+
+def run(args: argparse.Namespace) -> int:
+    corpus.check_folder(args.data, "train", "valid")
+    if args.rpe_module and not args.rpe_module.is_file():
+        raise UserError(f"--rpe-module {args.rpe_module} does not exist")
+    wanted = plan(args, corpus.digest(args.data))
+    for split in ("train", "valid"):
+        corpus.check_block(args.data, split, wanted.settings["tokens"])
+    folder = args.save_dir
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--save-dir {folder} is a file: name a folder")
+    if args.dry_run:
+        with tempfile.TemporaryDirectory() as meeting:
+            for line in commands(args, wanted, Path(meeting)):
+                print(shlex.join(line))
+        return 0
+    if is_finished(folder, wanted):
+        print(f"{folder} already holds the finished run of {wanted.updates} updates")
+        return 0
+    check_spec(args.rpe, args.rpe_module, wanted.settings["tokens"])
+    with lock(folder / ".lock", f"another process is training in {folder}: wait for it or stop it") as held:
+        done = _done_so_far(folder, wanted)
+        if done < wanted.updates:
+            write_json(folder / STATE, {"settings": wanted.settings, "updates": wanted.updates})
+            code = _launch(args, wanted, held)
+            if code:
+                raise UserError(f"fairseq-train ended with code {code}: its messages are above")
+        _record_finished(folder, wanted)
+    return 0
+
+
+def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list[str]]:
+    """One command per process to start; ``meeting`` is an empty folder where they find each other."""
+    s = wanted.settings
+    command = [sys.executable, "-m", "fairseq_cli.train", str(args.data), "--user-dir", package_folder()]
+    command += ["--task", "language_modeling", "--arch", s["arch"], "--criterion", "lm_cross_entropy"]
+    command += ["--rpe", s["rpe"], "--rpe-share", s["rpe_share"], "--attention-backend", args.attention_backend]
+    if args.rpe_module:
+        command += ["--rpe-module", str(args.rpe_module)]
+    command += ["--sample-break-mode", "none", "--tokens-per-sample", str(s["tokens"])]
+    command += ["--batch-size", str(s["batch_sentences"]), "--update-freq", str(s["update_freq"])]
+    command += ["--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01"]
+    command += ["--clip-norm", "1.0", "--lr", repr(s["lr"]), "--lr-scheduler", "inverse_sqrt"]
+    command += ["--warmup-updates", str(s["warmup"]), "--warmup-init-lr", "1e-7"]
+    command += ["--dropout", repr(s["dropout"]), "--seed", str(s["seed"]), "--max-update", str(wanted.updates)]
+    command += ["--save-dir", str(args.save_dir), "--save-interval-updates", str(wanted.save_every)]
+    command += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
+    command += ["--log-format", args.log_format, "--log-interval", str(args.log_interval)]
+    if args.tensorboard:
+        command += ["--tensorboard-logdir", str(args.tensorboard)]
+    command += s["extra"]
+    on_cpu = ["--cpu"] if args.device == "cpu" else []
+    if s["nproc"] == 1 or _has_cuda(args.device):
+        return [[*command, *on_cpu, "--distributed-world-size", str(s["nproc"])]]
+    # fairseq spawns processes by itself only for GPUs; on processors each one is started by hand.
+    together = ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    together += ["--distributed-no-spawn", "--distributed-init-method", f"file://{meeting / 'rendezvous'}"]
+    together += ["--distributed-world-size", str(s["nproc"])]
+    return [[*command, *together, "--distributed-rank", str(rank)] for rank in range(s["nproc"])]
+
+
+def _has_cuda(device: str) -> bool:
+    if device != "auto":
+        return device == "cuda"
+    # Asked in a process of its own: a parent that waits for hours needs no CUDA context.
+    probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
+    return subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def _launch(args: argparse.Namespace, wanted: Plan, held: int) -> int:
+    threads = recipe_for(args.arch).threads or max(1, processes.cores() // args.nproc)
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    with tempfile.TemporaryDirectory() as meeting:
+        children = []
+        try:
+            for command in commands(args, wanted, Path(meeting)):
+                children.append(processes.spawn(command, environment, keep_open=[held]))
+            return processes.wait_all(children)
+        finally:
+            processes.stop_all(children)
+
+
+def _check_same_run(folder: Path, state: dict[str, Any], wanted: Plan) -> None:
+    before = state.get("settings", {})
+    differing = [k for k in wanted.settings if before.get(k) != wanted.settings[k]]
+    if differing:
+        key = differing[0]
+        there, here = before.get(key), wanted.settings[key]
+        raise UserError(
+            f"{folder} holds another run ({key} is {there!r} there, {here!r} here): choose another folder or delete it"
+        )
+
+
+def _done_so_far(folder: Path, wanted: Plan) -> int:
+    """Updates behind the checkpoint to go on from, after repairing and checking the folder."""
+    if not (folder / STATE).exists():
+        if any(folder.glob("checkpoint*.pt")):
+            raise UserError(f"{folder} holds checkpoints but no {STATE}: choose another --save-dir")
+        return 0
+    done = checkpoints.recover_last(folder)
+    if done > wanted.updates:
+        raise UserError(f"{folder} holds {done} updates, more than --updates {wanted.updates}: choose another folder")
+    return done
+
+
+def _record_finished(folder: Path, wanted: Plan) -> None:
+    done = checkpoints.num_updates(checkpoints.load_header(folder / checkpoints.LAST))
+    if done != wanted.updates:
+        raise UserError(f"fairseq-train stopped at update {done} of {wanted.updates}: its messages above say why")
+    finished = {"updates": done, "checkpoint": file_digest(folder / checkpoints.LAST)}
+    write_json(folder / STATE, {"settings": wanted.settings, "updates": wanted.updates, "finished": finished})

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Makes .venv with everything the project needs. Safe to run any number of times.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: scripts/setup.sh [--quiet]
+
+Makes .venv in the repository with Python 3.11 or 3.12 and the pinned requirements, and installs
+the project into it (editable). Does nothing if that was done before with the same requirements.
+
+  --quiet   print nothing but one line when there is something to do, and errors
+  PYTHON    (environment) the Python to use instead of the first of python3.11, python3.12, python3
+TEXT
+}
+
+quiet=""
+for argument in "$@"; do
+    case "$argument" in
+        --quiet) quiet="-qq" ;;
+        -h | --help) usage; exit 0 ;;
+        *) echo "error: unknown argument '$argument': see scripts/setup.sh --help" >&2; exit 2 ;;
+    esac
+done
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+venv="$root/.venv"
+
+say() { if [[ -z "$quiet" ]]; then echo "$@"; fi; }
+
+digest() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
+
+python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
+
+venv_version() { sed -n 's/^version *= *//p' "$venv/pyvenv.cfg" 2>/dev/null || true; }
+
+# The place is part of the stamp because the scripts inside a virtual environment hold absolute paths.
+stamp() {
+    local files
+    files="$(cat requirements/*.txt setup.py pyproject.toml | digest | cut -d' ' -f1)"
+    echo "$files $(venv_version) $root"
+}
+
+find_python() {
+    local candidate version
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
+        version="$(python_version "$candidate" || true)"
+        case "$version" in
+            3.11.* | 3.12.*) echo "$candidate"; return ;;
+        esac
+        if [[ -n "${PYTHON:-}" ]]; then
+            echo "error: PYTHON=$PYTHON is not a working Python 3.11 or 3.12: set PYTHON to one or unset it" >&2
+            exit 1
+        fi
+    done
+    echo "error: no working Python 3.11 or 3.12 found: install one, or name it with PYTHON=/path/to/python" >&2
+    exit 1
+}
+
+# Taken on a directory so that nothing is left behind; freed when this shell ends, however it ends.
+if command -v flock >/dev/null; then
+    exec 9<"$root/requirements"
+    flock 9
+fi
+
+wanted="${PYTHON:+$(python_version "$PYTHON" || echo unusable)}"
+if [[ -f "$venv/stamp" && -x "$venv/bin/fairseq-rpe" && "$(cat "$venv/stamp")" == "$(stamp)" &&
+    (-z "$wanted" || "$wanted" == "$(venv_version)") ]]; then
+    say "$venv is up to date"
+    exit 0
+fi
+
+python="$(find_python)"
+if [[ -n "$quiet" ]]; then echo "setting up $venv, once: this takes a minute or more" >&2; fi
+if [[ -d "$venv" ]]; then
+    # Left half-made by an interrupted run, made elsewhere, or for another Python: start afresh.
+    if [[ -f "$venv/unfinished" || "$(python_version "$python")" != "$(venv_version)" ]] ||
+        ! "$venv/bin/python" -c '' 2>/dev/null ||
+        { [[ -f "$venv/stamp" ]] && [[ "$(cut -d' ' -f3- "$venv/stamp")" != "$root" ]]; }; then
+        say "removing the unusable $venv"
+        rm -rf "$venv"
+    fi
+fi
+mkdir -p "$venv"
+rm -f "$venv/stamp"
+touch "$venv/unfinished"
+if [[ ! -x "$venv/bin/python" ]]; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+
+install() {
+    "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --no-input --disable-pip-version-check \
+        --progress-bar off "$@"
+}
+pins="requirements/constraints.txt"
+say "installing PyTorch"
+install -c "$pins" torch
+say "installing fairseq"
+install --require-hashes --no-deps -r requirements/fairseq.txt
+say "installing the other requirements and fairseq_rpe itself"
+install -c "$pins" -e ".[test]"
+
+stamp >"$venv/stamp.new"
+rm -f "$venv/unfinished"
+mv "$venv/stamp.new" "$venv/stamp"
+say "$venv is ready"

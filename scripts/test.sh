@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Everything that continuous integration checks.
+set -euo pipefail
+
+if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
+    cat <<'TEXT'
+usage: scripts/test.sh [PYTEST ARGUMENTS]
+
+Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x
+TEXT
+    exit 0
+fi
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/setup.sh --quiet
+export PATH="$PWD/.venv/bin:$PATH"
+ruff check .
+shellcheck scripts/*.sh .ci/run
+exec pytest -q "$@"

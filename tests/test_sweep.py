@@ -1,0 +1,251 @@
+"""Sweeps: nothing is done twice, nothing is lost, failures are told, and the table says what was measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import run
+
+from fairseq_rpe.cli import corpus as corpus_files
+from fairseq_rpe.cli import figure, files, report, runner, sweep
+from fairseq_rpe.cli.main import main
+
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
+
+BROKEN = '''"""An encoding that can be built but not used."""
+from fairseq_rpe.encodings import DistanceBias, register
+
+
+@register("broken")
+class Broken(DistanceBias):
+    """Raises as soon as it is asked for a bias."""
+
+    formula = "none"
+    paper = "none"
+
+    def bias(self, d):
+        raise RuntimeError("this encoding is broken")
+'''
+
+
+def sweep_command(data: Path, out: Path, encodings: str, updates: int = 6, *more: str) -> list[str]:
+    base = ["sweep", str(data), "--encodings", encodings, "--out", str(out), "--updates", str(updates)]
+    return [*base, *OPTIONS, *more, *SMALL]
+
+
+@pytest.fixture(scope="module")
+def swept(corpus: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess, Path]:
+    """A sweep of a good and a broken encoding: its folder, what it said, the module with the broken one."""
+    folder = tmp_path_factory.mktemp("sweep")
+    module = folder / "broken.py"
+    module.write_text(BROKEN)
+    command = sweep_command(corpus, folder / "out", "alibi broken", 6, "--rpe-module", str(module))
+    return folder / "out", run(*PROGRAM, *command, ok=False), module
+
+
+def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
+    out, done, _ = swept
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "broken-seed1 failed while training: " in errors[0] and "this encoding is broken" in errors[0]
+    assert f"log: {out}/runs/broken-seed1/train.log" in errors[0]
+    assert "Traceback" not in done.stderr
+
+    with open(out / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"]
+    assert [(r["encoding"], r["length"]) for r in rows] == [("alibi", "32"), ("alibi", "64"), ("alibi", "128")]
+    assert float(rows[0]["ratio"]) == 1.0
+    assert float(rows[2]["ratio"]) == pytest.approx(float(rows[2]["ppl"]) / float(rows[0]["ppl"]))
+    assert {int(r["tokens"]) for r in rows} == {corpus_files.count_tokens(corpus, "test")}
+    table = (out / "results.md").read_text()
+    assert table in done.stdout and "128 / 32" in table
+    assert all(str(out / name) in done.stdout for name in ("results.csv", "ppl.png", "tensorboard"))
+    assert (out / "ppl.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "ppl.pdf").read_bytes().startswith(b"%PDF")
+    assert any((out / "tensorboard" / "alibi-seed1").rglob("events*"))
+
+
+def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
+    out, _, module = swept
+    before = {p: p.stat().st_mtime_ns for p in (out / "runs" / "alibi-seed1").rglob("*") if p.is_file()}
+    command = sweep_command(corpus, out, "alibi", 6, "--rpe-module", str(module))
+    code = (
+        "import sys\nfrom fairseq_rpe.cli.main import main\n"
+        f"assert main({command!r}) == 0\nassert not {{'torch', 'fairseq'}} & set(sys.modules)"
+    )
+    assert "alibi" in run(sys.executable, "-c", code).stdout
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+
+
+def test_refusals_in_one_line(swept, corpus, tmp_path, capsys):
+    out, _, module = swept
+
+    def refused(*argv: str) -> str:
+        capsys.readouterr()
+        assert main(list(argv)) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+        return captured.err
+
+    own = ["--rpe-module", str(module)]
+    assert "(updates is 6 there, 8 here)" in refused(*sweep_command(corpus, out, "alibi", 8, *own))
+    assert "--encodings is empty" in refused(*sweep_command(corpus, tmp_path / "x", " "))
+    assert "names one twice" in refused(*sweep_command(corpus, tmp_path / "x", "alibi alibi"))
+    assert "are the same encoding" in refused(*sweep_command(corpus, tmp_path / "y", "kerple_log kerple_log:a=none"))
+    assert "less than one block" in refused(*sweep_command(corpus, tmp_path / "x", "alibi", 6, "--lengths", "999999"))
+    assert "does not exist" in refused(*sweep_command(tmp_path / "none", tmp_path / "x", "alibi"))
+    assert "did you mean" in refused(*sweep_command(corpus, tmp_path / "z", "alibbi"))
+    assert os.listdir(tmp_path / "z") == [".lock"]
+    with files.lock(out / ".lock", "busy"):
+        assert "another sweep is running" in refused(*sweep_command(corpus, out, "alibi", 6, *own))
+    assert "holds no sweep.json" in refused("report", str(tmp_path))
+
+
+def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path, capsys):
+    argv = sweep_command(corpus, tmp_path / "x", "alibi type1:form=paper", 6, "--launcher", "dry-run", "--seeds", "1,2")
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and not (tmp_path / "x").exists()
+    assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 4
+    assert len({line.split("--save-dir ")[1].split()[0] for line in lines if " train " in line}) == 4
+    assert all("--lengths 32,64,128" in line for line in lines if " eval " in line)
+
+
+def test_killed_sweep_goes_on(corpus, tmp_path):
+    """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
+    out = tmp_path / "out"
+    command = [*PROGRAM, *sweep_command(corpus, out, "alibi nope", 6, "--jobs", "1")]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        first, second = out / "runs/alibi-seed1/eval.jsonl", out / "runs/nope-seed1/train.log"
+        deadline = time.monotonic() + 180
+        while not second.exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept = first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns
+    assert len(kept[0].splitlines()) == 3
+    run(*command)
+    assert kept == (first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns)
+    with open(out / "results.csv", newline="") as file:
+        assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
+
+
+def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,)) -> None:
+    """A finished sweep at 64 tokens with the given perplexities (plus 2 per further seed)."""
+    lengths = sorted({n for values in ppl.values() for n in values})
+    settings = {"tokens": 64, "subset": "test"}
+    state = {"settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
+    files.write_json(folder / "sweep.json", state)
+    for spec, values in ppl.items():
+        for k, seed in enumerate(seeds):
+            place = folder / "runs" / report.slug(spec, seed)
+            files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+            for n, value in values.items():
+                row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": value + 2 * k}
+                files.append_json_line(place / "eval.jsonl", {**row, "loss_base2": 1.0, "tokens": 99})
+            stale = {"checkpoint": "older", "subset": "test", "length": lengths[0], "ppl": 1.0}
+            files.append_json_line(place / "eval.jsonl", stale)
+
+
+def test_report_table(tmp_path, capsys):
+    write_results(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "results.md").read_text() == (
+        "| encoding         |    64 |   128 | 128 / 64 |\n"
+        "| ---------------- | ----: | ----: | -------: |\n"
+        "| alibi            | 50.00 | 49.00 |    0.980 |\n"
+        "| type1:form=paper | 40.00 |       |          |\n"
+    )
+    assert "128 / 64" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == ["ppl.pdf", "ppl.png", "results.csv", "results.md", "runs", "sweep.json"]
+
+
+def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
+    write_results(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
+    report.write(tmp_path, redraw=False)
+    assert "| alibi    | 51.00 | 61.00 |" in (tmp_path / "results.md").read_text()
+    drawn = (tmp_path / "ppl.png").stat().st_mtime_ns
+    report.write(tmp_path, redraw=False)
+    assert (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
+    report.write(tmp_path, redraw=True)
+    assert (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
+
+
+def test_names_of_runs_never_collide():
+    specs = ["a:x=1,y=2", "a:x=1-y=2", "a-x=1-y=2", "a:x=1;y=2", "a"]
+    names = {report.slug(spec, seed) for spec in specs for seed in (1, 2)}
+    assert len(names) == 10 and all("/" not in n and ":" not in n and " " not in n for n in names)
+
+
+def test_colours_stay_with_their_names_and_never_repeat():
+    alone = figure.style(["type1"])["type1"]
+    many = figure.style(["type1", "type1:form=paper", "alibi", *(f"e{i}" for i in range(20))])
+    assert many["type1"] == alone and len(set(many.values())) == 23
+    assert {colour for colour, _ in many.values()} <= set(figure.PALETTE)
+
+
+def test_last_error_prefers_the_cause(tmp_path):
+    log = tmp_path / "train.log"
+    job = runner._Active(None, [runner.Stage("training", [], log)], 0)
+    for text, expected in (
+        ("Traceback\nValueError: bad shape\nerror: fairseq-train ended with code 1", "ValueError: bad shape"),
+        ("error: unknown encoding 'x'", "unknown encoding 'x'"),
+        ("2026 | INFO | fine\nKilled", "Killed"),
+        ("", "no message"),
+    ):
+        log.write_text(text)
+        assert job.last_error() == expected
+
+
+def test_progress_reads_only_whole_lines(tmp_path):
+    log = tmp_path / "train.log"
+    job = runner._Active(None, [runner.Stage("training", [], log)], 0)
+    line = 'x | INFO | train_inner | {"epoch": 1, "loss": "7.25", "num_updates": "25"}\n'
+    log.write_text(line + line.replace("25", "50")[:40])
+    job.follow()
+    assert (job.updates, job.loss) == (25, "7.25")
+    log.write_text(line + line.replace("7.25", "6.5").replace('"25"', '"50"'))
+    job.follow()
+    assert (job.updates, job.loss) == (50, "6.5")
+
+
+def test_places_share_cores_and_gpus(monkeypatch, corpus, tmp_path):
+    import torch
+
+    def places(*argv: str) -> list[dict[str, str]]:
+        from fairseq_rpe.cli.main import build_parser
+
+        command = ["sweep", str(corpus), "--encodings", "a", "--out", str(tmp_path), "--lengths", "64", *argv]
+        jobs, found = sweep._resources(build_parser().parse_args(command))
+        assert jobs == len(found)
+        return found
+
+    monkeypatch.setattr("fairseq_rpe.cli.processes.cores", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert places("--device", "cpu", "--jobs", "3") == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert places("--device", "cpu") == [{"OMP_NUM_THREADS": "1"}] * 8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [p["CUDA_VISIBLE_DEVICES"] for p in places("--nproc", "2")] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7,9")
+    assert [p["CUDA_VISIBLE_DEVICES"] for p in places()] == ["5", "6", "7", "9"]
+
+
+def test_state_of_an_older_sweep_is_extended(swept):
+    state = json.loads((swept[0] / "sweep.json").read_text())
+    assert state["encodings"] == ["alibi", "broken"] and state["lengths"] == [32, 64, 128] and state["seeds"] == [1]
