@@ -76,7 +76,7 @@ def test_list_and_profile_and_user_dir(capsys):
     assert main(["profile", "alibi", "--heads", "2", "--width", "8", "--length", "3"]) == 0
     rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
     assert rows == [
-        ["distance", "head0", "head1"],
+        ["distance", "head1", "head2"],
         ["0", "0.0", "0.0"],
         ["1", "-0.0625", "-0.00390625"],
         ["2", "-0.125", "-0.0078125"],

@@ -41,7 +41,8 @@ def run_list(args: argparse.Namespace) -> int:
         print(f"{entry.name}: {entry.summary}")
         print(f"  formula: {entry.formula}")
         for option in entry.options:
-            print(f"  {option.key}={show(option.default)}: {option.help}")
+            choices = f" ({'|'.join(map(show, option.choices))})" if option.choices else ""
+            print(f"  {option.key}={show(option.default)}{choices}: {option.help}")
         print(f"  paper: {entry.paper}\n")
     return 0
 
@@ -52,7 +53,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
     rows = encodings.build(args.spec, heads=args.heads, width=args.width).profile(args.length).T.tolist()
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["distance", *(f"head{h}" for h in range(args.heads))])
+    writer.writerow(["distance", *(f"head{h + 1}" for h in range(args.heads))])
     # + 0.0 writes -0.0 as 0.0
     writer.writerows([distance, *(repr(v + 0.0) for v in row)] for distance, row in enumerate(rows))
     return 0
