@@ -24,7 +24,7 @@ import torch
 
 from .core import UserError
 from .encodings import load_module
-from .guards import guard_eval_lm, guard_workers
+from .guards import guard_data, guard_eval_lm, guard_workers
 
 _applied = False
 
@@ -45,6 +45,7 @@ def apply() -> None:
     bf16_is_not_tpu()
     rpe_module_flag()
     guard_workers()
+    guard_data()
     guard_eval_lm()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from typing import Any
 
@@ -32,6 +33,33 @@ def guard_workers() -> None:
         return original(self, dataset, *args, **kwargs)
 
     LanguageModelingTask.eval_lm_dataloader = dataloader
+
+
+def guard_data() -> None:
+    """A data folder or split that is not there ends in a traceback of fairseq's: say it in one line."""
+    from fairseq import utils
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    make_dictionary = LanguageModelingTask.setup_dictionary.__func__
+    load = LanguageModelingTask.load_dataset
+
+    @functools.wraps(make_dictionary)
+    def setup_dictionary(cls: Any, args: Any, **kwargs: Any) -> Any:
+        if args.data:
+            folder = utils.split_paths(args.data)[0]
+            if not os.path.isfile(os.path.join(folder, "dict.txt")):
+                raise UserError(f"data {folder}: no dict.txt there; name a folder made by fairseq-preprocess")
+        return make_dictionary(cls, args, **kwargs)
+
+    @functools.wraps(load)
+    def load_dataset(self: Any, split: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(self, split, *args, **kwargs)
+        except FileNotFoundError:
+            raise UserError(f"data {self.args.data}: no split '{split}' there (no {split}.idx)") from None
+
+    LanguageModelingTask.setup_dictionary = classmethod(setup_dictionary)
+    LanguageModelingTask.load_dataset = load_dataset
 
 
 def guard_eval_lm() -> None:

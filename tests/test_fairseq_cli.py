@@ -308,6 +308,16 @@ def test_bad_flags_are_one_line(corpus, tmp_path, flags, words):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+def test_missing_data_and_checkpoint(corpus, trained, tmp_path):
+    done = train(tmp_path / "nothing", tmp_path / "out", "--rpe", "alibi", ok=False)
+    assert done.returncode and "nothing: no dict.txt there" in done.stderr and "Traceback" not in done.stderr
+    checkpoint = trained / "checkpoint_best.pt"
+    out = evaluate(corpus, checkpoint, 32, "--gen-subset", "exam", ok=False)
+    assert "error: data" in out and "no split 'exam' there" in out and "Traceback" not in out
+    out = evaluate(corpus, tmp_path / "absent.pt", 32, ok=False)
+    assert "absent.pt: no such file" in out and "Traceback" not in out
+
+
 def test_checkpoint_of_another_model(corpus, trained, tmp_path):
     done = train(corpus, tmp_path, "--rpe", "alibi", "--restore-file", trained / "checkpoint_last.pt", ok=False)
     assert done.returncode != 0 and "Traceback" not in done.stderr
