@@ -1,0 +1,5 @@
+"""Analysis of encodings and positions, free of fairseq and of plotting."""
+
+from .sensitivity import alibi_raw, rope_raw, sensitivity, total_difference
+
+__all__ = ["alibi_raw", "rope_raw", "sensitivity", "total_difference"]

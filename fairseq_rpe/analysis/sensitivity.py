@@ -1,0 +1,116 @@
+"""How fast attention falls with position, and how much of that a longer text changes: the analysis of index warping.
+
+Source: "Improving Length Generalization via Position Index Warping", Eq. 3, 4, 6, 9. Queries and keys are equal, of
+unit norm and with the same norm in each block of two. Everything is float64; positions and distances may be fractional.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..core import UserError
+from ..core.spec import nearest
+from ..encodings.alibi import alibi_slopes
+from ..positions import SKEWS
+
+Raw = Callable[[Tensor], Tensor]
+
+
+def rope_raw(distance: Tensor, width: int | None = None, base: float = 10_000.0) -> Tensor:
+    """Raw attention of RoPE (Eq. 3): the mean of cos(n·θ_s) over the pairs of a head, θ_s = base^(-2s/width).
+
+    Args:
+        distance: n >= 0, any shape.
+        width: head width; None is the limit of a wide head, (Ci(n) - Ci(n/base)) / ln(base). The paper gives no width.
+
+    >>> round(rope_raw(torch.tensor(10.0), width=64).item(), 6)
+    0.657863
+    """
+    n = distance.double()
+    if width is None:
+        inside = n.clamp_min(torch.finfo(n.dtype).tiny * base)
+        return torch.where(n > 0, (cosine_integral(inside) - cosine_integral(inside / base)) / math.log(base), 1.0)
+    if width < 2 or width % 2:
+        raise UserError(f"a rotary head is an even number of dimensions wide, not {width}")
+    theta = base ** (-torch.arange(0, width, 2, dtype=n.dtype, device=n.device) / width)
+    return (n[..., None] * theta).cos().mean(-1)
+
+
+def alibi_raw(distance: Tensor, head: int = 1, heads: int = 8) -> Tensor:
+    """Raw attention of ALiBi (Eq. 4): 1 - k_h·n, with k_h = 2^-h for eight heads; head 1 is the steepest."""
+    if not 1 <= head <= heads:
+        raise UserError(f"head {head} does not exist: heads count from 1 to {heads}")
+    return 1 - alibi_slopes(heads)[head - 1] * distance.double()
+
+
+def sensitivity(positions: Tensor, raw: Raw = rope_raw, exponential: bool = False) -> Tensor:
+    """Attention sensitivity (Eq. 6): what attention loses from each position to the next, (m,) -> (m - 1,).
+
+    Entry i-1 is raw(p_(i-1)) - raw(p_i) for i >= 1; the paper leaves p_(-1), and so the entry of i = 0, undefined.
+
+    Args:
+        positions: (m,) ascending, warped, interpolated or plain.
+        raw: raw attention by distance.
+        exponential: compare exp(raw), which is what the paper's figures show, instead of raw as in its equation.
+    """
+    value = raw(positions.double())
+    return -torch.diff(value.exp() if exponential else value)
+
+
+def total_difference(
+    skew: str | Callable[[Tensor], Tensor],
+    train_length: int,
+    test_length: int,
+    reach: int,
+    raw: Raw = rope_raw,
+    exponential: bool = False,
+) -> float:
+    """Total difference (Eq. 9): Σ_(i=0…c) |sen_train(L_train - i) - sen_test(L_test - i)|, c + 1 terms.
+
+    Training positions are L·f(j/L); test positions are interpolated, j·L_train/L_test. The smaller, the better training
+    prepares the tail of a longer text.
+
+    Args:
+        skew: f on [0, 1]: a name of ``fairseq_rpe.positions.SKEWS``, ``none``, or a function.
+        train_length, test_length: L_train <= L_test.
+        reach: c < L_train; the paper takes 10 for L_train = 20 and 200 for 500.
+        raw, exponential: as in :func:`sensitivity`.
+    """
+    if not 1 <= train_length <= test_length:
+        raise UserError(f"a test length of {test_length} is shorter than the training length {train_length}: swap them")
+    if not 0 <= reach < train_length:
+        raise UserError(f"reach {reach} leaves the training length {train_length}: choose 0 to {train_length - 1}")
+    f = _skew(skew)
+    trained = train_length * f(torch.arange(train_length + 1, dtype=torch.float64) / train_length)
+    tested = torch.arange(test_length + 1, dtype=torch.float64) * (train_length / test_length)
+    tails = [sensitivity(p, raw, exponential)[-reach - 1 :] for p in (trained, tested)]
+    return (tails[0] - tails[1]).abs().sum().item()
+
+
+def cosine_integral(x: Tensor) -> Tensor:
+    """Ci(x) for x > 0 in double precision: its series up to 4, beyond that the continued fraction of E1(ix)."""
+    x = x.double()
+    low, high = x.clamp_max(4.0), x.clamp_min(4.0)
+    series, term = low.log() + 0.5772156649015329, torch.ones_like(low)
+    for k in range(1, 21):
+        term = -term * low * low / (2 * k * (2 * k - 1))
+        series = series + term / (2 * k)
+    z = torch.complex(torch.zeros_like(high), high)
+    depth = 120
+    tail = z + (2 * depth + 1)
+    for k in range(depth, 0, -1):
+        tail = z + (2 * k - 1) - k * k / tail
+    return torch.where(x <= 4, series, -((-z).exp() / tail).real)
+
+
+def _skew(skew: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    if callable(skew):
+        return skew
+    known = {"none": lambda x: x, **SKEWS}
+    if skew not in known:
+        raise UserError(f"unknown skew '{skew}'{nearest(skew, known)}; known: {', '.join(known)}, or a function")
+    return known[skew]

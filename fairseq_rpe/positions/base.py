@@ -1,0 +1,100 @@
+"""What a position transform is: a function from the plain index of a token to the position that encodings see.
+
+Transforms know no encoding and no attention backend. One call serves a whole forward pass, so that all layers see the
+same positions. Random ones draw from the CPU generator that they are given and from nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core import Registry, UserError
+
+ENTRY_POINTS = "fairseq_rpe.positions"
+EXACT = 1 << 24  # float32 holds every whole number up to here
+registry: Registry[type[Transform]] = Registry("position transform", ENTRY_POINTS)
+register = registry.register
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Positions after a transform.
+
+    Attributes:
+        k: (B or 1, m) positions, in the dtype and on the device of the index.
+        step: every difference between real tokens of a row is a multiple of it; None where spacing is arbitrary.
+        contiguous: the transform keeps even spacing: real tokens one index apart are exactly ``step`` apart. Whether
+            the *columns* are one index apart (no padding inside a row) is for the caller to add.
+    """
+
+    k: Tensor
+    step: float | None
+    contiguous: bool
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The config of a transform without options."""
+
+
+class Transform:
+    """Base class of all position transforms. Fill ``move``; check options against each other in ``setup``.
+
+    Args:
+        config: an instance of ``Config``.
+        train_length: training length in tokens, where known.
+
+    Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function).
+    """
+
+    Config: ClassVar[type] = NoOptions
+    formula: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    random: ClassVar[bool] = False
+
+    def __init__(self, config: Any, train_length: int | None = None) -> None:
+        self.config, self.train_length = config, train_length
+        self.setup()
+
+    def setup(self) -> None:
+        """Check and prepare; ``config`` and ``train_length`` are set."""
+
+    @property
+    def evaluation(self) -> str:
+        """The transform that a model trained with this one is evaluated with where the user names none."""
+        return "identity"
+
+    def __call__(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Moved:
+        """Move the tokens of one forward pass.
+
+        Args:
+            index: (B or 1, m) float, the plain positions 0, 1, 2 … of each row counted without padding; tokens that
+                are padding hold anything.
+            lengths: (B,) int64, real tokens of each row.
+            generator: CPU generator that random transforms draw from.
+        """
+        if self.random and generator is None:
+            raise UserError(f"position transform {type(self).__name__} draws random numbers: pass a generator")
+        return self.move(index, lengths, generator)
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        raise NotImplementedError
+
+
+def clamped(index: Tensor, lengths: Tensor) -> Tensor:
+    """(B, m) index with padding moved onto the first or last real token of its row."""
+    last = (lengths - 1).clamp_min(0).to(index)
+    return index.clamp_min(0).minimum(last[:, None])
+
+
+def check_longest(lengths: Tensor, limit: int, name: str, key: str) -> None:
+    """Refuse rows that do not fit into the positions a transform may use."""
+    longest = int(lengths.max())
+    if longest > limit:
+        raise UserError(
+            f"option '{key}' of '{name}' is {limit} but a row has {longest} tokens: raise {key} to at least {longest}"
+        )

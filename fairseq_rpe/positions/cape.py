@@ -1,0 +1,53 @@
+"""CAPE: continuous augmented positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import option
+from .base import Moved, Transform, clamped, register
+
+
+@dataclass(frozen=True)
+class CapeConfig:
+    """Largest augmentations; 0, 0 and 1 switch them off."""
+
+    shift: float = option(5.0, "global shift, in positions, drawn for each row from [-shift, shift)", minimum=0)
+    local: float = option(
+        0.5, "local shift, drawn for each token from [-local, local); above 0.5 neighbours may swap", minimum=0
+    )
+    scale: float = option(1.03, "global scaling, drawn for each row between 1/scale and scale", minimum=1)
+
+
+@register("cape")
+class Cape(Transform):
+    """Positions shifted, jittered and stretched in training; no augmentation at evaluation.
+
+    Not the "CAPE" of Zheng et al. 2024, which is DAPE. Authored for ``sinusoidal:style=vaswani``, though any encoding
+    can read the positions, which may be negative and fractional. Defaults are the text recipe of a public
+    re-implementation except ``local``: it has 1.0, which lets neighbours swap; 0.5 keeps the order. Its optional
+    subtraction of the mean position is left out.
+    """
+
+    Config = CapeConfig
+    formula = "p_j = (j + Δ + ε_j)·e^λ,  Δ, ε ~ U(±shift), U(±local),  λ ~ U(±ln scale)"
+    paper = "Likhomanenko et al. 2021 (arXiv 2106.03143)"
+    random = True
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        rows, longest = len(lengths), max(1, int(lengths.max()))
+        at = clamped(index, lengths)
+        shift = _uniform((rows, 1), self.config.shift, generator).to(at)
+        scale = _uniform((rows, 1), math.log(self.config.scale), generator).exp().to(at)
+        # drawn for token numbers, not columns: padding changes nothing
+        jitter = _uniform((rows, longest), self.config.local, generator).to(at).gather(1, at.long())
+        rigid = self.config.local == 0 and self.config.scale == 1
+        return Moved((at + shift + jitter) * scale, 1.0 if rigid else None, rigid)
+
+
+def _uniform(shape: tuple[int, int], reach: float, generator: torch.Generator | None) -> Tensor:
+    return (torch.rand(shape, generator=generator) * 2 - 1) * reach

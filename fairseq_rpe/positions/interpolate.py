@@ -1,0 +1,68 @@
+"""Position Interpolation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import UserError, option
+from .base import Moved, Transform, register
+from .values import number, spell
+
+
+@dataclass(frozen=True)
+class InterpolateConfig:
+    """How far positions are squeezed."""
+
+    ratio: str = option("auto", "training length / length, e.g. 1/4; auto: from each row's own length, 1 where it fits")
+    train: int | None = option(None, "training length that auto compares with; none: the model's", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.ratio == "auto":
+            return
+        value = number(self.ratio, "ratio", "interpolate", " or auto")
+        if not 0 < value <= 1:
+            raise UserError(
+                f"option 'ratio' of 'interpolate' must be more than 0 and at most 1, not {value:g}: "
+                "it is training length / length, 1/4 for four times the length"
+            )
+        if self.train is not None:
+            raise UserError("'interpolate' takes ratio=NUMBER or train=LENGTH, not both: leave one out")
+        object.__setattr__(self, "ratio", spell((value,)))
+
+
+@register("interpolate")
+class Interpolate(Transform):
+    """Squeezes longer rows into the range of positions seen in training, on fractions.
+
+    ``auto`` looks at each row: L / length where that is below 1, otherwise the row stays as it is, bit for bit. In
+    incremental decoding the ratio follows the length so far. Index warping also evaluates with this transform; where
+    one ratio belongs to the whole test, whatever the length of its last row, ``ratio=1/8`` gives it.
+    """
+
+    Config = InterpolateConfig
+    formula = "p_j = j·min(1, L/L')"
+    paper = "Chen et al. 2023 (arXiv 2306.15595)"
+
+    def setup(self) -> None:
+        self.ratio = None if self.config.ratio == "auto" else number(self.config.ratio, "ratio", "interpolate")
+        self.length = self.config.train or self.train_length
+        if self.ratio is None and self.length is None:
+            raise UserError(
+                "'interpolate' needs a training length, unknown here: give train=LENGTH or a ratio such as ratio=1/4"
+            )
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        if self.ratio is not None:
+            return _scaled(index, self.ratio)
+        ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
+        low, high = ratios.min().item(), ratios.max().item()
+        if low == high:
+            return _scaled(index, low)
+        return Moved(index * ratios.to(index)[:, None], None, False)
+
+
+def _scaled(index: Tensor, ratio: float) -> Moved:
+    return Moved(index if ratio == 1 else index * ratio, ratio, True)

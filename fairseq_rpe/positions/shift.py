@@ -1,0 +1,71 @@
+"""Whole rows moved by a random offset: SHAPE and random padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core import option
+from .base import EXACT, Moved, Transform, check_longest, register
+from .draws import below
+
+
+@dataclass(frozen=True)
+class ShapeConfig:
+    """How far, and where evaluation starts."""
+
+    max: int = option(500, "K: offsets are drawn from 0 … K-1", minimum=1, maximum=EXACT)
+    eval_offset: str = option("0", "first position at evaluation: 0, or K as in the authors' code", choices=("0", "K"))
+
+
+@register("shape")
+class Shape(Transform):
+    """One random offset for each row, so that absolute encodings learn to be shift-invariant.
+
+    The paper draws from {0 … K}; the authors' code **excludes K**, and so does this. Their code also keeps offsets
+    inside its table of embeddings, which is not needed here, and evaluates at positions K, K+1 …: ``eval_offset=K``
+    makes ``offset:by=K`` the transform of evaluation where none is named.
+    """
+
+    Config = ShapeConfig
+    formula = "p_j = j + k,  k ~ U{0 … K-1} per row"
+    paper = "Kiyono et al. 2021 (arXiv 2109.05644)"
+    random = True
+
+    @property
+    def evaluation(self) -> str:
+        return "identity" if self.config.eval_offset == "0" else f"offset:by={self.config.max}"
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        return _shifted(index, below(torch.full_like(lengths, self.config.max), generator))
+
+
+@dataclass(frozen=True)
+class RandomPaddingConfig:
+    """The range to fill."""
+
+    max: int = option(2048, "P: number of positions; must hold the longest row", minimum=1, maximum=EXACT)
+
+
+@register("random_padding")
+class RandomPadding(Transform):
+    """SHAPE whose range is what a row leaves free: short rows reach late positions too.
+
+    The authors move a random part of the padding of question-answering inputs to the front, behind the question; in a
+    decoder that ignores padding this is the same as shifting the row.
+    """
+
+    Config = RandomPaddingConfig
+    formula = "p_j = j + u,  u ~ U{0 … P - length} per row"
+    paper = "Tao, Feng, Zhao 2023 (arXiv 2305.04859)"
+    random = True
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        check_longest(lengths, self.config.max, "random_padding", "max")
+        return _shifted(index, below(self.config.max - lengths + 1, generator))
+
+
+def _shifted(index: Tensor, offsets: Tensor) -> Moved:
+    return Moved(index + offsets.to(index)[:, None], 1.0, True)
