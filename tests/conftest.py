@@ -28,6 +28,17 @@ SPECS = {
     "kerple_power": ["kerple_power", "kerple_power:p=0.5,a=0.1"],
     "sandwich": ["sandwich", "sandwich:form=evo,dim=32"],
     "t5_bias": ["t5_bias:init_std=1"],
+    "rope": [
+        "rope",
+        "rope:rotary_fraction=0.5,interleaved=true",
+        "rope:scaling=linear,factor=4",
+        "rope:scaling=ntk,factor=4",
+        "rope:scaling=dynamic_ntk,original_length=64",
+        "rope:scaling=ntk_by_parts,factor=4,original_length=64,ramp=paper",
+        "rope:scaling=yarn,factor=auto,original_length=64,resonance=true",
+        "rope:scaling=truncated,factor=2,original_length=64",
+    ],
+    "xpos": ["xpos", "xpos:scale_base=16"],
     "fire": [
         "fire",
         "fire:hidden_layers=0,log=false,threshold=none",

@@ -17,7 +17,7 @@ from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
 H, D, B = 4, 16, 2
-BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned"))]
+BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned", "rope", "xpos"))]
 
 
 def positions_with_padding(n: int):

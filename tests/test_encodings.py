@@ -54,6 +54,11 @@ def test_one_more_query_gives_the_same_rows(spec):
     if form is None:
         x = torch.randn(1, 40, 32)
         torch.testing.assert_close(encoding.embed(x[:, -1:], last), encoding.embed(x, full)[:, -1:])
+        q = torch.randn(1, 4, 40, 8)
+        k = torch.randn(1, 4, 40, 8)
+        scores = encoding.rotate(q, full.q, full) @ encoding.rotate(k, full.k, full, key=True).mT
+        row = encoding.rotate(q[:, :, -1:], last.q, last) @ encoding.rotate(k, last.k, last, key=True).mT
+        torch.testing.assert_close(row, scores[:, :, -1:], rtol=1e-4, atol=1e-4)
         return
     everything = slice(None)
     torch.testing.assert_close(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..core import Form, Positions
+from ..core import Dense, Form, Positions
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,33 @@ class Plan:
         form: additive bias or None.
         padding: (B, m) bool, True at keys that nobody may see; None where causality already hides them.
         remap: function of (scores, positions), or None.
-        rotate: function of (x, at, positions) for queries and keys, or None.
+        rotate: function of (x, at, positions, key=bool) for queries and keys, or None.
         backend: the function that computes attention.
+        query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
     """
 
     positions: Positions
     form: Form | None = None
     padding: Tensor | None = None
     remap: Callable[[Tensor, Positions], Tensor] | None = None
-    rotate: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
+    rotate: Callable[..., Tensor] | None = None
     backend: Callable[..., Tensor] | None = None
+    query_limit: Callable[[Positions, torch.dtype], int] | None = None
 
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
         """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""
         query = torch.arange(m - n, m, device=device)[:, None]
         seen = (torch.arange(m, device=device)[None, :] <= query)[None, None]
         return seen if self.padding is None else seen & ~self.padding[:, None, None, :]
+
+    def part(self, start: int, stop: int) -> Plan:
+        """The plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
+        pos = self.positions
+        seen = pos.k.shape[1] - pos.q.shape[1] + stop
+        form = self.form
+        if isinstance(form, Dense):
+            form = Dense(form.bias[:, :, start:stop, :seen])
+        padding = None if self.padding is None else self.padding[:, :seen]
+        return replace(
+            self, positions=replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen]), form=form, padding=padding
+        )

@@ -119,6 +119,9 @@ def _convert(name: str, key: str, text: str, hint: Any) -> Any:
         kinds = [a for a in typing.get_args(hint) if a is not type(None)]
         if text.lower() == "none":
             return None
+    words = [word for k in kinds if typing.get_origin(k) is typing.Literal for word in typing.get_args(k)]
+    if text.lower() in words:
+        return text.lower()
     kind = kinds[0]
     try:
         if kind is bool:
@@ -131,7 +134,8 @@ def _convert(name: str, key: str, text: str, hint: Any) -> Any:
             return value
         return kind(text)
     except (ValueError, KeyError, ZeroDivisionError):
-        raise UserError(f"option '{key}' of '{name}' wants {_KINDS.get(kind, kind.__name__)}, not '{text}'") from None
+        wanted = " or ".join([_KINDS.get(kind, kind.__name__), *words])
+        raise UserError(f"option '{key}' of '{name}' wants {wanted}, not '{text}'") from None
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -153,5 +157,5 @@ def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
         ("at most", lambda limit: value > limit),
     ):
         limit = limits.get({"at least": "minimum", "more than": "above", "at most": "maximum"}[word])
-        if limit is not None and bad(limit):
+        if limit is not None and not isinstance(value, str) and bad(limit):
             raise UserError(f"option '{key}' of '{name}' must be {word} {show(limit)}, not {show(value)}")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import Option, UserError, canonical, configure, option, options_of, parse
-from . import absolute, alibi, fire, kerple, sandwich, series, t5, window
-from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, register, registry
+from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos
+from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from .constraints import positive
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "DistanceBias",
     "Encoding",
     "PairBias",
+    "Rotary",
     "build",
     "describe",
     "load_module",
@@ -31,7 +32,7 @@ __all__ = [
     "positive",
     "register",
 ]
-_BUILT_IN = (absolute, alibi, fire, kerple, sandwich, series, t5, window)
+_BUILT_IN = (absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos)
 _OWN_FILE = "; an encoding of your own needs --rpe-module FILE"
 _loaded: dict[str, str] = {}
 

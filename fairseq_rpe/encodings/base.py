@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core import Form, Pair, Positions, Registry, Toeplitz, block
+from ..core import Form, Pair, Positions, Registry, Toeplitz, UserError, block
 
 ENTRY_POINTS = "fairseq_rpe.encodings"
 registry: Registry[type[Encoding]] = Registry("encoding", ENTRY_POINTS)
@@ -36,7 +36,9 @@ class Encoding(nn.Module):
         length: training length in tokens, where known; only encodings with a table of it read this.
 
     Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``shares``,
-    the ways to share parameters over layers that make sense, the default first.
+    the ways to share parameters over layers that make sense, the default first. ``query_limit`` is a function of
+    (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
+    ``reads_length``: the encoding changes with the length of the whole row, so trailing padding must not count.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
     """
@@ -46,6 +48,8 @@ class Encoding(nn.Module):
     paper: ClassVar[str] = ""
     shares: ClassVar[tuple[str, ...]] = ("model", "layer")
     remap: Callable[[Tensor, Positions], Tensor] | None = None
+    query_limit: Callable[[Positions, torch.dtype], int] | None = None
+    reads_length: bool = False
 
     def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
         super().__init__()
@@ -59,8 +63,8 @@ class Encoding(nn.Module):
         """x (B, n, C) at the input -> same shape."""
         return x
 
-    def rotate(self, x: Tensor, at: Tensor, pos: Positions) -> Tensor:
-        """Queries or keys x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
+    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+        """Queries, or with ``key`` keys, x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
         return x
 
     def form(self, pos: Positions) -> Form | None:
@@ -135,3 +139,62 @@ class Absolute(Encoding):
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         return x + self.vectors(pos.q).to(x.dtype)
+
+
+class Rotary(Encoding):
+    """Pairs of each query and key turned by an angle of their position. Fill ``angles``.
+
+    A pair is (s, s + P) of the first 2P of a head's D elements, or with ``interleaved`` (2s, 2s + 1); the rest passes
+    through. Angles, cosines and products are float32 or better whatever the dtype of x; only the result is cast.
+    """
+
+    shares = ("model",)
+    interleaved: bool = False
+    rotary_fraction: float = 1.0
+
+    def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
+        super().__init__(config, heads, width, length)
+        self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
+
+    def setup(self) -> None:
+        head = self.width // self.heads
+        self.rotated = int(head * self.rotary_fraction)
+        if self.rotated < 2 or self.rotated % 2:
+            raise UserError(
+                f"a rotary encoding turns pairs: the rotated width must be even and at least 2, not {self.rotated} "
+                f"(width {self.width}, {self.heads} heads): choose another width, number of heads or rotary_fraction"
+            )
+
+    def angles(self, at: Tensor, pos: Positions) -> Tensor:
+        """Positions (B or 1, n), float -> (B or 1, n, P) radians in the same dtype."""
+        raise NotImplementedError
+
+    def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor | None:
+        """Factors (B or 1, n or 1, P) of the turned pairs, or (B or 1, n or 1, 1) of the whole head; None: 1."""
+        return None
+
+    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+        cos, sin, whole = self._turn(at, pos, key)
+        turned = 2 * cos.shape[-1]
+        rest = x[..., turned:] if whole is None else x[..., turned:] * whole
+        if self.interleaved:
+            a, b = x[..., 0:turned:2], x[..., 1:turned:2]
+            out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+            return torch.cat([out, rest], dim=-1).to(x.dtype)
+        a, b = x[..., :turned].chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+    @torch.no_grad()
+    def _turn(self, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cosines and sines (B or 1, 1, n, P), and the factor of the rest; all layers of a forward share them."""
+        kept = self._kept.get(key)
+        if kept is None or kept[0] is not at or kept[1] is not pos:
+            where = at if at.is_floating_point() else at.to(torch.float32)
+            angles = self.angles(where, pos)
+            cos, sin, whole = angles.cos(), angles.sin(), None
+            amplitude = self.amplitude(where, pos, key)
+            if amplitude is not None:
+                cos, sin = cos * amplitude, sin * amplitude
+                whole = amplitude[:, None] if amplitude.shape[-1] == 1 else None
+            kept = self._kept[key] = (at, pos, (cos[:, None], sin[:, None], whole))
+        return kept[2]

@@ -34,6 +34,7 @@ class RPEDecoder(TransformerDecoderBase):
         self._built_layers = 0
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
         self.encodings = nn.ModuleList(encodings)
+        self.reads_length = any(e.reads_length for e in encodings)
         self.attend = choose(backend, remaps=any(e.remap is not None for e in encodings))
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
@@ -53,13 +54,14 @@ class RPEDecoder(TransformerDecoderBase):
     def positions(self, tokens: Tensor, n: int) -> tuple[Positions, Tensor | None]:
         """Positions of the last n of tokens (B, m), and the padding that attention must hide.
 
-        Padding at the end of a row needs no mask: causality hides it from every real token. Padding elsewhere is masked
-        and not counted, so a left-padded row has the positions of the same row without padding.
+        Padding at the end of a row needs no mask: causality hides it from every real token. Padding elsewhere, or where
+        the encoding reads the row's length, is masked and not counted: a padded row has the positions of the same row
+        without padding.
         """
         m = tokens.shape[1]
         padding = tokens.eq(self.padding_idx)
         plain = Positions.arange(n, m, device=tokens.device)
-        if not padding.any() or not (padding[:, :-1] & ~padding[:, 1:]).any():
+        if not padding.any() or not (self.reads_length or (padding[:, :-1] & ~padding[:, 1:]).any()):
             return plain, None
         k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).float()
         shift = (plain.k - k).masked_fill(padding, torch.nan)
@@ -115,7 +117,8 @@ class RPEDecoder(TransformerDecoderBase):
         with torch.autocast(positions.k.device.type, enabled=False):
             form = encoding.form(positions)
         rotates = type(encoding).rotate is not Encoding.rotate
-        return Plan(positions, form, padding, encoding.remap, encoding.rotate if rotates else None, self.attend)
+        rotate = encoding.rotate if rotates else None
+        return Plan(positions, form, padding, encoding.remap, rotate, self.attend, encoding.query_limit)
 
     def _run(self, layer: nn.Module, x: Tensor, incremental_state: dict[str, Any] | None, plan: Plan) -> Tensor:
         def run(x: Tensor) -> Tensor:

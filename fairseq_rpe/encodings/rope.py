@@ -1,0 +1,164 @@
+"""Rotary position embedding and what stretches it beyond the training length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core import Positions, UserError, option
+from .base import Rotary, register
+
+# the options that each scaling reads; any other one that is set would have no effect and is refused
+_RAMP = ("factor", "original_length", "beta_fast", "beta_slow", "ramp")
+READS = {
+    "none": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic_ntk": ("factor", "original_length"),
+    "ntk_by_parts": _RAMP,
+    "yarn": (*_RAMP, "temperature"),
+    "truncated": ("factor", "original_length"),
+}
+_ALWAYS = ("base", "scaling", "resonance", "rotary_fraction", "interleaved")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Options of rope."""
+
+    base: float = option(10000.0, "b in θ_s = b^(-2s/d); a larger one alone stretches the wavelengths", above=1)
+    scaling: str = option("none", "how the frequencies change for longer inputs", choices=tuple(READS))
+    factor: float | Literal["auto"] | None = option(
+        None,
+        "κ = target / original length; auto: evaluation / original length, at least 1; dynamic_ntk: alpha, none is 1",
+        above=0,
+    )
+    original_length: int = option(0, "L, tokens of the original training; 0: the training length", minimum=0)
+    beta_fast: float = option(32.0, "ntk_by_parts, yarn: pairs of more turns within L keep their frequency", above=0)
+    beta_slow: float = option(1.0, "ntk_by_parts, yarn: pairs of fewer turns within L are divided by κ", above=0)
+    ramp: str = option(
+        "code", "between the betas: linear in the pair's index (code) or its turns (paper)", choices=("code", "paper")
+    )
+    temperature: float | Literal["auto"] = option(
+        "auto", "yarn: factor sqrt(1/t) of queries and of keys; auto: 0.1·ln κ + 1", above=0
+    )
+    resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
+    rotary_fraction: float = option(1.0, "part of a head that turns, from its first element", above=0, maximum=1)
+    interleaved: bool = option(False, "turn pairs (2s, 2s+1) instead of (s, s + d/2)")
+
+
+@register("rope")
+class Rope(Rotary):
+    """Rotary: q and k turn by i·θ_s, so that scores depend on i - j; Σ exp(score) diverges.
+
+    T is the current length (the row's largest position + 1), L the original one, d the rotated width, κ the factor.
+
+    - linear: θ/κ. Position interpolation, Chen et al. 2023 (arXiv 2306.15595).
+    - ntk: θ_s·κ^(-2s/(d-2)), that is base·κ^(d/(d-2)). bloc97 2023.
+    - dynamic_ntk: ntk with κ = max(1, α·T/L - (α-1)), as in public code; α = 1 is emozilla 2023. A function of T
+      alone: it shrinks back, where code that only ever enlarges its base depends on the order of calls.
+    - ntk_by_parts: (1-γ)·θ/κ + γ·θ. The paper's γ is linear in the turns within L, its code's in the pair's index
+      between the two betas, rounded outwards. The default is the code. Peng et al. 2023 (arXiv 2309.00071).
+    - yarn: ntk_by_parts, and q and k times 0.1·ln κ + 1. Public code scales the turned part alone; here the whole
+      head is scaled, which is the paper's temperature for partial rotary as well.
+    - truncated: with b = 2π/(κ·L), θ where θ >= b, b/16 where b/8 <= θ < b, 0 below (the paper leaves the edges
+      open; this is its code). It needs fine-tuning. Pal et al. 2023 (arXiv 2308.10882).
+    - resonance: wavelengths 2π/θ rounded, each angle taken from within one period. Wang et al. 2024 (2403.00071).
+
+    What reads T (dynamic_ntk, factor=auto) turns every cached key anew; deeper layers still see states that were made
+    when the input was shorter, as in any decoder with a cache.
+    """
+
+    Config = RopeConfig
+    formula = "(R_i q)·(R_j k),  R_p turns pair s by p·θ_s,  θ_s = base^(-2s/d)"
+    paper = "Su et al. 2021 (arXiv 2104.09864)"
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
+        super().setup()
+        self.original = cfg.original_length or self.length or 0
+        reads = (*_ALWAYS, *READS[cfg.scaling], *(("original_length",) if cfg.factor == "auto" else ()))
+        for f in fields(cfg):
+            if f.name not in reads and getattr(cfg, f.name) != f.default:
+                raise UserError(f"'rope:scaling={cfg.scaling}' does not read {f.name}: leave it out")
+        if cfg.factor is None and "factor" in reads and cfg.scaling != "dynamic_ntk":
+            raise UserError(f"'rope:scaling={cfg.scaling}' needs factor=NUMBER or factor=auto")
+        if cfg.factor == "auto" and cfg.scaling == "dynamic_ntk":
+            raise UserError("'rope:scaling=dynamic_ntk' follows the length by itself: its factor, alpha, is a number")
+        if "original_length" in reads and not self.original:
+            raise UserError("'rope' needs the original length for this scaling: give original_length=N")
+        if cfg.beta_fast <= cfg.beta_slow:
+            raise UserError(f"'rope': beta_fast={cfg.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
+        self.reads_length = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
+
+    def factor(self, length: Tensor) -> Tensor:
+        """κ at the current lengths, in their shape."""
+        cfg = self.config
+        if cfg.scaling == "dynamic_ntk":
+            return ((length / self.original - 1) * (1.0 if cfg.factor is None else cfg.factor) + 1).clamp_min(1)
+        if cfg.factor == "auto":
+            return (length / self.original).clamp_min(1)
+        return torch.full_like(length, 1.0 if cfg.factor is None else cfg.factor)
+
+    def frequencies(self, length: Tensor) -> Tensor:
+        """Current lengths (..., 1), float64 -> θ (..., P) in radians per token."""
+        d, scaling = self.rotated, self.config.scaling
+        s = torch.arange(d // 2, device=length.device, dtype=length.dtype)
+        kappa = self.factor(length)
+        theta = (self.config.base ** (-2 * s / d)).expand(*kappa.shape[:-1], -1)
+        if scaling == "linear":
+            theta = theta / kappa
+        elif scaling in ("ntk", "dynamic_ntk"):
+            theta = theta * kappa ** (-2 * s / max(d - 2, 1))
+        elif scaling in ("ntk_by_parts", "yarn"):
+            theta = torch.lerp(theta / kappa, theta, self._kept_part(theta, s))
+        elif scaling == "truncated":
+            b = 2 * math.pi / (kappa * self.original)
+            theta = torch.where(theta >= b, theta, torch.where(theta < b / 8, 0.0, b / 16))
+        return 2 * math.pi / self._wavelengths(theta) if self.config.resonance else theta
+
+    def _kept_part(self, theta: Tensor, s: Tensor) -> Tensor:
+        """γ: the share of its own frequency that each pair keeps."""
+        fast, slow = self.config.beta_fast, self.config.beta_slow
+        if self.config.ramp == "paper":
+            return ((self.original * theta / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
+        low, high = self.ramp_ends()
+        return 1 - ((s - low) / (high - low)).clamp(0, 1)
+
+    def ramp_ends(self) -> tuple[int, float]:
+        """The pairs between which the code's ramp falls from 1 to 0."""
+        d, base = self.rotated, self.config.base
+        fast, slow = (
+            d * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(base))
+            for turns in (self.config.beta_fast, self.config.beta_slow)
+        )
+        low, high = (min(max(end, 0), d - 1) for end in (math.floor(fast), math.ceil(slow)))
+        return low, high if high != low else high + 0.001
+
+    @staticmethod
+    def _wavelengths(theta: Tensor) -> Tensor:
+        return torch.round(2 * math.pi / theta).clamp_min(1)
+
+    def angles(self, at: Tensor, pos: Positions) -> Tensor:
+        theta = self.frequencies(_length(pos))[:, None]
+        if self.config.resonance:
+            return torch.remainder(at[..., None], self._wavelengths(theta).to(at.dtype)) * theta.to(at.dtype)
+        return at[..., None] * theta.to(at.dtype)
+
+    def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor | None:
+        if self.config.scaling != "yarn":
+            return None
+        kappa = self.factor(_length(pos))[:, None]
+        if self.config.temperature == "auto":
+            return (0.1 * kappa.clamp_min(1).log() + 1).to(at.dtype)
+        return torch.full_like(kappa, self.config.temperature).to(at.dtype)
+
+
+def _length(pos: Positions) -> Tensor:
+    """(B or 1, 1) float64 lengths so far: on the device, so that nothing waits for it."""
+    return pos.k.amax(dim=1, keepdim=True).to(torch.float64) + 1
