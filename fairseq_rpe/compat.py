@@ -27,6 +27,7 @@ from .encodings import load_module
 from .guards import guard_data, guard_eval_lm, guard_workers
 
 _applied = False
+_overrides: dict[str, str] = {}  # settings of the checkpoint that this command's flags replace
 
 
 def apply() -> None:
@@ -43,7 +44,7 @@ def apply() -> None:
     whole_batches()
     atomic_copies()
     bf16_is_not_tpu()
-    rpe_module_flag()
+    flags_for_every_command()
     guard_workers()
     guard_data()
     guard_eval_lm()
@@ -157,11 +158,17 @@ def safe_checkpoints() -> None:
     find_ensemble = checkpoint_utils.load_model_ensemble_and_task
 
     @functools.wraps(find_ensemble)
-    def load_ensemble(filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+    def load_ensemble(
+        filenames: list[str], arg_overrides: dict[str, Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if not kwargs.get("suffix") and kwargs.get("num_shards", 1) == 1:
             for path in filenames:
                 check_exists(path)
-        return find_ensemble(filenames, *args, **kwargs)
+        models, cfg, task = find_ensemble(filenames, {**(arg_overrides or {}), **_overrides}, *args, **kwargs)
+        for key, value in _overrides.items():
+            if getattr(cfg.model, key, None) != value:
+                raise UserError(f"{filenames[0]} has no setting '{key}' to replace: it is not a transformer_rpe_lm")
+        return models, cfg, task
 
     checkpoint_utils.load_model_ensemble_and_task = load_ensemble
 
@@ -255,8 +262,14 @@ class _LoadModule(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def rpe_module_flag() -> None:
-    """Model flags exist only in training; ``--rpe-module`` has to work in every fairseq command.
+class _Override(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        _overrides[self.const] = value
+        setattr(namespace, self.dest, value)
+
+
+def flags_for_every_command() -> None:
+    """Model flags exist only in training; these three have to work where a checkpoint is used as well.
 
     fairseq makes each command's parser right after importing the plugin, with this one function.
     """
@@ -264,17 +277,18 @@ def rpe_module_flag() -> None:
     from fairseq.dataclass.configs import CommonConfig
 
     original: Callable[..., Any] = options.gen_parser_from_dataclass
+    flags = (
+        ("--rpe-module", "FILE", _LoadModule, None, "Python file that registers encodings of your own"),
+        ("--rpe-eval", "SPEC", _Override, "rpe", "evaluate with this encoding in place of the checkpoint's"),
+        ("--positions-eval", "SPEC", _Override, "positions_eval", "position transform in evaluation"),
+    )
 
     @functools.wraps(original)
     def generate(parser: Any, dataclass_instance: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataclass_instance, CommonConfig):
-            parser.add_argument(
-                "--rpe-module",
-                metavar="FILE",
-                action=_LoadModule,
-                default=None,
-                help="Python file that registers encodings of your own",
-            )
+            _overrides.clear()
+            for flag, metavar, action, const, text in flags:
+                parser.add_argument(flag, metavar=metavar, action=action, const=const, default=None, help=text)
         return original(parser, dataclass_instance, *args, **kwargs)
 
     options.gen_parser_from_dataclass = generate

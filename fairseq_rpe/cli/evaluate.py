@@ -35,6 +35,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file to add the results to")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help=f"a batch (default: {_BATCH_TOKENS})")
+    parser.add_argument("--rpe", metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's")
+    parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="file for fairseq's messages")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="default: auto")
@@ -44,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two results the same measurement."""
-    return tuple(row.get(k) for k in ("checkpoint", "data", "subset", "length"))
+    return tuple(row.get(k) for k in ("checkpoint", "data", "subset", "length", "rpe", "positions"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if short:
         raise UserError(f"--max-tokens {args.max_tokens} is less than length {short[0]}: raise it")
     same = {"checkpoint": file_digest(args.checkpoint), "data": corpus.digest(args.data), "subset": args.subset}
+    same |= {"rpe": args.rpe, "positions": args.positions}
     known = {key(row): row for row in (read_json_lines(args.out) if args.out else [])}
     encoding = None
     for length in args.lengths:
@@ -88,6 +91,10 @@ def score(args: argparse.Namespace, length: int, tokens: int) -> tuple[float, fl
     flags += ["--num-workers", "0", "--no-progress-bar", "--log-format", "none"]
     if args.batch_size:
         flags += ["--batch-size", str(args.batch_size)]
+    if args.rpe:
+        flags += ["--rpe-eval", args.rpe]
+    if args.positions:
+        flags += ["--positions-eval", args.positions]
     if args.rpe_module:
         flags += ["--rpe-module", str(args.rpe_module)]
     if args.device == "cpu":

@@ -108,6 +108,8 @@ def _cell(args: argparse.Namespace, spec: str, seed: int, data_digest: str) -> C
     tensorboard = args.out / "tensorboard" / name
     argv = [str(args.data), "--rpe", spec, "--save-dir", str(folder / "checkpoints"), "--seed", str(seed)]
     argv += ["--tensorboard", str(tensorboard), "--log-format", "json", "--log-interval", _LOG_INTERVAL]
+    for flag in ("positions_train", "positions_eval"):
+        argv += _flag(args, flag)
     for flag in ("arch", "rpe_share", "attention_backend", "device", "nproc", "update_freq", "rpe_module"):
         argv += _flag(args, flag)
     for flag in ("tokens", "updates", "batch_sentences", "lr", "warmup", "dropout"):

@@ -64,6 +64,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({_FROM_RECIPE})")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({_FROM_RECIPE})")
     parser.add_argument("--dropout", type=fraction, help=_FROM_RECIPE)
+    parser.add_argument("--positions-train", default="identity", metavar="SPEC", help="default: identity")
+    parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
@@ -97,6 +99,8 @@ def plan(args: argparse.Namespace, data_digest: str) -> Plan:
         "nproc": args.nproc,
         "seed": args.seed,
         "rpe_share": args.rpe_share,
+        "positions_train": args.positions_train,
+        "positions_eval": args.positions_eval,
         "rpe_module": file_digest(args.rpe_module) if args.rpe_module else None,
         "extra": args.extra,
     }
@@ -153,6 +157,9 @@ def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list
     command = [sys.executable, "-m", "fairseq_cli.train", str(args.data), "--user-dir", package_folder()]
     command += ["--task", "language_modeling", "--arch", s["arch"], "--criterion", "lm_cross_entropy"]
     command += ["--rpe", s["rpe"], "--rpe-share", s["rpe_share"], "--attention-backend", args.attention_backend]
+    command += ["--positions-train", s["positions_train"]]
+    if s["positions_eval"]:
+        command += ["--positions-eval", s["positions_eval"]]
     if args.rpe_module:
         command += ["--rpe-module", str(args.rpe_module)]
     command += ["--sample-break-mode", "none", "--tokens-per-sample", str(s["tokens"])]

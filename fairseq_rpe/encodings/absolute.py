@@ -22,6 +22,7 @@ class NoPE(Encoding):
     formula = "0"
     paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
     shares = ("model",)
+    positions = "none"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Learned(Absolute):
     Config = LearnedConfig
     formula = "x + table[i]"
     paper = "Gehring et al. 2017 (arXiv 1705.03122)"
+    positions = "whole"
 
     def setup(self) -> None:
         rows = self.config.max_positions or self.length

@@ -38,6 +38,7 @@ class Encoding(nn.Module):
     Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``shares``,
     the ways to share parameters over layers that make sense, the default first. ``query_limit`` is a function of
     (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
+    ``positions``: "any", "whole" where fractions have no meaning, or "none" where positions are not read at all.
     ``reads_length``: the encoding changes with the length of the whole row, so trailing padding must not count.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
@@ -50,6 +51,7 @@ class Encoding(nn.Module):
     remap: Callable[[Tensor, Positions], Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
+    positions: ClassVar[str] = "any"
 
     def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
         super().__init__()

@@ -42,6 +42,7 @@ class T5Bias(DistanceBias):
     Config = T5Config
     formula = "table[bucket(d), h]"
     paper = "Raffel et al. 2020 (arXiv 1910.10683)"
+    positions = "whole"
 
     def setup(self) -> None:
         if self.config.max_distance <= self.config.buckets // 2:

@@ -4,7 +4,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Optional
 
-from fairseq import options
+import torch
+from fairseq import distributed_utils, options
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig, base_lm_architecture
@@ -14,6 +15,7 @@ from omegaconf import II
 from ..core import UserError
 from ..encodings import build, load_module
 from ..modules.decoder import RPEDecoder
+from ..modules.moves import Moves
 
 logger = logging.getLogger(__name__)
 SHARES = ("auto", "model", "layer")
@@ -36,11 +38,19 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
         },
     )
     attention_backend: str = field(default="auto", metadata={"help": "auto, reference or sdpa"})
+    positions_train: str = field(
+        default="identity", metadata={"help": "position transform in training: name or name:key=value,key=value"}
+    )
+    positions_eval: Optional[str] = field(
+        default=None,
+        metadata={"help": "position transform in evaluation (default: what the training transform names, or identity)"},
+    )
     rpe_module: Optional[str] = field(
         default=None, metadata={"help": "Python file that registers encodings of your own"}
     )
     # its own copy of the training length: --model-overrides may change tokens_per_sample when a checkpoint is evaluated
     rpe_train_length: Optional[int] = II("task.tokens_per_sample")
+    rpe_seed: int = II("common.seed")
 
 
 @register_model("transformer_rpe_lm", dataclass=TransformerRPELMConfig)
@@ -67,8 +77,9 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
         encodings = _encodings(args)
+        moves = _moves(args, encodings)
         decoder = RPEDecoder(
-            cfg, task.target_dictionary, cls._embedding(args, task), encodings, str(args.attention_backend)
+            cfg, task.target_dictionary, cls._embedding(args, task), encodings, moves, str(args.attention_backend)
         )
         return cls(decoder)
 
@@ -121,6 +132,8 @@ def _refuse_unsupported(args):
     for key, message in refusals.items():
         if getattr(args, key, None):
             raise UserError(message)
+    if getattr(args, "rpe_eval", None):
+        raise UserError("--rpe-eval belongs to evaluation: train with --rpe")
     if args.tie_adaptive_weights and not args.adaptive_input:
         raise UserError("--tie-adaptive-weights needs --adaptive-input")
     if str(args.rpe_share) not in SHARES:
@@ -140,6 +153,23 @@ def _encodings(args):
     if share not in first.shares:
         raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.shares)}")
     return [first] if share == "model" else [first] + [make() for _ in range(args.decoder_layers - 1)]
+
+
+def _moves(args, encodings):
+    """The position transforms, refused where the encoding cannot follow them."""
+    moves = Moves(
+        str(args.positions_train),
+        str(args.positions_eval or ""),
+        args.rpe_train_length,
+        args.rpe_seed,
+        distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0,
+    )
+    for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
+        if transform is not None and encodings[0].positions == "none":
+            raise UserError(f"{flag}: '{args.rpe}' reads no positions, so moving them does nothing: drop the flag")
+        if transform is not None and transform.fractional and encodings[0].positions == "whole":
+            raise UserError(f"{flag}: '{args.rpe}' knows whole positions only and this transform makes fractions")
+    return moves
 
 
 # layers, width, heads, FFN, activation
@@ -163,8 +193,11 @@ def _register_size(name, layers, width, heads, ffn, activation):
             "rpe": "sinusoidal",
             "rpe_share": "auto",
             "attention_backend": "auto",
+            "positions_train": "identity",
+            "positions_eval": None,
             "rpe_module": None,
             "rpe_train_length": None,
+            "rpe_seed": getattr(args, "seed", 1),
             "max_target_positions": None,
             "decoder_xformers_att_config": None,
         }

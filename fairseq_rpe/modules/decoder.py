@@ -14,6 +14,7 @@ from ..attention import Plan, choose
 from ..core import Positions, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
+from .moves import Moves
 
 UNLIMITED = 2**31 - 1  # positions; fairseq drops longer blocks in silence, so the model names no smaller limit
 
@@ -25,15 +26,17 @@ class RPEDecoder(TransformerDecoderBase):
         cfg: fairseq's TransformerConfig.
         dictionary, embed_tokens: as in fairseq.
         encodings: one encoding for all layers, or one per layer.
+        moves: the position transforms for training and evaluation.
         backend: name of the attention backend.
     """
 
     def __init__(
-        self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, encodings: list[Encoding], backend: str
+        self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, encodings: list[Encoding], moves: Moves, backend: str
     ) -> None:
         self._built_layers = 0
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
         self.encodings = nn.ModuleList(encodings)
+        self.moves = moves
         self.reads_length = any(e.reads_length for e in encodings)
         self.attend = choose(backend, remaps=any(e.remap is not None for e in encodings))
 
@@ -43,6 +46,10 @@ class RPEDecoder(TransformerDecoderBase):
         self._built_layers += 1
         self.checkpointed = bool(cfg.checkpoint_activations)
         return fsdp_wrap(layer, min_num_params=0 if self.checkpointed else cfg.min_params_to_wrap)
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """fairseq calls this before every training batch."""
+        self.moves.set_num_updates(num_updates)
 
     def max_positions(self) -> int:
         return UNLIMITED
@@ -87,6 +94,9 @@ class RPEDecoder(TransformerDecoderBase):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
         tokens = prev_output_tokens if incremental_state is None else prev_output_tokens[:, -1:]
         positions, padding = self.positions(prev_output_tokens, tokens.shape[1])
+        if self.moves.active(self.training) is not None:
+            lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
+            positions = self.moves(positions, lengths, self.training, incremental_state is not None)
 
         x = self.embed_scale * self.embed_tokens(tokens.contiguous())
         if self.quant_noise is not None:

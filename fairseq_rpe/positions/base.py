@@ -48,13 +48,15 @@ class Transform:
         config: an instance of ``Config``.
         train_length: training length in tokens, where known.
 
-    Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function).
+    Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
+    ``fractional`` (may put a token between two whole positions).
     """
 
     Config: ClassVar[type] = NoOptions
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
+    fractional: ClassVar[bool] = False
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
         self.config, self.train_length = config, train_length

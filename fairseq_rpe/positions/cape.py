@@ -34,6 +34,7 @@ class Cape(Transform):
     """
 
     Config = CapeConfig
+    fractional = True
     formula = "p_j = (j + Δ + ε_j)·e^λ,  Δ, ε ~ U(±shift), U(±local),  λ ~ U(±ln scale)"
     paper = "Likhomanenko et al. 2021 (arXiv 2106.03143)"
     random = True

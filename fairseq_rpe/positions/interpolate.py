@@ -43,6 +43,7 @@ class Interpolate(Transform):
     """
 
     Config = InterpolateConfig
+    fractional = True
     formula = "p_j = j·min(1, L/L')"
     paper = "Chen et al. 2023 (arXiv 2306.15595)"
 

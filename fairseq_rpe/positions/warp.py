@@ -61,6 +61,7 @@ class Warp(Transform):
     """
 
     Config = WarpConfig
+    fractional = True
     formula = "p_j = α·j (head), l·f(j/l) (tail) or j,  f = CDF of Beta(2,5) or sqrt"
     paper = "Improving Length Generalization via Position Index Warping, Eq. 7, 8"
     random = True

@@ -1,0 +1,68 @@
+"""The two position slots of a model: which transform moves its tokens in training and in evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from ..core import Positions, UserError
+from ..positions import Transform, build, names
+from ..positions.identity import Identity
+
+
+class Moves:
+    """Applies the training or the evaluation transform, once per forward pass.
+
+    Random transforms draw from a generator of their own, seeded from (seed, update, batch within the update, rank):
+    data order and dropout do not change, a resumed run draws what the uninterrupted one drew, and every data-parallel
+    rank draws its own. In evaluation the seed is constant, so a checkpoint's perplexity is repeatable.
+
+    Args:
+        train: spec of the transform used in training.
+        evaluation: spec used in evaluation; empty: what the training transform names, mostly ``identity``.
+        train_length: training length in tokens.
+        seed: of the run.
+        rank: data-parallel rank.
+    """
+
+    def __init__(self, train: str, evaluation: str, train_length: int | None, seed: int, rank: int) -> None:
+        self.train = build(train, train_length)
+        self.evaluation = build(evaluation or self.train.evaluation, train_length)
+        self.seed, self.rank = seed, rank
+        self.update, self.batch = -1, 0
+
+    def set_num_updates(self, update: int) -> None:
+        """fairseq says so before every training batch, and once more when it resumes."""
+        if update != self.update:
+            self.update, self.batch = update, 0
+
+    def active(self, training: bool) -> Transform | None:
+        """The transform in force, or None where positions stay plain."""
+        transform = self.train if training else self.evaluation
+        return None if isinstance(transform, Identity) else transform
+
+    def __call__(self, plain: Positions, lengths: Tensor, training: bool, decoding: bool) -> Positions:
+        """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
+
+        Raises:
+            UserError: random positions while decoding with a cache, which would move the tokens already in it.
+        """
+        transform = self.active(training)
+        if transform is None:
+            return plain
+        if decoding and transform.random:
+            raise UserError(
+                "random positions would move at every step of decoding: name another --positions-eval "
+                f"(of {', '.join(names())})"
+            )
+        generator = torch.Generator().manual_seed(self._seed(training)) if transform.random else None
+        self.batch += training
+        moved = transform(plain.k, lengths, generator)
+        first = plain.k.shape[1] - plain.q.shape[1]
+        return Positions(moved.k[:, first:], moved.k, moved.step, moved.contiguous and plain.contiguous)
+
+    def _seed(self, training: bool) -> int:
+        what = (self.seed, self.update, self.batch, self.rank) if training else (self.seed, "evaluation")
+        return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1

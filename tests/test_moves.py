@@ -1,0 +1,170 @@
+"""Position transforms inside the model: backends, decoding, draws, refusals, and the evaluation flags."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import make_model
+from test_fairseq_cli import assert_bit_equal, evaluate, parameters, tokens_in, train
+from test_model import PAD, logits, tokens
+
+from fairseq_rpe.core import Positions, UserError
+from fairseq_rpe.modules.moves import Moves
+from fairseq_rpe.positions import names
+
+TRANSFORMS = {
+    "identity": "identity",
+    "offset": "offset:by=3",
+    "interpolate": "interpolate:ratio=1/3",
+    "warp": "warp:head=0.4,tail=0.4,alpha=1/6",
+    "randomized": "randomized:max=200",
+    "pose": "pose:target=300",
+    "random_padding": "random_padding:max=300",
+    "shape": "shape:max=50",
+    "cape": "cape",
+}
+READERS = ["rope", "xpos", "kerple_log", "fire", "sinusoidal"]
+
+
+def test_every_transform_is_here():
+    assert set(names()) == set(TRANSFORMS)
+
+
+@pytest.mark.parametrize("spec", READERS)
+@pytest.mark.parametrize("name", [n for n in TRANSFORMS if n != "identity"])
+def test_backends_agree_under_every_transform(task, name, spec):
+    x = tokens(3, 45)
+    x[1, -6:] = PAD
+    results = []
+    for backend in ("reference", "sdpa"):
+        model = make_model(task, spec, attention_backend=backend, positions_train=TRANSFORMS[name]).train()
+        model.set_num_updates(5)
+        out = logits(model, x)
+        out[x.ne(PAD)].square().mean().backward()
+        results.append((out[x.ne(PAD)].detach(), {k: p.grad for k, p in model.named_parameters()}))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=2e-5)
+    for key, grad in results[0][1].items():
+        torch.testing.assert_close(results[1][1][key], grad, rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("spec", READERS)
+@pytest.mark.parametrize("evaluation", ["interpolate:ratio=1/4", "offset:by=7"])
+def test_decoding_equals_the_full_forward(task, spec, evaluation):
+    model = make_model(task, spec, positions_eval=evaluation)
+    x = tokens(2, 20)
+    with torch.no_grad():
+        full = logits(model, x)
+        moved = not torch.allclose(full, logits(make_model(task, spec), x), rtol=1e-4, atol=1e-4)
+        assert moved == (evaluation.startswith("interpolate") or spec == "sinusoidal")
+        state: dict = {}
+        for n in range(1, 21):
+            step = logits(model, x[:, :n], incremental_state=state)
+            torch.testing.assert_close(step[:, 0], full[:, n - 1], rtol=1e-4, atol=1e-5)
+
+
+def test_interpolation_divides_the_angle(task):
+    """rope with every position divided by four is rope:scaling=linear,factor=4."""
+    x = tokens(2, 30)
+    moved = make_model(task, "rope", positions_eval="interpolate:ratio=1/4")
+    scaled = make_model(task, "rope:scaling=linear,factor=4")
+    torch.testing.assert_close(logits(moved, x), logits(scaled, x), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_changes_nothing_under_per_row_interpolation(task):
+    model = make_model(task, "rope", positions_eval="interpolate:train=10")
+    row, other = tokens(1, 15), tokens(1, 19, seed=1)
+    pads = torch.full((1, 4), PAD)
+    with torch.no_grad():
+        alone = logits(model, row)[0]
+        for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
+            got = logits(model, torch.cat([padded, other]))[0, real]
+            torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
+
+
+def draw(moves: Moves, update: int, training: bool = True) -> list[float]:
+    moves.set_num_updates(update)
+    plain = Positions.arange(16)
+    return moves(plain, torch.tensor([16]), training, False).k[0].tolist()
+
+
+def test_draws_follow_seed_update_batch_and_rank():
+    def moves(seed: int = 1, rank: int = 0) -> Moves:
+        return Moves("randomized:max=500", "", 16, seed, rank)
+
+    first = moves()
+    a, b, c = draw(first, 3), draw(first, 3), draw(first, 4)
+    assert a != b and b != c
+    resumed = moves()
+    resumed.set_num_updates(3)  # fairseq says it once when it resumes and again before the batch
+    assert [draw(resumed, 3), draw(resumed, 3), draw(resumed, 4)] == [a, b, c]
+    assert draw(moves(seed=2), 3) != a
+    assert draw(moves(rank=1), 3) != a
+    evaluation = Moves("identity", "randomized:max=500", 16, 1, 0)
+    assert draw(evaluation, 3, training=False) == draw(evaluation, 9, training=False)
+
+
+def test_global_random_numbers_are_left_alone(task):
+    model = make_model(task, "rope", positions_train="warp").train()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    logits(model, tokens(2, 9))
+    assert torch.rand(1) == expected
+
+
+def test_shape_names_its_own_evaluation(task):
+    model = make_model(task, "sinusoidal", positions_train="shape:max=9,eval_offset=K")
+    offset = make_model(task, "sinusoidal", positions_eval="offset:by=9")
+    x = tokens(1, 12)
+    assert torch.equal(logits(model, x), logits(offset, x))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rpe": "nope", "positions_train": "warp"}, "'nope' reads no positions"),
+        ({"rpe": "t5_bias", "positions_eval": "interpolate"}, "--positions-eval: 't5_bias.*whole positions only"),
+        ({"rpe": "learned", "positions_train": "cape"}, "--positions-train: 'learned' knows whole positions only"),
+        ({"rpe": "rope", "positions_train": "wrap"}, "unknown position transform 'wrap'.*did you mean 'warp'"),
+        ({"rpe": "rope", "positions_train": "warp:alpha=2"}, "between 0 and 1"),
+        ({"rpe": "rope", "positions_train": "warp:head=0.9,tail=0.9"}, "add up to more than 1"),
+        ({"rpe": "rope", "rpe_eval": "alibi"}, "--rpe-eval belongs to evaluation"),
+    ],
+)
+def test_refusals(task, changes, words):
+    with pytest.raises(UserError, match=words) as caught:
+        make_model(task, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals_at_run_time(task):
+    with pytest.raises(UserError, match="'randomized' is 20 but a row has 30 tokens"):
+        logits(make_model(task, "rope", positions_train="randomized:max=20").train(), tokens(1, 30))
+    with pytest.raises(UserError, match="move at every step of decoding"):
+        logits(make_model(task, "rope", positions_eval="randomized:max=99"), tokens(1, 3), incremental_state={})
+
+
+def test_resumed_training_draws_the_same(corpus, tmp_path):
+    flags = ("--rpe", "rope", "--positions-train", "warp:head=0.3,tail=0.3", "--update-freq", "2")
+    train(corpus, tmp_path / "whole", *flags, updates=8)
+    train(corpus, tmp_path / "parts", *flags, updates=4)
+    train(corpus, tmp_path / "parts", *flags, updates=8)
+    assert_bit_equal(parameters(tmp_path / "whole"), parameters(tmp_path / "parts"))
+
+
+def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
+    train(corpus, tmp_path, "--rpe", "rope", updates=6)
+    checkpoint = tmp_path / "checkpoint_last.pt"
+
+    def loss(*flags: str) -> float:
+        out = evaluate(corpus, checkpoint, 256, *flags)
+        assert f"scored tokens: {tokens_in(corpus, 'test')} of" in out
+        return float(re.search(r"Loss \(base 2\): ([\d.]+)", out).group(1))
+
+    scaled = loss("--rpe-eval", "rope:scaling=linear,factor=8")
+    assert scaled != loss()
+    assert scaled == pytest.approx(loss("--positions-eval", "interpolate:ratio=1/8"), abs=2e-4)
+    out = evaluate(corpus, checkpoint, 256, "--rpe-eval", "kerple_log", ok=False)
+    assert "error: the checkpoint does not fit this model" in out and "Traceback" not in out
