@@ -13,6 +13,7 @@ from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, package_fol
 
 def add_parser(subparsers: Any) -> None:
     names = subparsers.add_parser("list", help="show every encoding with formula, options and paper")
+    names.add_argument("--positions", action="store_true", help="show the position transforms instead")
     names.add_argument("--names", action="store_true", help="print only the names, one a line")
     add_rpe_module(names)
     names.set_defaults(run=run_list)
@@ -31,10 +32,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     load_rpe_module(args.rpe_module)
-    from fairseq_rpe import encodings
+    from fairseq_rpe import encodings, positions
     from fairseq_rpe.core.spec import show
 
-    for entry in encodings.describe():
+    for entry in (positions if args.positions else encodings).describe():
         if args.names:
             print(entry.name)
             continue
@@ -43,7 +44,7 @@ def run_list(args: argparse.Namespace) -> int:
         for option in entry.options:
             choices = f" ({'|'.join(map(show, option.choices))})" if option.choices else ""
             print(f"  {option.key}={show(option.default)}{choices}: {option.help}")
-        print(f"  paper: {entry.paper}\n")
+        print(f"  paper: {entry.paper}\n" if entry.paper else "")
     return 0
 
 

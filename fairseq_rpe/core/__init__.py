@@ -20,6 +20,7 @@ _HOME = {
     "options_of": "spec",
     "parse": "spec",
     "Positions": "positions",
+    "Description": "registry",
     "Registry": "registry",
     "UserError": "errors",
 }

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .errors import UserError
-from .spec import nearest
+from .spec import Option, canonical, configure, nearest, options_of, parse
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Description:
+    """One registered name as a user sees it."""
+
+    name: str
+    summary: str
+    formula: str
+    paper: str
+    options: list[Option]
 
 
 class Registry(Generic[T]):
     """A table of named classes that other packages extend through entry points.
 
+    A class has a docstring, ``formula``, ``paper`` and a dataclass ``Config`` of its options.
+
     Args:
         kind: what is registered, in words ("encoding"); used in messages.
         group: entry-point group that is loaded before a name is looked up.
+        hint: ends the message about an unknown name.
     """
 
-    def __init__(self, kind: str, group: str) -> None:
+    def __init__(self, kind: str, group: str, hint: str = "") -> None:
         self.kind = kind
         self.group = group
+        self.hint = hint
         self._table: dict[str, T] = {}
         self._entry_points_loaded = False
 
@@ -42,17 +59,37 @@ class Registry(Generic[T]):
         self._load_entry_points()
         return sorted(self._table)
 
-    def get(self, name: str, hint: str = "") -> T:
+    def describe(self) -> list[Description]:
+        """What is registered, for lists and docs."""
+        rows = []
+        for name in self.names():
+            cls: Any = self._table[name]
+            summary = (inspect.getdoc(cls) or "").strip().split("\n")[0]
+            rows.append(Description(name, summary, cls.formula, cls.paper, options_of(cls.Config)))
+        return rows
+
+    def resolve(self, spec: str) -> tuple[T, str, Any]:
+        """The class, the name and the config that a spec string stands for."""
+        name, given = parse(spec)
+        cls: Any = self.get(name)
+        return cls, name, configure(cls.Config, name, given)
+
+    def normalise(self, spec: str) -> str:
+        """The spec with defaults left out and values in one spelling; raises UserError where it is wrong."""
+        _, name, config = self.resolve(spec)
+        return canonical(name, config)
+
+    def get(self, name: str) -> T:
         """The class called ``name``.
 
         Raises:
-            UserError: there is none; the message lists the names, the nearest one and ``hint``.
+            UserError: there is none; the message lists the names, the nearest one and the hint.
         """
         if name not in self._table:
             self._load_entry_points()
         if name not in self._table:
             known = ", ".join(self.names())
-            raise UserError(f"unknown {self.kind} '{name}'{nearest(name, self._table)}; known: {known}{hint}")
+            raise UserError(f"unknown {self.kind} '{name}'{nearest(name, self._table)}; known: {known}{self.hint}")
         return self._table[name]
 
     def _load_entry_points(self) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import inspect
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import Option, UserError, canonical, configure, option, options_of, parse
+from ..core import Description, UserError, option
 from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos
 from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from .constraints import positive
@@ -33,40 +31,10 @@ __all__ = [
     "register",
 ]
 _BUILT_IN = (absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos)
-_OWN_FILE = "; an encoding of your own needs --rpe-module FILE"
 _loaded: dict[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Description:
-    """One row of ``fairseq-rpe list``."""
-
-    name: str
-    summary: str
-    formula: str
-    paper: str
-    options: list[Option]
-
-
-def names() -> list[str]:
-    """Every registered name, sorted."""
-    return registry.names()
-
-
-def describe() -> list[Description]:
-    """What is registered, for lists and docs."""
-    rows = []
-    for name in names():
-        cls = registry.get(name)
-        summary = (inspect.getdoc(cls) or "").strip().split("\n")[0]
-        rows.append(Description(name, summary, cls.formula, cls.paper, options_of(cls.Config)))
-    return rows
-
-
-def normalise(spec: str) -> str:
-    """The spec with defaults left out and values in one spelling; raises UserError where it is wrong."""
-    _, name, config = _resolve(spec)
-    return canonical(name, config)
+names, describe, normalise = registry.names, registry.describe, registry.normalise
 
 
 def build(spec: str, heads: int, width: int, length: int | None = None) -> Encoding:
@@ -81,16 +49,10 @@ def build(spec: str, heads: int, width: int, length: int | None = None) -> Encod
     Raises:
         UserError: unknown name or option, value out of range, heads that do not divide the width.
     """
-    cls, _, config = _resolve(spec)
+    cls, _, config = registry.resolve(spec)
     if heads < 1 or width < 1 or width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
     return cls(config, heads, width, length)
-
-
-def _resolve(spec: str) -> tuple[type[Encoding], str, object]:
-    name, given = parse(spec)
-    cls = registry.get(name, _OWN_FILE)
-    return cls, name, configure(cls.Config, name, given)
 
 
 def load_module(path: str | Path) -> None:

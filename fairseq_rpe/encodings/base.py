@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from ..core import Form, Pair, Positions, Registry, Toeplitz, UserError, block
 
 ENTRY_POINTS = "fairseq_rpe.encodings"
-registry: Registry[type[Encoding]] = Registry("encoding", ENTRY_POINTS)
+registry: Registry[type[Encoding]] = Registry(
+    "encoding", ENTRY_POINTS, "; an encoding of your own needs --rpe-module FILE"
+)
 register = registry.register
 _HALF = (torch.float16, torch.bfloat16)
 
