@@ -43,6 +43,7 @@ def apply() -> None:
     safe_checkpoints()
     whole_batches()
     atomic_copies()
+    full_disks()
     bf16_is_not_tpu()
     flags_for_every_command()
     guard_workers()
@@ -237,6 +238,27 @@ def atomic_copies() -> None:
         return True
 
     PathManager.copy = staticmethod(copy)
+
+
+def full_disks() -> None:
+    """Saving on a full disk is tried three times into the same stream, logs three tracebacks and leaves half a file."""
+    from fairseq import checkpoint_utils
+
+    original = checkpoint_utils.torch_persistent_save
+
+    @functools.wraps(original)
+    def save(obj: Any, filename: str, async_write: bool = False) -> None:
+        try:
+            original(obj, filename, async_write)
+        except (OSError, RuntimeError) as error:
+            Path(f"{filename}.tmp").unlink(missing_ok=True)
+            first = str(error).split("\n")[0]
+            raise UserError(
+                f"checkpoint {filename} could not be written ({first}): make room and start the same command again"
+            ) from None
+
+    checkpoint_utils._torch_persistent_save = lambda obj, file: torch.save(obj, file)
+    checkpoint_utils.torch_persistent_save = save
 
 
 def bf16_is_not_tpu() -> None:

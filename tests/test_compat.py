@@ -187,6 +187,23 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
     assert target.read_text() == "new"
 
 
+def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    from fairseq import checkpoint_utils
+
+    def full(obj, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "checkpoint_last.pt"
+    checkpoint_utils.torch_persistent_save({"x": 1}, str(target))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(UserError, match=r"checkpoint_last\.pt could not be written .*No space left.*make room"):
+            checkpoint_utils.torch_persistent_save({"x": 2}, str(target))
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_last.pt"]
+    assert torch.load(target) == {"x": 1}
+
+
 def test_no_block_is_dropped(tmp_path):
     code = """
 import numpy as np
