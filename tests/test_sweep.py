@@ -159,7 +159,9 @@ def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[i
                 row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": value + 2 * k}
                 files.append_json_line(place / "eval.jsonl", {**row, "loss_base2": 1.0, "tokens": 99})
             stale = {"checkpoint": "older", "subset": "test", "length": lengths[0], "ppl": 1.0}
-            files.append_json_line(place / "eval.jsonl", stale)
+            changed = {"checkpoint": "c", "subset": "test", "length": lengths[0], "ppl": 1.0, "positions": "offset"}
+            for other in (stale, changed):
+                files.append_json_line(place / "eval.jsonl", other)
 
 
 def test_report_table(tmp_path, capsys):

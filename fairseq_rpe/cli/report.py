@@ -79,7 +79,9 @@ def collect(folder: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
             rows = {
                 row["length"]: row
                 for row in read_json_lines(run_folder / "eval.jsonl")
-                if row["checkpoint"] == checkpoint and row["subset"] == state["settings"]["subset"]
+                if row["checkpoint"] == checkpoint
+                and row["subset"] == state["settings"]["subset"]
+                and not (row.get("rpe") or row.get("positions"))
             }
             own = rows.get(trained_at)
             for length in sorted(rows):
