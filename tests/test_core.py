@@ -124,7 +124,7 @@ def test_registry_refuses_duplicates_and_suggests():
 def test_forms_agree():
     table = torch.randn(2, 9, dtype=torch.float64)
     pos = Positions.arange(4, 9, dtype=torch.float64)
-    distance = pos.distances().clamp_min(0).long()[0]
+    distance = (pos.q[0, :, None] - pos.k[0]).clamp_min(0).long()
     expected = table[:, distance][None]
     pair = Pair(lambda i, j, t: t[:, (i[0, :, None] - j[0]).clamp_min(0).long()][None], (table,))
     for form in (Toeplitz(table), pair, Dense(expected)):

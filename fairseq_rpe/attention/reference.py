@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core import block
+from ..core import Dense, lower
 from .dropout import draw_seed, keep_block
 from .plan import Plan
 
@@ -26,7 +26,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     if plan.form is not None:
-        scores = scores + block(plan.form, plan.positions, slice(None), slice(None)).to(wide)
+        scores = scores + lower(plan.form, (Dense,), plan.positions).bias.to(wide)
     if plan.remap is not None:
         scores = plan.remap(scores, plan.positions)
     scores = scores.masked_fill(~plan.visible(n, m, q.device), float("-inf"))

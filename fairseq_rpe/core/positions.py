@@ -34,7 +34,3 @@ class Positions:
         m = n if m is None else m
         k = torch.arange(m, device=device, dtype=dtype)[None]
         return Positions(k[:, m - n :], k)
-
-    def distances(self) -> Tensor:
-        """(B or 1, n, m) of ``q_i - k_j``: positive is the past."""
-        return self.q[:, :, None] - self.k[:, None, :]
