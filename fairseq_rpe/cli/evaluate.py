@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         row = known.get(key({**same, "length": length}))
         if row is None:
             if encoding is None:
-                _log_to(args.log)
+                log_to(args.log)
                 encoding = checkpoints.encoding_of(checkpoints.load_header(args.checkpoint))
                 load_rpe_module(args.rpe_module)
             start = time.monotonic()
@@ -100,7 +100,7 @@ def score(args: argparse.Namespace, length: int, tokens: int) -> tuple[float, fl
     if args.device == "cpu":
         flags.append("--cpu")
     try:
-        with _arguments(flags):
+        with as_fairseq_command(flags):
             result = _run_fairseq(flags)
     except UserError:
         raise
@@ -131,7 +131,7 @@ def _run_fairseq(flags: list[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _arguments(flags: list[str]) -> Iterator[None]:
+def as_fairseq_command(flags: list[str]) -> Iterator[None]:
     """fairseq reads --user-dir from sys.argv before it parses anything else."""
     before = sys.argv
     sys.argv = ["fairseq-eval-lm", *flags]
@@ -141,7 +141,7 @@ def _arguments(flags: list[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _log_to(path: Path | None) -> None:
+def log_to(path: Path | None) -> None:
     """Send fairseq's messages to a file, or nowhere: stdout is for the results.
 
     Must come before fairseq_cli is imported, which otherwise logs to stdout.

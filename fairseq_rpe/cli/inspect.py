@@ -13,7 +13,9 @@ from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, package_fol
 
 def add_parser(subparsers: Any) -> None:
     names = subparsers.add_parser("list", help="show every encoding with formula, options and paper")
-    names.add_argument("--positions", action="store_true", help="show the position transforms instead")
+    kinds = names.add_mutually_exclusive_group()
+    kinds.add_argument("--positions", action="store_true", help="show the position transforms instead")
+    kinds.add_argument("--algorithms", action="store_true", help="show the algorithmic tasks instead")
     names.add_argument("--names", action="store_true", help="print only the names, one a line")
     add_rpe_module(names)
     names.set_defaults(run=run_list)
@@ -32,10 +34,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     load_rpe_module(args.rpe_module)
-    from fairseq_rpe import encodings, positions
+    from fairseq_rpe import algorithms, encodings, positions
     from fairseq_rpe.core.spec import show
 
-    for entry in (positions if args.positions else encodings).describe():
+    for entry in (positions if args.positions else algorithms if args.algorithms else encodings).describe():
         if args.names:
             print(entry.name)
             continue

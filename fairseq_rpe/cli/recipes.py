@@ -1,45 +1,140 @@
-"""Training defaults per architecture; every one of them is an option of ``fairseq-rpe train``."""
+"""Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-ARCH_PREFIX = "transformer_rpe_lm_"
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import nearest
+
+FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+IDENTITY = "identity"
+KINDS = ("text", "algorithms")
+# What a scale may fix; every one is also an option of ``sweep``, which wins.
+SCALE_KEYS = {
+    "data": str,
+    "algorithms": list,
+    "methods": list,
+    "arch": str,
+    "tokens": int,
+    "updates": int,
+    "batch_sentences": int,
+    "update_freq": int,
+    "lr": float,
+    "warmup": int,
+    "schedule": str,
+    "dropout": float,
+    "lengths": list,
+    "seeds": list,
+    "extra": list,
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere."""
+
+    name: str
+    rpe: str
+    positions_train: str = IDENTITY
+    positions_eval: str | None = None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One set of defaults.
+    """One published experiment.
 
-    ``batch_sentences`` is per process and per accumulation step; ``threads`` is per process,
-    ``None`` for an equal share of the cores, and gives way to OMP_NUM_THREADS.
+    ``published`` has the source and, per method, its values: by length for text, by task for algorithms.
     """
 
-    tokens: int
-    updates: int
-    batch_sentences: int
-    lr: float
-    warmup: int
-    dropout: float
-    save_every: int
-    threads: int | None
+    name: str
+    title: str
+    paper: str
+    kind: str
+    methods: tuple[Method, ...]
+    scales: dict[str, dict[str, Any]]
+    published: dict[str, Any] = field(default_factory=dict)
+
+    def scale(self, name: str) -> dict[str, Any]:
+        """The settings of one scale."""
+        if name not in self.scales:
+            known = ", ".join(self.scales)
+            raise UserError(f"recipe '{self.name}' has no scale '{name}'{nearest(name, self.scales)}; it has: {known}")
+        return self.scales[name]
+
+    def choose(self, names: list[str]) -> list[Method]:
+        """The methods called ``names``, or all of them for ``all``."""
+        table = {m.name: m for m in self.methods}
+        if names == ["all"]:
+            return list(table.values())
+        for name in names:
+            if name not in table:
+                raise UserError(
+                    f"recipe '{self.name}' has no method '{name}'{nearest(name, table)}; "
+                    f"it has: {', '.join(table)}, or all"
+                )
+        if len(set(names)) < len(names):
+            raise UserError("--methods names one twice: leave one out")
+        return [table[name] for name in names]
 
 
-# Minutes on a laptop: enough to see which encodings break beyond the training length. One thread,
-# because sums over several depend on their number: so the same command gives the same bits anywhere.
-_TINY = Recipe(tokens=64, updates=400, batch_sentences=16, lr=2e-3, warmup=80, dropout=0.0, save_every=200, threads=1)
-# The common published setting: 128 sequences of 512 tokens, 50k updates, 4k of them warm-up.
-_PAPER = Recipe(
-    tokens=512, updates=50000, batch_sentences=128, lr=5e-4, warmup=4000, dropout=0.1, save_every=1000, threads=None
-)
-_RECIPES = {"tiny": _TINY, "wiki103": _PAPER, "base": _PAPER, "large": _PAPER}
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def full_name(arch: str) -> str:
-    """``tiny`` stands for ``transformer_rpe_lm_tiny``; a full name stays as it is."""
-    return ARCH_PREFIX + arch if arch in _RECIPES else arch
+def load(name: str) -> Recipe:
+    """The recipe called ``name``, or the one in a TOML file of that path.
+
+    Raises:
+        UserError: there is none, or it does not say what a recipe must.
+    """
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        if name.endswith(".toml"):
+            raise UserError(f"--recipe {name} does not exist")
+        raise UserError(
+            f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or a .toml file"
+        )
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} is not TOML: {error}") from None
+    return _recipe(path, text)
 
 
-def recipe_for(arch: str) -> Recipe:
-    """The defaults of an architecture; one of your own gets the published setting."""
-    return _RECIPES.get(full_name(arch).removeprefix(ARCH_PREFIX), _PAPER)
+def _recipe(path: Path, text: dict[str, Any]) -> Recipe:
+    wanted = {"title": str, "paper": str, "kind": str, "methods": dict, "scales": dict, "published": dict}
+    _check(path, "the recipe", text, wanted, optional=("published",))
+    if text["kind"] not in KINDS:
+        raise UserError(f"recipe {path}: kind is {' or '.join(KINDS)}, not '{text['kind']}'")
+    methods = []
+    for name, given in text["methods"].items():
+        _check(path, f"method '{name}'", given, dict.fromkeys(("rpe", "positions_train", "positions_eval"), str), None)
+        if "rpe" not in given:
+            raise UserError(f"recipe {path}: method '{name}' lacks rpe")
+        if any(blank in name for blank in " \t,"):
+            raise UserError(f"recipe {path}: method '{name}' has a blank or comma in its name")
+        methods.append(Method(name, **given))
+    for name, given in text["scales"].items():
+        _check(path, f"scale '{name}'", given, SCALE_KEYS, None)
+    if not methods or not text["scales"]:
+        raise UserError(f"recipe {path} needs at least one method and one scale")
+    return Recipe(path.stem, methods=tuple(methods), **{k: v for k, v in text.items() if k != "methods"})
+
+
+def _check(path: Path, what: str, given: Any, wanted: dict[str, type], optional: tuple[str, ...] | None) -> None:
+    """Refuse unknown keys and values of another type; ``optional`` None: every key is."""
+    if not isinstance(given, dict):
+        raise UserError(f"recipe {path}: {what} is no table")
+    for key, value in given.items():
+        if key not in wanted:
+            raise UserError(f"recipe {path}: {what} has an unknown key '{key}'{nearest(key, wanted)}")
+        if not isinstance(value, wanted[key]) or isinstance(value, bool):
+            raise UserError(f"recipe {path}: {key} of {what} must be of type {wanted[key].__name__}, not {value!r}")
+    for key in wanted if optional is not None else ():
+        if key not in given and key not in optional:
+            raise UserError(f"recipe {path}: {what} lacks {key}")

@@ -15,6 +15,9 @@ from fairseq_rpe.cli.files import atomic_write, read_json, read_json_lines
 from fairseq_rpe.core.errors import UserError
 
 STATE = "sweep.json"
+RESULTS = "eval.jsonl"
+IDENTITY = "identity"
+_LONGEST_NAME = 80
 COLUMNS = ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed")
 
 
@@ -37,6 +40,11 @@ def write(folder: Path, redraw: bool) -> None:
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} holds no {STATE}: name the --out folder of a sweep")
     state = read_json(folder / STATE)
+    if state.get("algorithms"):
+        from fairseq_rpe.cli import exactness
+
+        exactness.write(folder, state, redraw)
+        return
     trained_at = state["settings"]["tokens"]
     rows = collect(folder, state)
     if not rows:
@@ -45,7 +53,7 @@ def write(folder: Path, redraw: bool) -> None:
     table_path, figure_paths = folder / "results.csv", [folder / "ppl.png", folder / "ppl.pdf"]
     same = table_path.exists() and table_path.read_text(encoding="utf-8") == text
     atomic_write(table_path, text)
-    table = markdown(rows, trained_at)
+    table = markdown(rows, trained_at) + published(state)
     atomic_write(folder / "results.md", table)
     if redraw or not same or not all(path.exists() for path in figure_paths):
         from fairseq_rpe.cli.figure import draw
@@ -59,10 +67,37 @@ def write(folder: Path, redraw: bool) -> None:
 
 def slug(spec: str, seed: int) -> str:
     """A file name for a run; two specs never share one."""
-    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec)
+    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec)[:_LONGEST_NAME]
     if plain != spec:
         plain += "-" + hashlib.sha256(spec.encode()).hexdigest()[:6]
     return f"{plain}-seed{seed}"
+
+
+def run_name(method: dict[str, Any], seed: int, algorithm: str | None = None) -> str:
+    """The folder of a training run: methods that are trained alike share it."""
+    moved = method["positions_train"]
+    parts = [algorithm, method["rpe"], None if moved == IDENTITY else moved]
+    return slug("@".join(part for part in parts if part), seed)
+
+
+def method_of(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a label of a sweep stands for; a plain encoding stands for itself."""
+    plain = {"rpe": name, "positions_train": IDENTITY, "positions_eval": None}
+    return state.get("methods", {}).get(name, plain)
+
+
+def measured(folder: Path, method: dict[str, Any], seed: int, algorithm: str | None = None) -> list[dict[str, Any]]:
+    """A method's results that belong to the finished checkpoint of its run."""
+    place = folder / "runs" / run_name(method, seed, algorithm)
+    run_json = place / "checkpoints" / "run.json"
+    if not run_json.exists():
+        return []
+    checkpoint = read_json(run_json).get("finished", {}).get("checkpoint")
+    return [
+        row
+        for row in read_json_lines(place / RESULTS)
+        if row["checkpoint"] == checkpoint and row.get("positions") == method["positions_eval"] and not row.get("rpe")
+    ]
 
 
 def collect(folder: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -71,17 +106,9 @@ def collect(folder: Path, state: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for spec in state["encodings"]:
         for seed in state["seeds"]:
-            run_folder = folder / "runs" / slug(spec, seed)
-            run_json = run_folder / "checkpoints" / "run.json"
-            if not run_json.exists():
-                continue
-            checkpoint = read_json(run_json).get("finished", {}).get("checkpoint")
+            subset = state["settings"]["subset"]
             rows = {
-                row["length"]: row
-                for row in read_json_lines(run_folder / "eval.jsonl")
-                if row["checkpoint"] == checkpoint
-                and row["subset"] == state["settings"]["subset"]
-                and not (row.get("rpe") or row.get("positions"))
+                row["length"]: row for row in measured(folder, method_of(state, spec), seed) if row["subset"] == subset
             }
             own = rows.get(trained_at)
             for length in sorted(rows):
@@ -111,10 +138,24 @@ def markdown(rows: list[dict[str, Any]], trained_at: int) -> str:
     for encoding in encodings:
         values = [_show(mean(rows, encoding, n, "ppl"), ".2f") for n in lengths]
         lines.append([encoding, *values, _show(mean(rows, encoding, longest, "ratio"), ".3f")])
-    return _align(lines)
+    return align(lines)
 
 
-def _align(lines: list[list[str]]) -> str:
+def published(state: dict[str, Any]) -> str:
+    """The published values of a recipe's methods as a table of their own, or nothing."""
+    values = state.get("published") or {}
+    rows = {name: values[name] for name in state["encodings"] if name in values}
+    if not rows:
+        return ""
+    lengths = sorted({int(n) for row in rows.values() for n in row})
+    head = ["published", *map(str, lengths)]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines += [[name, *(_show(row.get(str(n)), ".2f") for n in lengths)] for name, row in rows.items()]
+    return f"\n{values['source']} (other data, tokeniser and size: compare the trends only):\n\n{align(lines)}"
+
+
+def align(lines: list[list[str]]) -> str:
+    """A Markdown table: a head, a rule, rows; the first column to the left."""
     widths = [max(len(line[c]) for line in lines) for c in range(len(lines[0]))]
     out = []
     for number, line in enumerate(lines):

@@ -32,11 +32,16 @@ class Run(Protocol):
     """What the runner needs of a sweep's cell."""
 
     folder: Path
-    rows: int
     wanted: Any
 
     @property
     def slug(self) -> str: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def results(self) -> Path: ...
 
 
 @dataclass
@@ -104,7 +109,7 @@ class _Progress:
 def _evaluated(job: _Active) -> int:
     if job.stages[0].name == "training":
         return 0
-    return min(job.run.rows, len(read_json_lines(job.run.folder / "eval.jsonl")))
+    return min(job.run.rows, len(read_json_lines(job.run.results)))
 
 
 def execute(

@@ -1,4 +1,4 @@
-"""``sweep``: encodings × seeds are trained, each is evaluated at every length, nothing twice."""
+"""``sweep``: train several methods and evaluate each, nothing twice."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import argparse
 import os
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import checkpoints, corpus, evaluate, processes, report, runner, train
+from fairseq_rpe.cli import cells, corpus, processes, recipes, report, runner, train
 from fairseq_rpe.cli.files import lock, read_json, read_json_lines, write_json
 from fairseq_rpe.cli.options import check_spec, int_list, positive_int
+from fairseq_rpe.cli.recipes import IDENTITY, Method
 from fairseq_rpe.core.errors import UserError
-
-_MODULE = "fairseq_rpe.cli.main"
-_LOG_INTERVAL = "25"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,121 +24,142 @@ def add_parser(subparsers: Any) -> None:
         epilog="Further fairseq-train flags may follow after a lone --",
         allow_abbrev=False,
     )
-    parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
-    parser.add_argument("--encodings", required=True, metavar='"SPEC SPEC ..."', help="separated by blanks")
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
-        "--lengths", type=int_list, required=True, metavar="N,N,...", help="the training length is always added"
+        "--algorithms", metavar='"SPEC ..."', help='in place of DATA: generated tasks, e.g. "copy sort"'
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the sweep")
+    parser.add_argument("--encodings", metavar='"SPEC SPEC ..."', help="separated by blanks")
+    parser.add_argument(
+        "--recipe", metavar="NAME", help=f"in place of --encodings: {', '.join(recipes.names())} or FILE"
+    )
+    parser.add_argument("--scale", default="laptop", metavar="NAME", help="size of the recipe (default: laptop)")
+    parser.add_argument("--methods", metavar='"NAME ..."', help="some of the recipe's methods, or all")
+    parser.add_argument(
+        "--lengths", type=int_list, metavar="N,N,...", help="tokens, the training length is always added; or items"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-SCALE)")
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="evaluation batch in tokens")
-    parser.add_argument("--seeds", type=int_list, default=[1], metavar="N,N,...", help="default: 1")
+    parser.add_argument("--seeds", type=int_list, metavar="N,N,...", help="default: 1")
     parser.add_argument("--jobs", type=positive_int, metavar="J", help="runs at a time (default: GPUs, or cores)")
     parser.add_argument("--launcher", choices=("local", "dry-run"), default="local", help="dry-run prints the commands")
     train.add_model_options(parser)
-    parser.set_defaults(run=run, extra=[])
-
-
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """One run: an encoding and a seed, with what is to be done for it."""
-
-    spec: str
-    seed: int
-    folder: Path
-    tensorboard: Path
-    wanted: train.Plan
-    train_command: list[str]
-    eval_command: list[str]
-    rows: int
-
-    @property
-    def slug(self) -> str:
-        return self.folder.name
+    # nothing given, rather than train's defaults: a recipe may say otherwise
+    parser.set_defaults(run=run, extra=[], arch=None, update_freq=None, positions_train=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    specs = args.encodings.split()
-    if not specs:
-        raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
-    if len(set(specs)) < len(specs):
-        raise UserError("--encodings names one twice: leave one out")
-    corpus.check_folder(args.data, "train", "valid", args.subset)
+    methods, recipe = _resolve(args)
     if args.rpe_module and not args.rpe_module.is_file():
         raise UserError(f"--rpe-module {args.rpe_module} does not exist")
-    data_digest = corpus.digest(args.data)
-    cells = [_cell(args, spec, seed, data_digest) for spec in specs for seed in args.seeds]
-    tokens = cells[0].wanted.settings["tokens"]
-    lengths = _lengths(args, tokens)
-    for split in ("train", "valid"):
-        corpus.check_block(args.data, split, tokens)
-    corpus.check_block(args.data, args.subset, lengths[-1])
+    if args.algorithms is None:
+        corpus.check_folder(args.data, "train", "valid", args.subset)
+    made = cells.make(args, methods)
+    if args.algorithms is None:
+        tokens = made[0].wanted.settings["tokens"]
+        for split in ("train", "valid"):
+            corpus.check_block(args.data, split, tokens)
+        corpus.check_block(args.data, args.subset, max(tokens, *args.lengths))
     if args.launcher == "dry-run":
-        for cell in cells:
+        for cell in made:
             print(shlex.join(cell.train_command))
-            print(shlex.join(cell.eval_command))
+            for evaluation in cell.evaluations:
+                print(shlex.join(evaluation.command))
         return 0
     busy = f"another sweep is running in {args.out}: wait for it, stop it or choose another --out"
     with lock(args.out / ".lock", busy):
-        state = _state(args, cells[0], specs, lengths)
-        pending = {cell: work for cell in cells if (work := _work_left(args, cell, data_digest, lengths))}
+        state = _state(args, made, methods, recipe)
+        pending = {cell: work for cell in made if (work := cell.work_left())}
         failures: list[str] = []
         if pending:
-            _check_specs(args, specs, tokens)
+            _check_specs(args, methods, made)
         write_json(args.out / report.STATE, state)
         if pending:
-            failures = runner.execute(pending, cells, *_resources(args))
-        if any(read_json_lines(cell.folder / "eval.jsonl") for cell in cells):
+            failures = runner.execute(pending, made, *_resources(args))
+        if any(read_json_lines(cell.results) for cell in made):
             report.write(args.out, redraw=bool(pending))
     for line in failures:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def _lengths(args: argparse.Namespace, tokens: int) -> list[int]:
-    return sorted({tokens, *args.lengths})
+def _resolve(args: argparse.Namespace) -> tuple[list[Method], recipes.Recipe | None]:
+    """Fill in what a recipe says and the command line does not; returns what is to be compared."""
+    recipe = None
+    if (args.recipe is None) == (args.encodings is None):
+        raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
+    if args.recipe is not None:
+        if args.positions_train or args.positions_eval:
+            raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
+        recipe = recipes.load(args.recipe)
+        scale = recipe.scale(args.scale)
+        given = args.methods.split() if args.methods is not None else scale.get("methods", ["all"])
+        methods = recipe.choose(given)
+        _fill(args, recipe, scale)
+    elif args.methods is not None:
+        raise UserError("--methods belongs to --recipe: list encodings with --encodings")
+    else:
+        methods = [
+            Method(spec, spec, args.positions_train or IDENTITY, args.positions_eval) for spec in args.encodings.split()
+        ]
+    if not methods:
+        raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
+    if len({m.name for m in methods}) < len(methods):
+        raise UserError("--encodings names one twice: leave one out")
+    if (args.data is None) == (args.algorithms is None):
+        raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
+    if args.algorithms is not None:
+        args.algorithms = _algorithms(args)
+    elif args.lengths is None:
+        raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
+    if args.out is None:
+        raise UserError("--out is missing: name the folder of the sweep")
+    args.arch, args.seeds, args.update_freq = args.arch or "tiny", args.seeds or [1], args.update_freq or 1
+    return methods, recipe
 
 
-def _cell(args: argparse.Namespace, spec: str, seed: int, data_digest: str) -> Cell:
-    name = report.slug(spec, seed)
-    folder = args.out / "runs" / name
-    tensorboard = args.out / "tensorboard" / name
-    argv = [str(args.data), "--rpe", spec, "--save-dir", str(folder / "checkpoints"), "--seed", str(seed)]
-    argv += ["--tensorboard", str(tensorboard), "--log-format", "json", "--log-interval", _LOG_INTERVAL]
-    for flag in ("positions_train", "positions_eval"):
-        argv += _flag(args, flag)
-    for flag in ("arch", "rpe_share", "attention_backend", "device", "nproc", "update_freq", "rpe_module"):
-        argv += _flag(args, flag)
-    for flag in ("tokens", "updates", "batch_sentences", "lr", "warmup", "dropout"):
-        argv += _flag(args, flag)
-    wanted = train.plan(train.parse(argv, args.extra), data_digest)
-    lengths = _lengths(args, wanted.settings["tokens"])
-    evaluation = [str(folder / "checkpoints" / checkpoints.LAST), str(args.data), "--subset", args.subset]
-    evaluation += ["--lengths", ",".join(map(str, lengths)), "--out", str(folder / "eval.jsonl")]
-    evaluation += ["--log", str(folder / "eval.log"), "--device", "cpu" if args.device == "cpu" else "auto"]
-    evaluation += _flag(args, "rpe_module") + _flag(args, "max_tokens")
-    program = [sys.executable, "-m", _MODULE]
-    return Cell(
-        spec=spec,
-        seed=seed,
-        folder=folder,
-        tensorboard=tensorboard,
-        wanted=wanted,
-        train_command=[*program, "train", *argv, *(["--", *args.extra] if args.extra else [])],
-        eval_command=[*program, "eval", *evaluation],
-        rows=len(lengths),
-    )
+def _fill(args: argparse.Namespace, recipe: recipes.Recipe, scale: dict[str, Any]) -> None:
+    if recipe.kind == "text" and args.algorithms is not None:
+        raise UserError(f"recipe '{recipe.name}' compares on text: drop --algorithms")
+    if recipe.kind == "algorithms" and args.data is not None:
+        raise UserError(f"recipe '{recipe.name}' generates its data: drop {args.data}")
+    for key, value in scale.items():
+        if key == "extra":
+            args.extra = [*value, *args.extra]
+        elif key == "algorithms":
+            args.algorithms = args.algorithms or " ".join(value)
+        elif key == "data":
+            args.data = args.data or Path(value)
+        elif key != "methods" and getattr(args, key) is None:
+            setattr(args, key, value)
+    if args.out is None:
+        args.out = Path("runs") / f"{recipe.name}-{args.scale}"
 
 
-def _flag(args: argparse.Namespace, name: str) -> list[str]:
-    value = getattr(args, name)
-    return [] if value is None else ["--" + name.replace("_", "-"), str(value)]
+def _algorithms(args: argparse.Namespace) -> list[str]:
+    from fairseq_rpe.algorithms import SPLITS, build, normalise
+
+    if args.subset not in SPLITS:
+        raise UserError(f"--subset {args.subset} does not exist: an algorithmic task has {', '.join(SPLITS)}")
+    if args.max_tokens is not None:
+        raise UserError("--max-tokens does not go with --algorithms: drop it")
+    specs = [normalise(spec) for spec in args.algorithms.split()]
+    if not specs:
+        raise UserError('--algorithms is empty: name at least one, e.g. --algorithms "copy sort"')
+    if len(set(specs)) < len(specs):
+        raise UserError("--algorithms names one twice: leave one out")
+    for spec in specs:
+        build(spec)
+    return specs
 
 
-def _state(args: argparse.Namespace, cell: Cell, specs: list[str], lengths: list[int]) -> dict[str, Any]:
-    """What the sweep is about, for the report; encodings, lengths and seeds may be added later."""
-    settings = {k: v for k, v in cell.wanted.settings.items() if k not in ("rpe", "seed")}
-    settings |= {"updates": cell.wanted.updates, "subset": args.subset}
+def _state(
+    args: argparse.Namespace, made: list[cells.Cell], methods: list[Method], recipe: recipes.Recipe | None
+) -> dict[str, Any]:
+    """What the sweep is about, for the report; methods, tasks, lengths and seeds may be added later."""
+    own = ("rpe", "seed", "positions_train", "positions_eval", *(("data", "tokens") if args.algorithms else ()))
+    settings = {k: v for k, v in made[0].wanted.settings.items() if k not in own}
+    settings |= {"updates": made[0].wanted.updates, "subset": args.subset}
     path = args.out / report.STATE
     before = read_json(path) if path.exists() else {"settings": settings}
     for key, value in settings.items():
@@ -150,33 +168,43 @@ def _state(args: argparse.Namespace, cell: Cell, specs: list[str], lengths: list
             raise UserError(
                 f"{args.out} holds another sweep ({key} is {there!r} there, {value!r} here): choose another --out"
             )
-    return {
+    if bool(before.get("algorithms")) != bool(args.algorithms) and path.exists():
+        raise UserError(f"{args.out} holds a sweep of another kind: choose another --out")
+    known = before.get("methods", {})
+    for method in methods:
+        now = cells.record(method)
+        if known.get(method.name, now) != now:
+            raise UserError(f"{args.out} holds other positions for '{method.name}': choose another --out")
+        known[method.name] = now
+    state = {
         "settings": settings,
-        "encodings": list(dict.fromkeys([*before.get("encodings", []), *specs])),
+        "recipe": args.recipe or before.get("recipe"),
+        "published": recipe.published if recipe else before.get("published"),
+        "encodings": list(dict.fromkeys([*before.get("encodings", []), *(m.name for m in methods)])),
+        "methods": known,
         "seeds": sorted({*before.get("seeds", []), *args.seeds}),
-        "lengths": sorted({*before.get("lengths", []), *lengths}),
+        "lengths": sorted({*before.get("lengths", []), *(n for c in made for n in c.lengths)}),
     }
+    if args.algorithms:
+        state["algorithms"] = list(dict.fromkeys([*before.get("algorithms", []), *args.algorithms]))
+    return state
 
 
-def _work_left(args: argparse.Namespace, cell: Cell, data_digest: str, lengths: list[int]) -> list[runner.Stage]:
-    """The stages that a run still needs: none, evaluation, or both."""
-    evaluation = runner.Stage("evaluating", cell.eval_command, cell.folder / "eval.log")
-    digest = train.is_finished(cell.folder / "checkpoints", cell.wanted)
-    if digest is None:
-        return [runner.Stage("training", cell.train_command, cell.folder / "train.log"), evaluation]
-    known = {evaluate.key(row) for row in read_json_lines(cell.folder / "eval.jsonl")}
-    same = {"checkpoint": digest, "data": data_digest, "subset": args.subset}
-    missing = [n for n in lengths if evaluate.key({**same, "length": n}) not in known]
-    return [evaluation] if missing else []
+def _check_specs(args: argparse.Namespace, methods: list[Method], made: list[cells.Cell]) -> None:
+    """Refuse a misspelt or repeated method before anything is trained."""
+    from fairseq_rpe import positions
 
-
-def _check_specs(args: argparse.Namespace, specs: list[str], tokens: int) -> None:
-    seen: dict[str, str] = {}
-    for spec in specs:
-        normal = check_spec(spec, args.rpe_module, tokens)
-        if normal in seen:
-            raise UserError(f"'{seen[normal]}' and '{spec}' are the same encoding: leave one out")
-        seen[normal] = spec
+    seen: dict[tuple[str, ...], str] = {}
+    tokens = min(cell.wanted.settings["tokens"] for cell in made)
+    for method in methods:
+        normal = check_spec(method.rpe, args.rpe_module, tokens)
+        for spec in (method.positions_train, method.positions_eval):
+            if spec is not None:
+                positions.build(spec, tokens)
+        moved = [positions.normalise(s) if s else "" for s in (method.positions_train, method.positions_eval)]
+        if (other := seen.get((normal, *moved))) is not None:
+            raise UserError(f"'{other}' and '{method.name}' are the same encoding: leave one out")
+        seen[normal, *moved] = method.name
 
 
 def _resources(args: argparse.Namespace) -> tuple[int, list[dict[str, str]]]:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.cli import checkpoints, corpus, processes
+from fairseq_rpe.cli.defaults import defaults_for, full_name
 from fairseq_rpe.cli.files import file_digest, lock, read_json, write_json
 from fairseq_rpe.cli.options import add_rpe_module, check_spec, fraction, package_folder, positive_float, positive_int
-from fairseq_rpe.cli.recipes import full_name, recipe_for
 from fairseq_rpe.core.errors import UserError
 
 STATE = "run.json"
-_FROM_RECIPE = "default: by architecture"
+_BY_ARCH = "default: by architecture"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,11 +31,12 @@ def add_parser(subparsers: Any) -> None:
         epilog="Further fairseq-train flags may follow after a lone --",
         allow_abbrev=False,
     )
-    parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
+    parser.add_argument("--algorithm", metavar="SPEC", help="in place of DATA: a generated task, e.g. copy:items=20")
     parser.add_argument("--rpe", required=True, metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
-    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({_FROM_RECIPE})")
+    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({_BY_ARCH})")
     parser.add_argument("--log-format", choices=("simple", "json"), default="simple", help="default: simple")
     parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
@@ -56,14 +57,15 @@ def parse(argv: Sequence[str], extra: Sequence[str]) -> argparse.Namespace:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that ``train`` and ``sweep`` have in common."""
     parser.add_argument("--arch", default="tiny", help="tiny, wiki103, base, large or a full name (default: tiny)")
-    parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({_FROM_RECIPE})")
-    parser.add_argument("--updates", type=positive_int, metavar="N", help=_FROM_RECIPE)
-    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({_FROM_RECIPE})")
+    parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({_BY_ARCH})")
+    parser.add_argument("--updates", type=positive_int, metavar="N", help=_BY_ARCH)
+    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({_BY_ARCH})")
     parser.add_argument("--update-freq", type=positive_int, default=1, metavar="N", help="batches an update (1)")
     parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs (1)")
-    parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({_FROM_RECIPE})")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({_FROM_RECIPE})")
-    parser.add_argument("--dropout", type=fraction, help=_FROM_RECIPE)
+    parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({_BY_ARCH})")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({_BY_ARCH})")
+    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({_BY_ARCH})")
+    parser.add_argument("--dropout", type=fraction, help=_BY_ARCH)
     parser.add_argument("--positions-train", default="identity", metavar="SPEC", help="default: identity")
     parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
@@ -82,12 +84,12 @@ class Plan:
 
 
 def plan(args: argparse.Namespace, data_digest: str) -> Plan:
-    """Fill in the recipe's defaults."""
-    recipe = recipe_for(args.arch)
+    """Fill in the defaults. ``data_digest`` fixes the data; a task's own spec does for a generated one."""
+    defaults = defaults_for(args.arch, bool(args.algorithm))
 
     def chosen(name: str) -> Any:
         given = getattr(args, name)
-        return getattr(recipe, name) if given is None else given
+        return getattr(defaults, name) if given is None else given
 
     names = ("tokens", "batch_sentences", "lr", "warmup", "dropout")
     settings = {
@@ -104,6 +106,16 @@ def plan(args: argparse.Namespace, data_digest: str) -> Plan:
         "rpe_module": file_digest(args.rpe_module) if args.rpe_module else None,
         "extra": args.extra,
     }
+    if args.algorithm:
+        from fairseq_rpe.algorithms import build
+
+        if args.tokens is not None:
+            raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
+        task = build(args.algorithm)
+        settings |= {"data": task.spec, "tokens": task.tokens(task.longest("train"))}
+    if chosen("schedule") == "linear":
+        # the learning rate depends on the last update, so a run cannot be prolonged
+        settings |= {"schedule": "linear", "last_update": chosen("updates")}
     return Plan(settings, chosen("updates"), chosen("save_every"))
 
 
@@ -122,12 +134,17 @@ def is_finished(folder: Path, wanted: Plan) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    corpus.check_folder(args.data, "train", "valid")
+    if (args.data is None) == (args.algorithm is None):
+        raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
     if args.rpe_module and not args.rpe_module.is_file():
         raise UserError(f"--rpe-module {args.rpe_module} does not exist")
-    wanted = plan(args, corpus.digest(args.data))
-    for split in ("train", "valid"):
-        corpus.check_block(args.data, split, wanted.settings["tokens"])
+    if args.algorithm:
+        wanted = plan(args, args.algorithm)
+    else:
+        corpus.check_folder(args.data, "train", "valid")
+        wanted = plan(args, corpus.digest(args.data))
+        for split in ("train", "valid"):
+            corpus.check_block(args.data, split, wanted.settings["tokens"])
     folder = args.save_dir
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--save-dir {folder} is a file: name a folder")
@@ -154,19 +171,26 @@ def run(args: argparse.Namespace) -> int:
 def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list[str]]:
     """One command per process to start; ``meeting`` is an empty folder where they find each other."""
     s = wanted.settings
-    command = [sys.executable, "-m", "fairseq_cli.train", str(args.data), "--user-dir", package_folder()]
-    command += ["--task", "language_modeling", "--arch", s["arch"], "--criterion", "lm_cross_entropy"]
+    command = [sys.executable, "-m", "fairseq_cli.train"]
+    if args.algorithm:
+        command += ["--task", "rpe_algorithmic", "--algorithm", s["data"], "--criterion", "answer_cross_entropy"]
+    else:
+        command += [str(args.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
+        command += ["--sample-break-mode", "none", "--tokens-per-sample", str(s["tokens"])]
+    command += ["--user-dir", package_folder(), "--arch", s["arch"]]
     command += ["--rpe", s["rpe"], "--rpe-share", s["rpe_share"], "--attention-backend", args.attention_backend]
     command += ["--positions-train", s["positions_train"]]
     if s["positions_eval"]:
         command += ["--positions-eval", s["positions_eval"]]
     if args.rpe_module:
         command += ["--rpe-module", str(args.rpe_module)]
-    command += ["--sample-break-mode", "none", "--tokens-per-sample", str(s["tokens"])]
     command += ["--batch-size", str(s["batch_sentences"]), "--update-freq", str(s["update_freq"])]
     command += ["--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01"]
-    command += ["--clip-norm", "1.0", "--lr", repr(s["lr"]), "--lr-scheduler", "inverse_sqrt"]
-    command += ["--warmup-updates", str(s["warmup"]), "--warmup-init-lr", "1e-7"]
+    command += ["--clip-norm", "1.0", "--lr", repr(s["lr"]), "--warmup-updates", str(s["warmup"])]
+    if "schedule" in s:
+        command += ["--lr-scheduler", "polynomial_decay", "--total-num-update", str(s["last_update"])]
+    else:
+        command += ["--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
     command += ["--dropout", repr(s["dropout"]), "--seed", str(s["seed"]), "--max-update", str(wanted.updates)]
     command += ["--save-dir", str(args.save_dir), "--save-interval-updates", str(wanted.save_every)]
     command += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
@@ -193,7 +217,7 @@ def _has_cuda(device: str) -> bool:
 
 
 def _launch(args: argparse.Namespace, wanted: Plan, held: int) -> int:
-    threads = recipe_for(args.arch).threads or max(1, processes.cores() // args.nproc)
+    threads = defaults_for(args.arch, bool(args.algorithm)).threads or max(1, processes.cores() // args.nproc)
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     with tempfile.TemporaryDirectory() as meeting:
         children = []
@@ -207,10 +231,10 @@ def _launch(args: argparse.Namespace, wanted: Plan, held: int) -> int:
 
 def _check_same_run(folder: Path, state: dict[str, Any], wanted: Plan) -> None:
     before = state.get("settings", {})
-    differing = [k for k in wanted.settings if before.get(k) != wanted.settings[k]]
+    differing = [k for k in {**wanted.settings, **before} if before.get(k) != wanted.settings.get(k)]
     if differing:
         key = differing[0]
-        there, here = before.get(key), wanted.settings[key]
+        there, here = before.get(key), wanted.settings.get(key)
         raise UserError(
             f"{folder} holds another run ({key} is {there!r} there, {here!r} here): choose another folder or delete it"
         )

@@ -1,5 +1,5 @@
 """Losses registered with fairseq."""
 
-from . import lm_cross_entropy
+from . import answer_cross_entropy, lm_cross_entropy
 
-__all__ = ["lm_cross_entropy"]
+__all__ = ["answer_cross_entropy", "lm_cross_entropy"]

@@ -85,11 +85,7 @@ class LMCrossEntropy(FairseqCriterion):
             per_token = "nll_loss"
             metrics.log_scalar(per_token, total["loss"] / total["ntokens"] / math.log(2), total["ntokens"], round=3)
         metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters[per_token].avg))
-        counts = sum(utils.item(log.get("rpe_count", 0)) for log in logging_outputs)
-        for key in logging_outputs[0] if logging_outputs and counts else ():
-            if key.startswith(WATCHED) and key != "rpe_count":
-                value = sum(utils.item(log.get(key, 0)) for log in logging_outputs) / counts
-                metrics.log_scalar(key, value, priority=2000, round=4)
+        log_watched(logging_outputs)
 
     @staticmethod
     def logging_outputs_can_be_summed():
@@ -109,3 +105,12 @@ def watched(model) -> dict[str, Any]:
         if stack.shape[1] > 1:
             values.update({f"{WATCHED}{name}_h{i + 1}": v for i, v in enumerate(stack.mean(0))})
     return {**values, "rpe_count": 1} if values else {}
+
+
+def log_watched(logging_outputs) -> None:
+    """Log the mean over workers and batches of what :func:`watched` gave."""
+    counts = sum(utils.item(log.get("rpe_count", 0)) for log in logging_outputs)
+    for key in logging_outputs[0] if logging_outputs and counts else ():
+        if key.startswith(WATCHED) and key != "rpe_count":
+            value = sum(utils.item(log.get(key, 0)) for log in logging_outputs) / counts
+            metrics.log_scalar(key, value, priority=2000, round=4)

@@ -1,7 +1,7 @@
-"""Registers everything with fairseq: the compatibility patches, the models and the criterions."""
+"""Registers everything with fairseq: the compatibility patches, the models, the criterions and the tasks."""
 
-from .. import compat, criterions
+from .. import compat, criterions, tasks
 from . import transformer_rpe_lm
 
 compat.apply()
-__all__ = ["compat", "criterions", "transformer_rpe_lm"]
+__all__ = ["compat", "criterions", "tasks", "transformer_rpe_lm"]

@@ -84,7 +84,7 @@ class RPEDecoder(TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens (B, m) -> features (B, n, C): n = m, or 1 with ``incremental_state``."""
+        """Tokens (B, m) -> features (B, n, C): n = m, or those not yet cached in ``incremental_state``."""
         if (
             encoder_out is not None
             or full_context_alignment
@@ -92,7 +92,7 @@ class RPEDecoder(TransformerDecoderBase):
             or alignment_heads is not None
         ):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
-        tokens = prev_output_tokens if incremental_state is None else prev_output_tokens[:, -1:]
+        tokens = prev_output_tokens[:, self._cached(incremental_state) :]
         positions, padding = self.positions(prev_output_tokens, tokens.shape[1])
         if self.moves.active(self.training) is not None:
             lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
@@ -122,6 +122,13 @@ class RPEDecoder(TransformerDecoderBase):
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
         return x, {"attn": [None], "inner_states": states}
+
+    def _cached(self, incremental_state: dict[str, Any] | None) -> int:
+        """Tokens whose keys and values are in the cache: the next call may bring one more, or a whole prompt."""
+        if incremental_state is None:
+            return 0
+        cache = self.layers[0].self_attn._get_input_buffer(incremental_state)
+        return cache["prev_key"].shape[2] if "prev_key" in cache else 0
 
     def _plan(self, encoding: Encoding, positions: Positions, padding: Tensor | None) -> Plan:
         with torch.autocast(positions.k.device.type, enabled=False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..core import Description, UserError, option
 from . import cape, identity, interpolate, pose, randomized, shift, warp
 from .base import ENTRY_POINTS, Moved, Transform, register, registry
+from .fixed import freeze
 from .warp import SKEWS
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Transform",
     "build",
     "describe",
+    "freeze",
     "names",
     "normalise",
     "option",

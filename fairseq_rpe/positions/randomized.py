@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import option
+from ..core import UserError, option
 from .base import EXACT, Moved, Transform, check_longest, clamped, register
 from .draws import subset
 
@@ -16,7 +16,13 @@ from .draws import subset
 class RandomizedConfig:
     """Where positions are drawn from."""
 
-    max: int = option(2048, "positions are drawn from 0 … max-1; must hold the longest row", minimum=1, maximum=EXACT)
+    max: int | None = option(
+        None,
+        "positions are drawn from 0 … max-1, 2048 if not said; must hold the longest row",
+        minimum=1,
+        maximum=EXACT,
+    )
+    times: int | None = option(None, "max as so many training lengths, in its place", minimum=1, maximum=EXACT)
     per: str = option("batch", "one draw for all rows of a forward pass, or one for each row", choices=("batch", "row"))
 
 
@@ -38,14 +44,35 @@ class Randomized(Transform):
     paper = "Ruoss et al. 2023 (arXiv 2305.16843)"
     random = True
 
+    def setup(self) -> None:
+        self.max = self.config.max or 2048
+        if self.config.times is None:
+            return
+        if self.config.max is not None:
+            raise UserError("'randomized' takes max=NUMBER or times=NUMBER, not both: leave one out")
+        if self.train_length is None:
+            raise UserError("'randomized:times=NUMBER' needs a training length, unknown here: give max=NUMBER")
+        self.max = self.config.times * self.train_length
+        if self.max > EXACT:
+            raise UserError(f"'randomized:times={self.config.times}' is more than {EXACT} positions: lower times")
+
+    def _check(self, lengths: Tensor) -> None:
+        longest = int(lengths.max())
+        if self.config.times is not None and longest > self.max:
+            raise UserError(
+                f"option 'times' of 'randomized' gives {self.max} positions but a row has {longest} tokens: "
+                f"raise times to at least {-(-longest // self.train_length)}"
+            )
+        check_longest(lengths, self.max, "randomized", "max")
+
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        check_longest(lengths, self.config.max, "randomized", "max")
+        self._check(lengths)
         sizes = lengths.clamp_min(1).tolist()
         longest = max(sizes)
         if self.config.per == "batch":
-            table = subset(longest, self.config.max, generator).to(index)
+            table = subset(longest, self.max, generator).to(index)
             return Moved(table[index.clamp(0, longest - 1).long()], 1.0, False)
         table = torch.zeros(len(sizes), longest, dtype=torch.int64)
         for row, size in zip(table, sizes, strict=True):
-            row[:size] = subset(size, self.config.max, generator)
+            row[:size] = subset(size, self.max, generator)
         return Moved(table.to(index).gather(1, clamped(index, lengths).long()), 1.0, False)

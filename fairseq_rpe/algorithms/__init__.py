@@ -1,0 +1,35 @@
+"""Tasks that an algorithm solves exactly, to test models on more items than they were trained on.
+
+``build("copy:items=20").examples("test")``; a new task is one file with one registration.
+"""
+
+from __future__ import annotations
+
+from . import arithmetic, lists
+from .base import ENTRY_POINTS, SPLITS, Algorithm, Example, Sizes, register, registry
+
+__all__ = [
+    "ENTRY_POINTS",
+    "SPLITS",
+    "Algorithm",
+    "Example",
+    "Sizes",
+    "build",
+    "describe",
+    "names",
+    "normalise",
+    "register",
+]
+_BUILT_IN = (arithmetic, lists)
+
+names, describe, normalise = registry.names, registry.describe, registry.normalise
+
+
+def build(spec: str) -> Algorithm:
+    """The task that ``spec`` names, e.g. ``copy`` or ``sort:items=10,seed=2``.
+
+    Raises:
+        UserError: unknown name or option, value out of range.
+    """
+    cls, name, config = registry.resolve(spec)
+    return cls(name, config)

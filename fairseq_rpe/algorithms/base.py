@@ -1,0 +1,128 @@
+"""What an algorithmic task is: instances of a length, their prompt and their only right answer.
+
+Sequences are words of a closed vocabulary. Instances come from a seed and never from a file. Which split an instance
+may appear in is decided by a digest of its prompt, so that no prompt of one split ever appears in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..core import Registry, UserError, canonical, option
+
+ENTRY_POINTS = "fairseq_rpe.algorithms"
+SPLITS = ("train", "valid", "test")
+SEPARATOR = "[SEP]"
+DIGITS = string.digits
+# a tenth of all prompts is for validation, a tenth for the test, training has the rest
+_BUCKETS = 10
+_TRIES = 10_000
+
+registry: Registry[type[Algorithm]] = Registry("algorithmic task", ENTRY_POINTS)
+register = registry.register
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Options of every algorithmic task."""
+
+    items: int = option(20, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
+    times: int = option(5, "test lengths are Uniform(2, times·M) items", minimum=1, maximum=100)
+    train: int = option(100_000, "training examples", minimum=1)
+    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1)
+    test: int = option(10_000, "test examples", minimum=1)
+    seed: int = option(1, "of the examples; another seed is another data set", minimum=0)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One instance: ``length`` items, the words of the prompt and those of the answer."""
+
+    length: int
+    prompt: tuple[str, ...]
+    answer: tuple[str, ...]
+
+
+class Algorithm:
+    """Base class of the algorithmic tasks. Fill ``draw``, ``prompt``, ``answer`` and ``words``.
+
+    A model reads ``prompt`` and must write ``answer`` and the end of the sentence, word for word. For every instance of
+    n items the prompt has ``prompt_words(n)`` words and the answer ``answer_words(n)``.
+    """
+
+    Config: ClassVar[type] = Sizes
+    formula: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.name, self.config = name, config
+
+    @property
+    def spec(self) -> str:
+        """The spec string with defaults left out: it fixes every example."""
+        return canonical(self.name, self.config)
+
+    def draw(self, n: int, random: np.random.Generator) -> list[int]:
+        """A random instance of n items."""
+        raise NotImplementedError
+
+    def prompt(self, items: list[int]) -> list[str]:
+        raise NotImplementedError
+
+    def answer(self, items: list[int]) -> list[str]:
+        raise NotImplementedError
+
+    def words(self) -> list[str]:
+        """The closed vocabulary, in the order in which it is numbered."""
+        raise NotImplementedError
+
+    def tokens(self, n: int) -> int:
+        """What a model reads of an instance of n items when the last word is due: prompt and answer."""
+        items = self.draw(n, np.random.default_rng(0))
+        return len(self.prompt(items)) + len(self.answer(items))
+
+    def longest(self, split: str) -> int:
+        """The largest number of items in a split."""
+        return self.config.items * (self.config.times if split == "test" else 1)
+
+    def examples(self, split: str) -> Iterator[Example]:
+        """The examples of ``train``, ``valid`` or ``test``; always the same ones.
+
+        Raises:
+            UserError: no such split, or no instance of some length belongs to it (a tiny alphabet).
+        """
+        if split not in SPLITS:
+            raise UserError(f"split '{split}' does not exist: an algorithmic task has {', '.join(SPLITS)}")
+        random = np.random.default_rng([self.config.seed, SPLITS.index(split)])
+        for n in random.integers(2, self.longest(split) + 1, size=getattr(self.config, split)):
+            yield self._example(split, int(n), random)
+
+    def _example(self, split: str, n: int, random: np.random.Generator) -> Example:
+        for _ in range(_TRIES):
+            items = self.draw(n, random)
+            prompt = tuple(self.prompt(items))
+            # longer prompts than in training cannot appear there
+            if n > self.config.items or split_of(prompt) == split:
+                return Example(n, prompt, tuple(self.answer(items)))
+        raise UserError(
+            f"'{self.spec}': none of the few instances of {n} items belongs to the {split} split: raise alphabet"
+        )
+
+
+def split_of(prompt: tuple[str, ...]) -> str:
+    """The only split in which a prompt may appear."""
+    digest = hashlib.blake2b(" ".join(prompt).encode(), digest_size=8).digest()
+    bucket = int.from_bytes(digest, "big") % _BUCKETS
+    return {0: "valid", 1: "test"}.get(bucket, "train")
+
+
+def alphabet(size: int) -> list[str]:
+    """``size`` words: digits, letters, then x62, x63 …; their order is the order of sorting."""
+    plain = list(string.digits + string.ascii_letters)
+    return plain[:size] + [f"x{i}" for i in range(len(plain), size)]

@@ -1,0 +1,5 @@
+"""Tasks registered with fairseq."""
+
+from . import algorithmic
+
+__all__ = ["algorithmic"]
