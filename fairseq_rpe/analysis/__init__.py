@@ -1,4 +1,4 @@
-"""Analysis of encodings and positions, free of fairseq and of plotting."""
+"""Analysis of encodings and positions, free of fairseq; what draws imports matplotlib when it is called."""
 
 from .sensitivity import alibi_raw, rope_raw, sensitivity, total_difference
 

@@ -7,7 +7,7 @@ unit norm and with the same norm in each block of two. Everything is float64; po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,12 +48,12 @@ def alibi_raw(distance: Tensor, head: int = 1, heads: int = 8) -> Tensor:
 
 
 def sensitivity(positions: Tensor, raw: Raw = rope_raw, exponential: bool = False) -> Tensor:
-    """Attention sensitivity (Eq. 6): what attention loses from each position to the next, (m,) -> (m - 1,).
+    """Attention sensitivity (Eq. 6): what attention loses from each position to the next, (…, m) -> (…, m - 1).
 
     Entry i-1 is raw(p_(i-1)) - raw(p_i) for i >= 1; the paper leaves p_(-1), and so the entry of i = 0, undefined.
 
     Args:
-        positions: (m,) ascending, warped, interpolated or plain.
+        positions: (…, m) ascending, warped, interpolated or plain.
         raw: raw attention by distance.
         exponential: compare exp(raw), which is what the paper's figures show, instead of raw as in its equation.
     """
@@ -80,15 +80,41 @@ def total_difference(
         reach: c < L_train; the paper takes 10 for L_train = 20 and 200 for 500.
         raw, exponential: as in :func:`sensitivity`.
     """
-    if not 1 <= train_length <= test_length:
-        raise UserError(f"a test length of {test_length} is shorter than the training length {train_length}: swap them")
+    return total_differences(skew, train_length, [test_length], reach, raw, exponential).item()
+
+
+def total_differences(
+    skew: str | Callable[[Tensor], Tensor],
+    train_length: int,
+    test_lengths: Sequence[int],
+    reach: int,
+    raw: Raw = rope_raw,
+    exponential: bool = False,
+) -> Tensor:
+    """:func:`total_difference` at several test lengths, (len(test_lengths),), from one look at raw attention."""
+    for test_length in test_lengths:
+        if not 1 <= train_length <= test_length:
+            raise UserError(
+                f"a test length of {test_length} is shorter than the training length {train_length}: swap them"
+            )
     if not 0 <= reach < train_length:
         raise UserError(f"reach {reach} leaves the training length {train_length}: choose 0 to {train_length - 1}")
-    f = _skew(skew)
-    trained = train_length * f(torch.arange(train_length + 1, dtype=torch.float64) / train_length)
-    tested = torch.arange(test_length + 1, dtype=torch.float64) * (train_length / test_length)
-    tails = [sensitivity(p, raw, exponential)[-reach - 1 :] for p in (trained, tested)]
-    return (tails[0] - tails[1]).abs().sum().item()
+    trained = warped(skew, train_length)[-reach - 2 :]
+    tested = torch.stack([interpolated(train_length, n)[-reach - 2 :] for n in test_lengths])
+    return (sensitivity(trained, raw, exponential) - sensitivity(tested, raw, exponential)).abs().sum(-1)
+
+
+def warped(skew: str | Callable[[Tensor], Tensor], length: int) -> Tensor:
+    """Tail-warped positions (Eq. 8) L·f(j/L) of the indices j = 0 … L, (L + 1,), in tokens.
+
+    ``skew`` is f on [0, 1]: a name of ``fairseq_rpe.positions.SKEWS``, ``none``, or a function.
+    """
+    return length * _skew(skew)(torch.arange(length + 1, dtype=torch.float64) / length)
+
+
+def interpolated(train_length: int, test_length: int) -> Tensor:
+    """Interpolated positions j·L_train/L_test of the indices j = 0 … L_test, (L_test + 1,), in tokens."""
+    return torch.arange(test_length + 1, dtype=torch.float64) * (train_length / test_length)
 
 
 def cosine_integral(x: Tensor) -> Tensor:

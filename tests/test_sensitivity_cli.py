@@ -1,0 +1,341 @@
+"""The command that draws index warping: its table, what each figure holds, options that all act, one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import run
+
+from fairseq_rpe.analysis import rope_raw, sensitivity, sensitivity_figures, total_difference
+from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
+from fairseq_rpe.cli import sensitivity as command
+from fairseq_rpe.cli.figure import PALETTE
+from fairseq_rpe.core import UserError
+
+DRAWN = ["fig1", "fig2", "fig4", "figA", "figB"]
+NAMES = sorted([*(f"{name}.{ending}" for name in DRAWN for ending in ("png", "pdf")), "sensitivity.csv"])
+
+
+def parse(*argv: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["sensitivity", *map(str, argv)])
+
+
+def call(*argv: object) -> int:
+    args = parse(*argv)
+    return args.run(args)
+
+
+def curves(figure) -> list[list[tuple[str, np.ndarray, np.ndarray]]]:
+    """(label, x, y) of every line of every panel."""
+    return [[(line.get_label(), *line.get_data()) for line in axes.lines] for axes in figure.axes]
+
+
+def named(panel) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    return {label: (np.asarray(x), np.asarray(y)) for label, x, y in panel if not label.startswith("_")}
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn") / "a folder"
+    done = run(
+        sys.executable,
+        "-c",
+        "import argparse\nfrom fairseq_rpe.cli import sensitivity\np = argparse.ArgumentParser()\n"
+        "sensitivity.add_parser(p.add_subparsers())\na = p.parse_args()\nraise SystemExit(a.run(a))",
+        "sensitivity",
+        "--out",
+        folder,
+    )
+    (folder.parent / "shown").write_text(done.stdout)
+    assert "Warning" not in done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain() -> argparse.Namespace:
+    return parse()
+
+
+def test_files_table_and_what_is_said(drawn):
+    assert sorted(p.name for p in drawn.iterdir()) == NAMES
+    for path in drawn.iterdir():
+        start = {".png": b"\x89PNG", ".pdf": b"%PDF-", ".csv": b"train"}[path.suffix]
+        assert path.read_bytes().startswith(start), path
+    with open(drawn / "sensitivity.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(r["train_length"]), int(r["reach"]), r["skew"]) for r in rows] == [
+        (length, reach, skew) for length, reach in ((20, 10), (500, 200)) for skew in ("none", "sqrt", "beta")
+    ]
+    shown = (drawn.parent / "shown").read_text()
+    table = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in table}) == 1
+    for row, line in zip(rows, table[2:], strict=True):
+        for times in (2, 4):
+            length = int(row["train_length"])
+            expected = total_difference(row["skew"], length, times * length, int(row["reach"]), exponential=True)
+            assert float(row[f"computed_{times}x"]) == pytest.approx(expected, rel=1e-9)
+        cells = [row[f"{what}_{t}x"] for t in (2, 4) for what in ("computed", "published")]
+        assert (
+            line.strip("| ").split()
+            == " | ".join([row["train_length"], row["skew"], *(f"{float(cell):.3f}" for cell in cells)]).split()
+        )
+        assert (row["width"], row["base"], row["exponential"]) == ("limit", "10000.0", "True")
+    assert "| 500             | beta |       0.029 |        0.031 |       0.013 |        0.013 |" in table
+    assert "gives no head width" in shown
+    assert shown.count("both skews lower the sum: yes; beta best at 4x: yes") == 2
+    assert f"{drawn / 'sensitivity.csv'}" in shown and f"{drawn / 'figB.png'}" in shown
+
+
+def test_the_same_numbers_give_the_same_bytes(drawn):
+    before = {name: (drawn / name).read_bytes() for name in NAMES}
+    assert call("--out", drawn) == 0
+    assert before == {name: (drawn / name).read_bytes() for name in NAMES}
+    assert sorted(p.name for p in drawn.iterdir()) == NAMES  # no temporary files
+
+
+def test_module_and_help_come_without_torch():
+    code = (
+        "import sys, argparse\nfrom fairseq_rpe.cli import sensitivity\np = argparse.ArgumentParser()\n"
+        "sensitivity.add_parser(p.add_subparsers())\n"
+        "assert not {'torch', 'fairseq', 'matplotlib', 'numpy'} & set(sys.modules)\np.parse_args()"
+    )
+    assert "--no-exponential" in run(sys.executable, "-c", code, "sensitivity", "--help").stdout
+
+
+def test_the_trend_is_computed():
+    def rows(none, sqrt, beta):
+        values = {"none": none, "sqrt": sqrt, "beta": beta}
+        return [{"skew": s, "computed_2x": v[0], "computed_4x": v[1]} for s, v in values.items()]
+
+    assert command.trend(rows((3, 3), (1, 2), (2, 1))) == (True, True)
+    assert command.trend(rows((3, 3), (1, 1), (2, 2))) == (True, False)
+    assert command.trend(rows((3, 3), (4, 2), (2, 1))) == (False, True)
+    assert command.trend(rows((3, 3), (1, 2), (2, 3))) == (False, False)
+    published = command.table(parse())
+    for length in (20, 500):
+        assert command.trend([r for r in published if r["train_length"] == length], "published") == (True, True)
+
+
+def test_a_trend_that_fails_is_said(tmp_path, capsys):
+    assert call("--out", tmp_path, "--width", 4, "--base", 10, "--train-length", 20) == 0
+    shown = capsys.readouterr().out
+    assert "length 20 (c = 10): both skews lower the sum: no; beta best at 4x: yes" in shown
+    assert "RoPE, base 10, heads 4 wide, differences of exp(raw attention)" in shown
+
+
+def test_figure_1_rope_stays_above_and_alibi_vanishes(plain):
+    figure = command.draw_attention(plain)
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log" and "tokens" in axes.get_xlabel()
+    assert [line for line in axes.lines if list(line.get_ydata()) == [math.exp(-1)] * 2]
+    lines = named(curves(figure)[0])
+    assert len(lines) == 7
+    for label, (x, y) in lines.items():
+        assert x[0] == 1 and x[-1] == 1e5
+        assert (y.min() > math.exp(-1)) if label.startswith("RoPE") else (y[-1] < 1e-150 and y[0] > 1.5), label
+    assert np.allclose(lines["RoPE, head width 64"][1], rope_raw(torch.tensor(lines["RoPE, wide head"][0]), 64).exp())
+    assert "RoPE, head width 96" in named(curves(command.draw_attention(parse("--width", 96)))[0])
+
+
+def test_figure_2_interpolation_lowers_and_stretches_the_waves(plain):
+    whole, tail = curves(command.draw_interpolation(plain))
+    training, twice, four = named(tail).values()
+    for times, (x, y) in zip((1, 2, 4), (training, twice, four), strict=True):
+        assert x[0] == 47 and x[-1] == 0
+        expected = sensitivity(interpolated(512, times * 512), exponential=True)[-48:]
+        assert np.allclose(y, expected, atol=1e-15)
+    assert 1.8 < training[1].max() / twice[1].max() < 2.2 and 1.8 < twice[1].max() / four[1].max() < 2.2
+    ends = [y[-1] for _, y in named(whole).values()]
+    assert ends[0] / ends[1] == pytest.approx(2, rel=0.02) and ends[1] / ends[2] == pytest.approx(2, rel=0.02)
+    for times in (1, 2, 4):
+        weights = command._wave(times)
+        assert weights.sum() == pytest.approx(1) and 0 <= weights[0] <= weights[1]
+        turned = (torch.arange(len(weights), dtype=torch.float64) / times).cos() @ weights
+        assert abs(turned) < 0.01  # a wave is averaged away
+    assert all(x[-1] <= 512 for _, x, _ in whole)
+
+
+@pytest.mark.parametrize("length", [20, 500])
+def test_figure_4_holds_the_terms_of_table_2(length):
+    figure = command.draw_tails(parse("--train-length", length))
+    reach = {20: 10, 500: 200}[length]
+    rows = [r for r in command.table(parse()) if r["train_length"] == length]
+    assert len(figure.axes) == 3
+    for row, axes, panel in zip(rows, figure.axes, curves(figure), strict=True):
+        training, *tests = named(panel).values()
+        assert list(training[0]) == list(range(reach, -1, -1))
+        assert axes.get_xlim()[0] > reach and axes.get_xlim()[1] < 0  # the last token is at the right
+        for times, (_, y) in zip((2, 4), tests, strict=True):
+            total = np.abs(training[1] - y).sum()
+            assert total == pytest.approx(row[f"computed_{times}x"])
+            assert f"{total:.3g} at {times}×" in axes.get_title()
+    sqrt = named(curves(figure)[1])
+    (_, training), (_, twice), (_, four) = sqrt.values()
+    assert abs(training[-1] - twice[-1]) < 0.1 * abs(training[-1] - four[-1])  # the slope of sqrt at its end is 1/2
+
+
+def test_figure_a_is_what_training_does(plain):
+    from fairseq_rpe.positions import build
+
+    (panel,) = curves(command.draw_warps(plain))
+    lines = named(panel)
+    index = torch.arange(512, dtype=torch.float64)[None]
+    generator = torch.Generator().manual_seed(0)
+    specs = {"identity": "identity", "tail, sqrt": "warp:head=0,tail=1,skew=sqrt", "tail, beta": "warp:head=0,tail=1"}
+    specs |= {f"head, α = 1/{n}": f"warp:head=1,tail=0,alpha=1/{n}" for n in (2, 4, 6, 8)}
+    assert lines.keys() == specs.keys()
+    for label, spec in specs.items():
+        moved = build(spec, 512)(index, torch.tensor([512]), generator).k[0]
+        assert np.allclose(lines[label][1][:-1], moved, atol=1e-9), label
+
+
+def test_figure_b_goes_through_the_table(plain):
+    figure = command.draw_differences(plain)
+    rows = command.table(plain)
+    for length, panel in zip((20, 500), curves(figure), strict=True):
+        lines = named(panel)
+        for skew, name in (("none", "identity"), ("sqrt", "tail, sqrt"), ("beta", "tail, beta")):
+            (row,) = (r for r in rows if r["train_length"] == length and r["skew"] == skew)
+            x, y = lines[name]
+            assert x[0] == 1.5 and x[-1] == 8
+            for times in (2, 4):
+                at = np.abs(x - times).argmin()
+                assert y[at] == pytest.approx(row[f"computed_{times}x"])
+            points = lines[f"{name}, published"]
+            assert list(points[0]) == [2, 4]
+            assert list(points[1]) == pytest.approx([row["published_2x"], row["published_4x"]])
+
+
+def test_figures_are_labelled_and_colour_blind_safe(plain):
+    for name, draw in command.FIGURES.items():
+        figure = draw(plain)
+        shared = figure.get_supylabel() if name == "fig4" else ""
+        for axes in figure.axes:
+            below = axes.get_xlabel() or figure.axes[-1].get_xlabel()
+            beside = axes.get_ylabel() or shared or figure.axes[0].get_ylabel()
+            assert re.search(r"token|length", below) and beside and axes.get_title(), name
+            for line in axes.lines:
+                if not line.get_label().startswith("_"):
+                    assert {line.get_color(), line.get_markeredgecolor()} & set(PALETTE), line.get_label()
+        legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+        assert len(legends) == 1, name
+
+
+def test_every_option_acts_where_it_is_said_to():
+    def state(*argv: object) -> dict[str, object]:
+        args = parse(*argv)
+        numbers = {
+            name: [np.concatenate([np.asarray([*x, *y], float) for _, x, y in panel]) for panel in curves(draw(args))]
+            for name, draw in command.FIGURES.items()
+        }
+        table = [[r["computed_2x"], r["computed_4x"]] for r in command.table(args)]
+        return {**{k: [a.tobytes() for a in v] for k, v in numbers.items()}, "table": table}
+
+    base = state()
+    for argv, acts in (
+        (("--train-length", 40), {"fig2", "fig4", "figA"}),
+        (("--width", 96), {"fig1", "fig2", "fig4", "figB", "table"}),
+        (("--base", 5e5), {"fig1", "fig2", "fig4", "figB", "table"}),
+        (("--no-exponential",), {"fig2", "fig4", "figB", "table"}),
+    ):
+        other = state(*argv)
+        assert {name for name in base if other[name] != base[name]} == acts, argv
+
+
+@pytest.mark.parametrize("argv", [("--train-length", 2), ("--train-length", 3, "--width", 2, "--base", 1.01)])
+def test_the_smallest_inputs_are_drawn(argv, tmp_path):
+    assert call("--out", tmp_path / "deep/er", *argv) == 0
+    assert sorted(p.name for p in (tmp_path / "deep/er").iterdir()) == NAMES
+
+
+def test_long_texts_are_thinned_and_cut_to_what_can_be_seen():
+    args = parse("--train-length", 20_000)
+    whole, _ = curves(command.draw_interpolation(args))
+    assert all(len(x) <= 4096 and len(np.unique(x)) == len(x) for _, x, _ in whole)
+    for panel in curves(command.draw_tails(args)):
+        assert all(len(x) == 257 for _, x, _ in panel)
+
+
+def test_wide_heads_are_computed_in_parts(monkeypatch):
+    args = parse("--width", 64)
+    n = torch.arange(60, dtype=torch.float64).reshape(3, 20)
+    monkeypatch.setattr(command, "_CHUNK", 64 * 7)
+    assert torch.equal(command._raw(args)(n), rope_raw(n, 64))
+
+
+def refused(*argv: object) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--width", 7), "--width 7: choose an even number from 2 to 4096"),
+        (("--width", 1), "--width 1: choose an even number"),
+        (("--width", 5000), "--width 5000: choose an even number"),
+        (("--train-length", 1), "--train-length 1: choose 2 to 65536"),
+        (("--train-length", 70_000), "--train-length 70000: choose 2 to 65536"),
+        (("--base", 1), "--base 1: choose a number from 1.01"),
+        (("--base", 1e300), "--base 1e+300: choose"),
+    ],
+)
+def test_bad_numbers_are_one_line_and_leave_nothing(argv, words, tmp_path):
+    assert words in refused("--out", tmp_path / "out", *argv)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [("--width", "0"), ("--train-length", "-3"), ("--base", "nan"), ("--train", "20")])
+def test_what_is_no_number_is_refused_by_the_parser(argv):
+    with pytest.raises(SystemExit):
+        parse(*argv)
+
+
+def test_bad_folders_are_one_line_and_leave_nothing(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for out in ("file", "file/below", "link", "link/below"):
+        assert "is not a folder" in refused("--out", tmp_path / out)
+    assert "cannot be" in refused("--out", tmp_path / ("x" * 300))
+    (tmp_path / "used/figB.pdf").mkdir(parents=True)
+    assert "figB.pdf in it is a folder" in refused("--out", tmp_path / "used")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "used"]
+    assert [p.name for p in (tmp_path / "used").iterdir()] == ["figB.pdf"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_failing_figure_leaves_the_old_one(tmp_path, monkeypatch):
+    def fail(figure, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    (tmp_path / "fig1.png").write_bytes(b"old")
+    monkeypatch.setattr(sensitivity_figures, "save", fail)
+    with pytest.raises(OSError):
+        call("--out", tmp_path, "--train-length", 20)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"fig1.png": b"old"}
+
+
+def test_positions_and_several_differences_at_once():
+    assert warped("none", 4).tolist() == interpolated(4, 4).tolist() == [0, 1, 2, 3, 4]
+    assert interpolated(4, 8).tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert warped("sqrt", 20)[[1, 10, 19]].tolist() == pytest.approx([4.472136, 14.142136, 19.493589], abs=1e-6)
+    assert warped("beta", 20)[[1, 10, 19]].tolist() == pytest.approx([0.655477, 17.8125, 19.999964], abs=1e-6)
+    tests = [20, 33, 80]
+    for skew in ("none", "sqrt", "beta"):
+        one_by_one = [total_difference(skew, 20, n, 10) for n in tests]
+        assert total_differences(skew, 20, tests, 10).tolist() == pytest.approx(one_by_one, rel=1e-12, abs=1e-15)
+    with pytest.raises(UserError, match="test length of 19 is shorter"):
+        total_differences("none", 20, [20, 19], 10)
