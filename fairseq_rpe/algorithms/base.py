@@ -52,8 +52,8 @@ class Example:
 class Algorithm:
     """Base class of the algorithmic tasks. Fill ``draw``, ``prompt``, ``answer`` and ``words``.
 
-    A model reads ``prompt`` and must write ``answer`` and the end of the sentence, word for word. For every instance of
-    n items the prompt has ``prompt_words(n)`` words and the answer ``answer_words(n)``.
+    A model reads ``prompt`` and must write ``answer`` and the end of the sentence, word for word. All instances of n
+    items must have equally long prompts and equally long answers: they are decoded together, without padding.
     """
 
     Config: ClassVar[type] = Sizes

@@ -11,6 +11,7 @@ from typing import Any
 from fairseq_rpe.cli import accuracy, checkpoints, corpus, evaluate, report, runner, train
 from fairseq_rpe.cli.files import read_json_lines
 from fairseq_rpe.cli.recipes import Method
+from fairseq_rpe.core.errors import UserError
 
 _MODULE = "fairseq_rpe.cli.main"
 _LOG_INTERVAL = "25"
@@ -110,7 +111,13 @@ def _lengths(args: argparse.Namespace, algorithm: str | None, tokens: int) -> li
         return sorted({tokens, *args.lengths})
     from fairseq_rpe.algorithms import build
 
-    return sorted(args.lengths or accuracy.lengths_of(build(algorithm), args.subset))
+    there = accuracy.lengths_of(build(algorithm), args.subset)
+    for length in args.lengths or ():
+        if length not in there:
+            raise UserError(
+                f"'{algorithm}' has no {args.subset} example of {length} items: leave {length} out of --lengths"
+            )
+    return sorted(args.lengths or there)
 
 
 def _evaluation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,41 @@ from fairseq_rpe.core.spec import nearest
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 IDENTITY = "identity"
 KINDS = ("text", "algorithms")
-# What a scale may fix; every one is also an option of ``sweep``, which wins.
-SCALE_KEYS = {
-    "data": str,
-    "algorithms": list,
-    "methods": list,
-    "arch": str,
-    "tokens": int,
-    "updates": int,
-    "batch_sentences": int,
-    "update_freq": int,
-    "lr": float,
-    "warmup": int,
-    "schedule": str,
-    "dropout": float,
-    "lengths": list,
-    "seeds": list,
-    "extra": list,
+SCHEDULES = ("inverse_sqrt", "linear")
+
+
+def _number(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+
+def _count(value: Any) -> bool:
+    return _number(value, int) and value >= 1
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_count, value)) and len(set(value)) == len(value)
+
+
+# What a scale may fix, how it is told from nonsense, and what it is in words. Each is also an option of ``sweep``,
+# which wins.
+SCALE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "data": (lambda v: isinstance(v, str) and bool(v), "a folder"),
+    "algorithms": (lambda v: _words(v) and bool(v), "a list of tasks"),
+    "methods": (lambda v: _words(v) and bool(v), "a list of methods"),
+    "arch": (lambda v: isinstance(v, str), "a name"),
+    **dict.fromkeys(
+        ("tokens", "updates", "batch_sentences", "update_freq", "warmup"), (_count, "a whole number above 0")
+    ),
+    "lr": (lambda v: _number(v, float) and v > 0, "a number above 0 with a decimal point"),
+    "schedule": (lambda v: v in SCHEDULES, " or ".join(SCHEDULES)),
+    "dropout": (lambda v: _number(v, float) and 0 <= v < 1, "a number with a decimal point from 0 to below 1"),
+    "lengths": (_counts, "a list of different whole numbers above 0"),
+    "seeds": (_counts, "a list of different whole numbers above 0"),
+    "extra": (_words, "a list of flags"),
 }
 
 
@@ -108,33 +127,51 @@ def load(name: str) -> Recipe:
 
 def _recipe(path: Path, text: dict[str, Any]) -> Recipe:
     wanted = {"title": str, "paper": str, "kind": str, "methods": dict, "scales": dict, "published": dict}
-    _check(path, "the recipe", text, wanted, optional=("published",))
+    _check(path, "the recipe", text, wanted)
+    for key in wanted:
+        if key not in text and key != "published":
+            raise UserError(f"recipe {path}: the recipe lacks {key}")
     if text["kind"] not in KINDS:
         raise UserError(f"recipe {path}: kind is {' or '.join(KINDS)}, not '{text['kind']}'")
     methods = []
     for name, given in text["methods"].items():
-        _check(path, f"method '{name}'", given, dict.fromkeys(("rpe", "positions_train", "positions_eval"), str), None)
+        _check(path, f"method '{name}'", given, dict.fromkeys(("rpe", "positions_train", "positions_eval"), str))
         if "rpe" not in given:
             raise UserError(f"recipe {path}: method '{name}' lacks rpe")
         if any(blank in name for blank in " \t,"):
             raise UserError(f"recipe {path}: method '{name}' has a blank or comma in its name")
         methods.append(Method(name, **given))
     for name, given in text["scales"].items():
-        _check(path, f"scale '{name}'", given, SCALE_KEYS, None)
+        _check(path, f"scale '{name}'", given, dict.fromkeys(SCALE_KEYS, object))
+        for key, value in given.items():
+            right, words = SCALE_KEYS[key]
+            if not right(value):
+                raise UserError(f"recipe {path}: {key} of scale '{name}' must be {words}, not {value!r}")
     if not methods or not text["scales"]:
         raise UserError(f"recipe {path} needs at least one method and one scale")
+    if "published" in text:
+        _check_published(path, text["published"], [m.name for m in methods])
     return Recipe(path.stem, methods=tuple(methods), **{k: v for k, v in text.items() if k != "methods"})
 
 
-def _check(path: Path, what: str, given: Any, wanted: dict[str, type], optional: tuple[str, ...] | None) -> None:
-    """Refuse unknown keys and values of another type; ``optional`` None: every key is."""
+def _check_published(path: Path, given: dict[str, Any], methods: list[str]) -> None:
+    if not isinstance(given.get("source"), str):
+        raise UserError(f"recipe {path}: published lacks source, the name of the table")
+    for name, values in given.items():
+        if name == "source":
+            continue
+        if name not in methods:
+            raise UserError(f"recipe {path}: published has an unknown method '{name}'{nearest(name, methods)}")
+        if not isinstance(values, dict) or not all(_number(v, (int, float)) for v in values.values()):
+            raise UserError(f"recipe {path}: published values of '{name}' must be a table of numbers, not {values!r}")
+
+
+def _check(path: Path, what: str, given: Any, wanted: dict[str, type]) -> None:
+    """Refuse unknown keys and values of another type."""
     if not isinstance(given, dict):
         raise UserError(f"recipe {path}: {what} is no table")
     for key, value in given.items():
         if key not in wanted:
             raise UserError(f"recipe {path}: {what} has an unknown key '{key}'{nearest(key, wanted)}")
-        if not isinstance(value, wanted[key]) or isinstance(value, bool):
+        if not isinstance(value, wanted[key]):
             raise UserError(f"recipe {path}: {key} of {what} must be of type {wanted[key].__name__}, not {value!r}")
-    for key in wanted if optional is not None else ():
-        if key not in given and key not in optional:
-            raise UserError(f"recipe {path}: {what} lacks {key}")

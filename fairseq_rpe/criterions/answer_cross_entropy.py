@@ -27,7 +27,7 @@ class AnswerCrossEntropy(FairseqCriterion):
 
     loss = -Σ ln p(word) in nats over the answer's words and its end, sample size = their number. Logs bits per answer
     token, ``accuracy`` (share of those tokens that are the likeliest) and ``exact`` (share of rows whose every answer
-    token is: the rows that greedy decoding gets right), both in per cent.
+    token is: the rows that greedy decoding gets right), both in per cent; padding is never taken for an answer.
     """
 
     def forward(self, model, sample, reduce=True):
@@ -41,8 +41,10 @@ class AnswerCrossEntropy(FairseqCriterion):
         logits = model.decoder.output_layer(features[answer]).float()
         loss = F.cross_entropy(logits, target[answer], reduction="sum" if reduce else "none")
         with torch.no_grad():
+            guess = logits.detach().clone()
+            guess[:, self.padding_idx] = -torch.inf
             wrong = torch.zeros_like(answer)
-            wrong[answer] = logits.argmax(-1) != target[answer]
+            wrong[answer] = guess.argmax(-1) != target[answer]
         tokens, rows = int(answer.sum()), answer.shape[0]
         logging_output = {
             "loss": loss.detach(),

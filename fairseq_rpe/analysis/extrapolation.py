@@ -1,0 +1,51 @@
+"""Length extrapolation as a yes or no: Definition 0.1 of "Exploring Transformer Extrapolation" (arXiv 2307.10156)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core import UserError
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Relative deviations (ppl_n - ppl_m) / ppl_m over the evaluated lengths n > m.
+
+    Attributes:
+        largest: max |deviation|, which the definition bounds by δ; it counts improvements too.
+        worst: max(0, deviation): one-sided, improvements are free.
+        end: signed, at the longest length.
+    """
+
+    largest: float
+    worst: float
+    end: float
+
+    def extrapolates(self, delta: float, one_sided: bool = False) -> bool:
+        """Whether the deviation stays below δ at every evaluated length."""
+        return (self.worst if one_sided else self.largest) < delta
+
+
+def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
+    """How perplexity changes beyond the training length.
+
+    Args:
+        ppl: perplexity by evaluation length in tokens; lengths below ``trained_at`` do not count.
+        trained_at: m, the training length.
+
+    Raises:
+        UserError: nothing was evaluated at the training length, or nothing beyond it.
+
+    >>> deviation({64: 50.0, 128: 49.0, 256: 51.0}, 64)
+    Deviation(largest=0.02, worst=0.02, end=0.02)
+    """
+    if trained_at not in ppl:
+        raise UserError(f"no perplexity at the training length of {trained_at} tokens: evaluate there too")
+    own = ppl[trained_at]
+    found = {n: (value - own) / own for n, value in ppl.items() if n > trained_at}
+    if not found:
+        raise UserError(f"no perplexity beyond the training length of {trained_at} tokens: evaluate longer")
+    return Deviation(
+        largest=max(abs(v) for v in found.values()), worst=max(0.0, *found.values()), end=found[max(found)]
+    )

@@ -1,0 +1,616 @@
+"""Algorithmic tasks: their examples, the fairseq task and criterion on them, decoding, and frozen positions."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import make_model
+from torch.nn import functional as F
+
+from fairseq_rpe.algorithms import SPLITS, build, describe, names, normalise
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
+from fairseq_rpe.positions import build as build_positions
+from fairseq_rpe.positions import freeze
+from fairseq_rpe.positions.base import EXACT
+
+SIZES = "times=3,train=2500,valid=500,test=2500"
+SPECS = {
+    "copy": f"copy:items=6,alphabet=9,{SIZES}",
+    "reverse": f"reverse:items=5,alphabet=70,{SIZES}",
+    "sort": f"sort:items=6,alphabet=70,{SIZES}",
+    "summation": f"summation:items=5,{SIZES}",
+    "add_subtract": f"add_subtract:items=7,{SIZES}",
+}
+TINY = "copy:items=3,alphabet=12,train=400,valid=60,test=60,times=3"
+PAD, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, dict[str, list]]:
+    """All examples of every task, by split."""
+    return {name: {split: list(build(spec).examples(split)) for split in SPLITS} for name, spec in SPECS.items()}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The fairseq task of copying up to three items, with its splits loaded."""
+    from fairseq_rpe.tasks.algorithmic import AlgorithmicConfig, AlgorithmicTask
+
+    task = AlgorithmicTask.setup_task(AlgorithmicConfig(algorithm=TINY))
+    for split in SPLITS:
+        task.load_dataset(split)
+    return task
+
+
+@pytest.fixture(scope="module")
+def half_trained(tiny):
+    """A model that answers some examples of ``tiny`` and not others."""
+    from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+
+    model = make_model(tiny, "rope").train()
+    criterion = AnswerCrossEntropy(tiny)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for start in range(0, 400, 10):
+        loss, size, _ = criterion(model, batch(tiny, "train", range(start, start + 10)))
+        optimizer.zero_grad()
+        (loss / size).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def batch(task, split: str, indices) -> dict:
+    data = task.dataset(split)
+    return data.collater([data[i] for i in indices])
+
+
+# the examples
+
+ORDER = {word: i for i, word in enumerate([*string.digits, *string.ascii_lowercase, *string.ascii_uppercase])}
+
+
+def rank(word: str) -> int:
+    """The place of an item in the alphabet: digits, small letters, capitals, then x62, x63 …"""
+    return ORDER[word] if len(word) == 1 else int(word.removeprefix("x"))
+
+
+def solve(name: str, text: str) -> tuple[list[str], int, list[int]]:
+    """Answer, number of items and intermediate results, from nothing but the text of a prompt."""
+    verb, *words, end = text.split(" ")
+    assert end == "[SEP]"
+    if name in ("copy", "reverse", "sort"):
+        assert verb == name.capitalize() + ":"
+        by_name = {"copy": words, "reverse": [*reversed(words)], "sort": sorted(words, key=rank)}
+        return by_name[name], len(words), []
+    assert verb == "Compute:" and len(words) % 2 == 1
+    results = [int(words[0])]
+    for sign, digit in zip(words[1::2], words[2::2], strict=True):
+        assert sign in "+-" and len(digit) == 1
+        results.append(results[-1] + int(sign + digit))
+    return [str(results[-1] % 10 if name == "summation" else results[-1])], len(results), results
+
+
+def test_every_task_is_here_and_says_what_it_is(capsys):
+    assert set(names()) == set(SPECS)
+    assert main(["list", "--algorithms"]) == 0
+    shown = capsys.readouterr().out
+    for row in describe():
+        assert row.summary and row.formula and row.paper and all(o.help for o in row.options)
+        assert all(text in shown for text in (f"{row.name}: {row.summary}", row.formula, row.paper))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_answers_are_right(name, made):
+    for split in SPLITS:
+        for example in made[name][split]:
+            answer, items, results = solve(name, " ".join(example.prompt))
+            assert list(example.answer) == answer, example
+            assert example.length == items
+            if name == "add_subtract":
+                assert all(0 <= r <= 9 for r in results) and all(a != b for a, b in pairwise(results))
+            if name == "summation":
+                assert all(1 <= b - a <= 9 for a, b in pairwise([0, *results]))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_examples_follow_from_the_spec_alone(name, made):
+    for split in SPLITS:
+        again = list(build(SPECS[name]).examples(split))
+        assert again == made[name][split]
+        other = list(build(f"{SPECS[name]},seed=2").examples(split))
+        assert [e.length for e in other] != [e.length for e in again]
+        assert [e.prompt for e in other] != [e.prompt for e in again]
+    task = build(SPECS[name])
+    assert list(task.examples("valid")) == list(task.examples("valid")) == made[name]["valid"]
+    assert task.spec == normalise(SPECS[name]) and list(build(task.spec).examples("test")) == made[name]["test"]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_numbers_and_lengths(name, made):
+    """As many examples as asked for; every number of items in its range about equally often."""
+    task = build(SPECS[name])
+    longest = {"train": task.config.items, "valid": task.config.items, "test": 3 * task.config.items}
+    wanted = {"train": 2500, "valid": 500, "test": 2500}
+    for split in SPLITS:
+        assert task.longest(split) == longest[split]
+        counts = Counter(e.length for e in made[name][split])
+        kinds = longest[split] - 1
+        assert sorted(counts) == list(range(2, longest[split] + 1))
+        assert sum(counts.values()) == wanted[split]
+        expected = wanted[split] / kinds
+        spread = sum((count - expected) ** 2 / expected for count in counts.values())
+        freedom = kinds - 1  # chi-square: mean `freedom`, variance twice that
+        assert spread < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_prompt_is_in_two_splits(name, made):
+    prompts = {split: {e.prompt for e in made[name][split]} for split in SPLITS}
+    other = {split: {e.prompt for e in build(f"{SPECS[name]},seed=2").examples(split)} for split in SPLITS}
+    for one in SPLITS:
+        for two in SPLITS:
+            if one != two:
+                assert not prompts[one] & prompts[two]
+                assert not prompts[one] & other[two]  # of another seed either
+    trained = build(SPECS[name]).config.items
+    assert any(len(p) <= max(map(len, prompts["train"])) for p in prompts["test"])
+    assert sum(e.length > trained for e in made[name]["test"]) > 1000
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_words_are_closed_and_tokens_are_counted(name, made):
+    task = build(SPECS[name])
+    words = task.words()
+    assert len(set(words)) == len(words)
+    used = {w for split in SPLITS for e in made[name][split] for w in (*e.prompt, *e.answer)}
+    assert used == set(words)
+    for split in SPLITS:
+        for example in made[name][split]:
+            assert task.tokens(example.length) == len(example.prompt) + len(example.answer)
+
+
+@pytest.mark.parametrize("size", [2, 62, 63, 1000])
+def test_alphabets_of_any_size_have_no_word_twice(size):
+    for name in ("copy", "reverse", "sort"):
+        words = build(f"{name}:alphabet={size}").words()
+        assert len(words) == len(set(words)) == size + 2 and not any(" " in w or not w for w in words)
+        assert [rank(w) for w in words[2:]] == list(range(size))
+
+
+def test_steps_of_add_subtract_are_uniform(made):
+    """From every digit each of the nine others is next equally often, and every digit is first equally often."""
+    prompts = [solve("add_subtract", " ".join(e.prompt))[2] for e in made["add_subtract"]["test"]]
+    first = Counter(results[0] for results in prompts)
+    assert all(abs(first[digit] - 250) < 5 * math.sqrt(250) for digit in range(10))
+    steps = Counter(pair for results in prompts for pair in pairwise(results))
+    assert len(steps) == 90
+    before = Counter(a for a, _ in steps.elements())
+    for (a, _), count in steps.items():
+        expected = before[a] / 9
+        assert abs(count - expected) < 5 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("coppy", "unknown algorithmic task 'coppy' .did you mean 'copy'"),
+        ("copy:items=0", "'items' of 'copy' must be at least 2, not 0"),
+        ("copy:items=1", "'items' of 'copy' must be at least 2, not 1"),
+        ("summation:items=1", "'items' of 'summation' must be at least 2, not 1"),
+        ("sort:items=two", "'items' of 'sort' wants a whole number, not 'two'"),
+        ("copy:item=3", "'copy' has no option 'item' .did you mean 'items'"),
+        ("summation:alphabet=5", "'summation' has no option 'alphabet'"),
+        ("reverse:alphabet=1", "'alphabet' of 'reverse' must be at least 2, not 1"),
+        ("copy:times=0", "'times' of 'copy' must be at least 1"),
+        ("copy:train=0", "'train' of 'copy' must be at least 1"),
+        ("copy:seed=-1", "'seed' of 'copy' must be at least 0"),
+        ("copy:", "incomplete"),
+    ],
+)
+def test_bad_specs_are_refused_in_one_line(spec, words):
+    with pytest.raises(UserError, match=words) as caught:
+        build(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(UserError, match="split 'tset' does not exist.*train, valid, test") as caught:
+        next(build("copy").examples("tset"))
+    assert "\n" not in str(caught.value)
+
+
+def test_too_few_different_prompts_are_refused():
+    """Two items of an alphabet of two make four prompts, all of which are for training."""
+    task = build("copy:items=2,alphabet=2,train=50,valid=5,test=5,times=1")
+    assert len({e.prompt for e in task.examples("train")}) == 4
+    for split in ("valid", "test"):
+        words = f"none of the few instances of 2 items belongs to the {split} split: raise alphabet"
+        with pytest.raises(UserError, match=words) as caught:
+            list(task.examples(split))
+        assert "\n" not in str(caught.value) and "'copy:items=2,times=1" in str(caught.value)
+
+
+# the fairseq task
+
+
+def test_samples_show_prompt_and_answer(tiny):
+    data, words = tiny.dataset("test"), tiny.source_dictionary
+    examples = list(build(TINY).examples("test"))
+    assert len(data) == len(examples) == 60
+    indices = [3, 0, 17, 5]
+    sample = batch(tiny, "test", indices)
+    source, target, answer = sample["net_input"]["src_tokens"], sample["target"], sample["answer"]
+    sizes = [len(examples[i].prompt) + len(examples[i].answer) for i in indices]
+    assert len(set(sizes)) > 1  # so that there is padding
+    assert source.shape == target.shape == answer.shape == (4, max(sizes))
+    assert (source.dtype, target.dtype, answer.dtype) == (torch.int64, torch.int64, torch.bool)
+    assert sample["id"].tolist() == indices and sample["nsentences"] == 4
+    assert sample["ntokens"] == sum(sizes) and sample["net_input"]["src_lengths"].tolist() == sizes
+    for row, (i, n) in enumerate(zip(indices, sizes, strict=True)):
+        prompt, said = list(examples[i].prompt), list(examples[i].answer)
+        assert [words[t] for t in source[row, :n]] == prompt + said
+        assert [words[t] for t in target[row, :n]] == prompt[1:] + said + ["</s>"]
+        assert (source[row, n:] == PAD).all() and (target[row, n:] == PAD).all()
+        assert [words[t] for t in target[row][answer[row]]] == [*said, "</s>"]
+        assert answer[row].nonzero()[:, 0].tolist() == list(range(len(prompt) - 1, n))
+        assert data.num_tokens(i) == data.size(i) == data.sizes[i] == n and data.items[i] == examples[i].length
+    assert data.collater([]) == {}
+
+
+def test_prompts_are_what_is_decoded(tiny):
+    data, words = tiny.dataset("test"), tiny.source_dictionary
+    rows = (data.items == 5).nonzero()[0].tolist()
+    prompts, answers = data.prompts(rows)
+    assert len(rows) > 1 and prompts.shape == (len(rows), 7) and answers.shape == (len(rows), 6)
+    for row, i in enumerate(rows):
+        assert tuple(words[t] for t in prompts[row]) == data.examples[i].prompt
+        assert tuple(words[t] for t in answers[row]) == (*data.examples[i].answer, "</s>")
+
+
+def test_dictionary_is_the_closed_vocabulary(tiny):
+    words = tiny.source_dictionary
+    assert words is tiny.target_dictionary and (words.pad(), words.eos()) == (PAD, EOS)
+    assert words.symbols[words.nspecial :] == build(TINY).words()
+    with pytest.raises(KeyError):
+        tiny.dataset("train").encode(("nonsense",))
+
+
+def parsed(*flags: str):
+    """What fairseq's own parser makes of the flags of ``fairseq-train``."""
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    import fairseq_rpe.models  # noqa: F401
+
+    own = ["--task", "rpe_algorithmic", "--algorithm", TINY, "--arch", "transformer_rpe_lm_tiny"]
+    own += ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--rpe", "rope"]
+    args = options.parse_args_and_arch(options.get_training_parser(), input_args=[*own, *flags])
+    return convert_namespace_to_omegaconf(args)
+
+
+def test_training_length_reaches_the_model(tiny):
+    from fairseq import tasks
+
+    cfg = parsed("--positions-train", "randomized:times=3", "--positions-eval", "interpolate")
+    task = tasks.setup_task(cfg.task)
+    longest = max(len(e.prompt) + len(e.answer) for e in build(TINY).examples("train"))
+    assert task.train_tokens == tiny.train_tokens == longest == 8
+    model = task.build_model(cfg.model)
+    assert cfg.model.rpe_train_length == cfg.model.tokens_per_sample == 8
+    assert model.decoder.moves.train.max == 24 and model.decoder.moves.evaluation.length == 8
+
+
+@pytest.mark.parametrize(
+    "flags", [("--tokens-per-sample", "64"), ("--max-target-positions", "64"), ("--add-bos-token",)]
+)
+def test_flags_without_effect_are_refused(flags):
+    from fairseq import tasks
+
+    with pytest.raises(UserError, match=f"{flags[0]} has no effect on rpe_algorithmic") as caught:
+        tasks.setup_task(parsed(*flags).task)
+    assert "\n" not in str(caught.value)
+
+
+# the criterion
+
+
+def by_hand(model, sample, examples) -> tuple[list[torch.Tensor], list[list[bool]]]:
+    """-ln p of every answer token in reading order and, by row, whether it is the likeliest; the mask is not used."""
+    scores = F.log_softmax(model(sample["net_input"]["src_tokens"])[0].double(), -1)
+    words = {word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *build(TINY).words()])}
+    losses, right = [], []
+    for row, example in enumerate(examples):
+        right.append([])
+        for step, word in enumerate([*example.answer, "</s>"]):
+            at = scores[row, len(example.prompt) - 1 + step]
+            losses.append(-at[words[word]])
+            right[row].append(int(at.argmax()) == words[word])
+    return losses, right
+
+
+@pytest.fixture
+def criterion(tiny):
+    from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+
+    return AnswerCrossEntropy(tiny)
+
+
+def test_loss_is_the_cross_entropy_of_the_answers(tiny, criterion):
+    sample = batch(tiny, "test", range(12))
+    model = make_model(tiny, "kerple_log").train()
+    loss, size, log = criterion(model, sample)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    losses, right = by_hand(model, sample, tiny.dataset("test").examples[:12])
+    expected = torch.stack(losses).sum()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert size == len(losses) == sum(map(len, right)) == log["sample_size"] == log["tokens"]
+    assert any(p.grad.abs().max() > 0.1 for p in model.parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-5)
+    assert log["loss"].item() == loss.item() and not log["loss"].requires_grad
+    assert log["ntokens"] == sample["ntokens"] and log["nsentences"] == log["rows"] == 12
+    assert "rpe_p_l0" in log and log["rpe_count"] == 1
+
+
+def test_one_loss_for_each_answer_token(tiny, criterion):
+    sample = batch(tiny, "test", range(12))
+    model = make_model(tiny, "rope")
+    loss, size, _ = criterion(model, sample, reduce=False)
+    losses, _ = by_hand(model, sample, tiny.dataset("test").examples[:12])
+    assert loss.shape == (size,)
+    torch.testing.assert_close(loss.double(), torch.stack(losses), rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_prompt_says_is_not_learned(tiny, criterion):
+    sample = batch(tiny, "test", range(12))
+    results = []
+    for changed in (False, True):
+        if changed:
+            outside = ~sample["answer"]
+            words = torch.randint(4, 16, sample["target"].shape, generator=torch.Generator().manual_seed(0))
+            assert (words != sample["target"])[outside].any()
+            sample = {**sample, "target": torch.where(outside, words, sample["target"])}
+        model = make_model(tiny, "rope").train()
+        loss, size, log = criterion(model, sample)
+        loss.backward()
+        results.append((loss.item(), size, int(log["right_tokens"]), int(log["right_rows"])))
+        results[-1] += tuple(p.grad.square().sum().item() for p in model.parameters())
+    assert results[0] == results[1]
+
+
+def test_logged_accuracies(tiny, half_trained, criterion):
+    from fairseq.logging import metrics
+
+    parts = [range(20), range(20, 60)]
+    logs = [criterion(half_trained, batch(tiny, "valid", part))[2] for part in parts]
+    losses, right = [], []
+    for part in parts:
+        more = by_hand(half_trained, batch(tiny, "valid", part), [tiny.dataset("valid").examples[i] for i in part])
+        losses += more[0]
+        right += more[1]
+    tokens, rows = [r for row in right for r in row], [all(row) for row in right]
+    assert 0 < sum(rows) < 60 and sum(tokens) > sum(rows)
+    assert sum(int(log["right_tokens"]) for log in logs) == sum(tokens)
+    assert sum(int(log["right_rows"]) for log in logs) == sum(rows)
+    with metrics.aggregate() as seen:
+        criterion.reduce_metrics(logs)
+    values = seen.get_smoothed_values()
+    assert values["loss"] == pytest.approx(sum(losses).item() / len(tokens) / math.log(2), abs=1e-4)
+    assert values["accuracy"] == pytest.approx(100 * sum(tokens) / len(tokens), abs=0.01)
+    assert values["exact"] == pytest.approx(100 * sum(rows) / 60, abs=0.01)
+    assert criterion.logging_outputs_can_be_summed()
+
+
+def test_criterion_refuses_what_it_cannot_score(tiny, criterion):
+    sample = batch(tiny, "valid", range(3))
+    model = make_model(tiny, "rope")
+    with pytest.raises(UserError, match="needs examples with answers: use it with --task rpe_algorithmic") as caught:
+        criterion(model, {key: value for key, value in sample.items() if key != "answer"})
+    assert "\n" not in str(caught.value)
+    adaptive = make_model(tiny, "rope", adaptive_softmax_cutoff="6,12", decoder_output_dim=32)
+    with pytest.raises(UserError, match="--adaptive-softmax-cutoff"):
+        criterion(adaptive, sample)
+
+
+# decoding
+
+ENCODINGS = ["rope", "alibi", "fire", "sinusoidal"]
+
+
+def tokens(rows: int, n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(4, 60, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def decode(model, x: torch.Tensor, *ends: int) -> torch.Tensor:
+    """Logits of x (B, m), a piece up to each of ``ends`` at a time with the cache."""
+    state: dict = {}
+    pieces = []
+    for start, end in pairwise((0, *ends)):
+        pieces.append(model(x[:, :end], incremental_state=state)[0])
+        assert pieces[-1].shape[1] == end - start
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("spec", ENCODINGS)
+def test_a_whole_prompt_at_once_equals_the_full_forward(task, spec, backend):
+    model = make_model(task, spec, attention_backend=backend)
+    x = tokens(3, 20)
+    with torch.no_grad():
+        full = model(x)[0]
+    for ends in (range(9, 21), (20,), range(1, 21)):
+        torch.testing.assert_close(decode(model, x, *ends), full, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def uncached(model, prompts: torch.Tensor, steps: int) -> torch.Tensor:
+    """Greedy decoding by full forward passes."""
+    rows = prompts
+    for _ in range(steps):
+        scores = model(rows)[0][:, -1].clone()
+        scores[:, PAD] = -torch.inf
+        rows = torch.cat([rows, scores.argmax(-1, keepdim=True)], 1)
+    return rows[:, prompts.shape[1] :]
+
+
+@pytest.mark.parametrize("spec", ENCODINGS)
+def test_greedy_is_the_argmax_of_full_forwards(task, spec):
+    from fairseq_rpe.modules.decoding import greedy
+
+    model = make_model(task, spec)
+    with torch.no_grad():  # an untrained model would say the same word again and again
+        model.decoder.output_projection.weight.normal_(generator=torch.Generator().manual_seed(1))
+    for rows, length, steps in ((4, 6, 15), (1, 1, 3), (2, 5, 1)):
+        prompts = tokens(rows, length)
+        before = prompts.clone()
+        written = greedy(model, prompts, steps)
+        assert written.shape == (rows, steps) and written.dtype == torch.int64
+        assert torch.equal(written, uncached(model, prompts, steps))
+        assert torch.equal(prompts, before) and torch.equal(greedy(model, prompts, steps), written)
+    assert len(set(greedy(model, tokens(4, 6), 15).flatten().tolist())) > 8
+
+
+def answered(model, data) -> list[bool]:
+    """Of every example, whether greedy decoding writes its answer."""
+    from fairseq_rpe.modules.decoding import greedy
+
+    right = [False] * len(data)
+    for n in sorted(set(data.items.tolist())):
+        rows = (data.items == n).nonzero()[0].tolist()
+        prompts, answers = data.prompts(rows)
+        for i, written, answer in zip(rows, greedy(model, prompts, answers.shape[1]), answers, strict=True):
+            right[i] = written.tolist() == answer.tolist()
+    return right
+
+
+def test_exact_counts_the_rows_that_greedy_decoding_gets_right(tiny, half_trained, criterion):
+    right = answered(half_trained, tiny.dataset("valid"))
+    assert 0 < sum(right) < 60
+    for i in range(60):
+        assert bool(criterion(half_trained, batch(tiny, "valid", [i]))[2]["right_rows"]) == right[i]
+    assert int(criterion(half_trained, batch(tiny, "valid", range(60)))[2]["right_rows"]) == sum(right)
+
+
+def test_padding_is_never_the_answer(tiny, half_trained, criterion):
+    """Greedy decoding leaves padding out, and so must ``exact``: the two count the same rows."""
+    import copy
+
+    model = copy.deepcopy(half_trained)
+    weight = torch.nn.Parameter(model.decoder.output_projection.weight.detach().clone())
+    model.decoder.output_projection.weight = weight  # apart from the embedding
+    with torch.no_grad():
+        weight[PAD] = 1.1 * weight[EOS]  # likelier than the end wherever that is likely
+    right = answered(model, tiny.dataset("valid"))
+    assert sum(right) > 0
+    assert int(criterion(model, batch(tiny, "valid", range(60)))[2]["right_rows"]) == sum(right)
+
+
+# frozen positions
+
+FROZEN = ["interpolate:train=6", "randomized:max=80", "randomized:max=80,per=row", "warp:head=0,tail=1", "offset:by=4"]
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("spec", ["rope", "kerple_log", "fire", "sinusoidal"])
+@pytest.mark.parametrize("moved", FROZEN)
+def test_decoding_with_frozen_positions_equals_the_full_forward(task, spec, moved):
+    model = make_model(task, spec)
+    model.decoder.moves.evaluation = freeze(build_positions(moved), 20, generator())
+    x = tokens(3, 20)
+    with torch.no_grad():
+        full = model(x)[0]
+        plain = make_model(task, spec)(x)[0]
+    if moved != "offset:by=4" or spec == "sinusoidal":
+        assert not torch.allclose(full, plain, rtol=1e-3, atol=1e-3)
+    for ends in (range(9, 21), range(1, 21)):
+        torch.testing.assert_close(decode(model, x, *ends), full, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_interpolation_is_that_of_the_finished_row(task):
+    """Without freezing, the ratio follows the text and the cached tokens do not."""
+    x = tokens(2, 20)
+    moving = make_model(task, "rope", positions_eval="interpolate:train=6")
+    frozen = make_model(task, "rope")
+    frozen.decoder.moves.evaluation = freeze(build_positions("interpolate:train=6"), 20)
+    with torch.no_grad():
+        full = moving(x)[0]
+    torch.testing.assert_close(decode(frozen, x, *range(9, 21)), full, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(decode(moving, x, *range(9, 21)), full, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("moved", FROZEN)
+def test_frozen_positions_are_those_of_one_row(moved):
+    transform = build_positions(moved)
+    frozen = freeze(transform, 20, generator())
+    index = torch.arange(20, dtype=torch.float32)[None]
+    expected = transform(index.double(), torch.tensor([20]), generator()).k.float()
+    assert not frozen.random and frozen.fractional == transform.fractional
+    for lengths in (torch.tensor([20]), torch.tensor([7, 20, 1])):
+        got = frozen(index, lengths)
+        assert got.k.dtype == torch.float32 and torch.equal(got.k, expected)
+    # shorter rows keep the places of their tokens
+    assert torch.equal(frozen(index[:, :5], torch.tensor([5])).k, expected[:, :5])
+    if transform.random and not moved.startswith("warp"):
+        assert not torch.equal(freeze(transform, 20, generator(4))(index, torch.tensor([20])).k, expected)
+
+
+def test_frozen_positions_refuse_what_does_not_fit(task):
+    model = make_model(task, "rope")
+    model.decoder.moves.evaluation = freeze(build_positions("interpolate:train=6"), 20)
+    with pytest.raises(UserError, match="a row of 21 tokens is longer than the 20 frozen positions") as caught:
+        model(tokens(1, 21))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="pass a generator"):
+        freeze(build_positions("randomized:max=50"), 20)
+    with pytest.raises(UserError, match="'randomized' is 15 but a row has 20 tokens"):
+        freeze(build_positions("randomized:max=15"), 20, generator())
+
+
+# randomized:times=…
+
+
+def test_randomized_times_is_so_many_training_lengths():
+    index, lengths = torch.arange(10, dtype=torch.float32)[None], torch.full((500,), 10)
+    by_times = build_positions("randomized:times=4,per=row", 10)
+    k = by_times(index, lengths, generator()).k
+    assert by_times.max == 40 and k.min() == 0 and k.max() == 39 and (k.diff(dim=1) > 0).all()
+    by_max = build_positions("randomized:max=40,per=row", 10)
+    assert torch.equal(by_max(index, lengths, generator()).k, k)
+    assert torch.equal(build_positions("randomized:times=1", 10)(index, lengths, generator()).k, index)
+    assert build_positions("randomized", 10).max == build_positions("randomized").max == 2048
+
+
+@pytest.mark.parametrize(
+    ("spec", "train_length", "words"),
+    [
+        ("randomized:times=4,max=40", 10, "takes max=NUMBER or times=NUMBER, not both"),
+        ("randomized:times=4", None, "needs a training length, unknown here: give max=NUMBER"),
+        ("randomized:times=0", 10, "'times' of 'randomized' must be at least 1"),
+        (f"randomized:times={EXACT}", 2, f"'randomized:times={EXACT}' is more than {EXACT} positions: lower times"),
+    ],
+)
+def test_randomized_times_refusals(spec, train_length, words):
+    with pytest.raises(UserError, match=words) as caught:
+        build_positions(spec, train_length)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tokens", "least"), [(41, 5), (50, 5), (51, 6)])
+def test_randomized_times_names_times_where_rows_are_too_long(tokens, least):
+    index = torch.arange(tokens, dtype=torch.float32)[None]
+    with pytest.raises(UserError, match=rf"option 'times'.* 40 positions.*{tokens} tokens.*at least {least}\b"):
+        build_positions("randomized:times=4", 10)(index, torch.tensor([tokens]), generator())
+    enough = build_positions(f"randomized:times={least}", 10)
+    assert enough(index, torch.tensor([tokens]), generator()).k.max() < enough.max

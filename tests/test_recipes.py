@@ -1,0 +1,425 @@
+"""Recipes: the built-in ones hold together and say what was published; a malformed one is refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_rpe import algorithms, encodings, positions
+from fairseq_rpe.cli import recipes
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
+
+BUILT_IN = recipes.names()
+WARPING = ["warping-algorithmic", "warping-lm"]
+SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).scales]
+GOOD: dict[str, Any] = {
+    "title": "A title",
+    "paper": "A paper",
+    "kind": "algorithms",
+    "methods": {"first": {"rpe": "rope"}, "second": {"rpe": "alibi", "positions_eval": "offset:by=2"}},
+    "scales": {"laptop": {"algorithms": ["copy:test=50"], "updates": 9, "lr": 0.01, "methods": ["first"]}},
+    "published": {"source": "Table 9", "first": {"copy": 12.5}},
+}
+
+
+def written(folder: Path, recipe: dict[str, Any]) -> Path:
+    """The recipe as a TOML file."""
+
+    def value(v: Any) -> str:
+        if isinstance(v, dict):
+            return "{ " + ", ".join(f'"{k}" = {value(w)}' for k, w in v.items()) + " }"
+        if isinstance(v, list):
+            return "[" + ", ".join(map(value, v)) + "]"
+        return str(v).lower() if isinstance(v, bool) else f'"{v}"' if isinstance(v, str) else str(v)
+
+    text = "".join(f'"{k}" = {value(v)}\n' for k, v in recipe.items())
+    assert tomllib.loads(text) == recipe
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def changed(*path: str, to: Any = None) -> dict[str, Any]:
+    """The good recipe with one value replaced, added, or (None) taken away."""
+    recipe = copy.deepcopy(GOOD)
+    inner = recipe
+    for key in path[:-1]:
+        inner = inner[key]
+    inner.pop(path[-1], None)
+    if to is not None:
+        inner[path[-1]] = to
+    return recipe
+
+
+def error_of(capsys, *argv: object) -> str:
+    """Run a command that must fail with exactly one line; returns it."""
+    capsys.readouterr()
+    try:
+        code = main([str(a) for a in argv])
+    except SystemExit as stop:
+        pytest.fail(f"argparse ended it with code {stop.code}: {capsys.readouterr().err[-300:]}")
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def dry_run(capsys, *argv: object) -> list[list[str]]:
+    """The commands that a sweep would carry out."""
+    capsys.readouterr()
+    assert main(["sweep", *(str(a) for a in argv), "--device", "cpu", "--launcher", "dry-run"]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def flag(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+# the built-in ones
+
+
+def training_lengths(scale: dict[str, Any]) -> list[tuple[int, int]]:
+    """Tokens in training and tokens of the longest test row, for every task of a scale."""
+    if "tokens" in scale:
+        return [(scale["tokens"], max(scale["lengths"]))]
+    tasks = [algorithms.build(spec) for spec in scale["algorithms"]]
+    return [(t.tokens(t.longest("train")), t.tokens(t.longest("test"))) for t in tasks]
+
+
+def scales_of(kind: str) -> list[tuple[str, str]]:
+    return [(name, scale) for name, scale in SCALES if recipes.load(name).kind == kind]
+
+
+def test_every_recipe_loads():
+    assert set(WARPING) <= set(BUILT_IN) and BUILT_IN == sorted(BUILT_IN)
+    assert [recipes.load(name).kind for name in WARPING] == ["algorithms", "text"]
+    for name in BUILT_IN:
+        recipe = recipes.load(name)
+        assert recipe.name == name and recipe.title and recipe.paper and recipe.published["source"]
+        assert {"laptop", "paper"} <= set(recipe.scales)
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_every_method_builds_at_every_training_length(name, scale):
+    recipe = recipes.load(name)
+    for method in recipe.methods:
+        for trained, _ in training_lengths(recipe.scale(scale)):
+            encoding = encodings.build(method.rpe, heads=4, width=128, length=trained)
+            for spec in (method.positions_train, method.positions_eval):
+                transform = positions.build(spec or "identity", trained)
+                assert transform.evaluation and not (transform.fractional and encoding.positions == "whole")
+            generator = torch.Generator().manual_seed(0)
+            row = torch.arange(trained, dtype=torch.float32)[None]
+            moved = positions.build(method.positions_train, trained)(row, torch.tensor([trained]), generator)
+            assert moved.k.shape == (1, trained) and moved.k.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_every_method_holds_the_longest_row_of_every_scale(name, scale):
+    """--methods may name any of them at any scale, which must not end in an error after the training."""
+    recipe = recipes.load(name)
+    for method in recipe.methods:
+        for trained, longest in training_lengths(recipe.scale(scale)):
+            transform = positions.build(method.positions_eval or "identity", trained)
+            row = torch.arange(longest, dtype=torch.float32)[None]
+            moved = transform(row, torch.tensor([longest]), torch.Generator().manual_seed(0))
+            assert moved.k.shape == (1, longest), method.name
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_scales_name_methods_that_exist(name, scale):
+    recipe = recipes.load(name)
+    settings = recipe.scale(scale)
+    chosen = recipe.choose(settings.get("methods", ["all"]))
+    assert {m.name for m in chosen} <= {m.name for m in recipe.methods} and len(chosen) >= 3
+    assert set(settings) <= set(recipes.SCALE_KEYS)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_published_values_are_of_methods(name):
+    recipe = recipes.load(name)
+    values = {k: v for k, v in recipe.published.items() if k != "source"}
+    assert values and set(values) <= {m.name for m in recipe.methods}
+    assert name not in WARPING or len(values) == len(recipe.methods)
+    for row in values.values():
+        assert all(isinstance(v, float) and v > 0 for v in row.values())
+        if recipe.kind == "algorithms":
+            assert set(row) <= set(recipe.scale("paper")["algorithms"]) and max(row.values()) <= 100
+        else:
+            assert set(map(int, row)) == set(recipe.scale("paper")["lengths"])
+
+
+def test_warping_is_the_papers():
+    """Both experiments: 15 % of rows head-warped, 15 % tail-warped, rotary, interpolation at evaluation."""
+    methods = {name: {m.name: m for m in recipes.load(name).methods} for name in WARPING}
+    configs = {}
+    for name in WARPING:
+        for method in methods[name].values():
+            if method.name.startswith("warping"):
+                assert (method.rpe, method.positions_eval) == ("rope", "interpolate")
+                config = positions.build(method.positions_train, 64).config
+                assert (config.head, config.tail, config.length) == (0.15, 0.15, "row")
+                configs[name, method.name] = (config.alpha, config.skew)
+            elif not method.name.startswith("randomized"):
+                assert method.positions_train == "identity"
+    sixth = positions.build("warp:alpha=1/6").config.alpha
+    drawn = positions.build("warp:alpha=choice(0.4;0.5;0.6;0.7;0.8)").config.alpha
+    assert configs == {
+        ("warping-lm", "warping"): (sixth, "beta"),
+        ("warping-algorithmic", "warping"): (drawn, "sqrt"),
+        ("warping-algorithmic", "warping-beta"): (drawn, "beta"),
+    }
+    alphas = positions.build(methods["warping-algorithmic"]["warping"].positions_train).alphas
+    assert alphas.tolist() == [0.4, 0.5, 0.6, 0.7, 0.8]
+    assert positions.build(methods["warping-lm"]["warping"].positions_train).alphas.tolist() == pytest.approx([1 / 6])
+
+
+def test_the_other_methods_are_the_papers():
+    for name, times in (("warping-algorithmic", (10, 5)), ("warping-lm", (16, 8))):
+        table = {m.name: m for m in recipes.load(name).methods}
+        assert table["interpolation"] == recipes.Method("interpolation", "rope", positions_eval="interpolate")
+        assert table["rope"] == recipes.Method("rope", "rope")
+        assert table["alibi"] == recipes.Method("alibi", "alibi")
+        for n in times:
+            method = table[f"randomized-{n}x"]
+            assert method.rpe == "rope" and method.positions_train == method.positions_eval
+            assert positions.build(method.positions_train, 100).max == 100 * n
+
+
+@pytest.mark.parametrize(("name", "scale"), scales_of("algorithms"))
+def test_algorithm_scales_resolve(name, scale, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.load(name)
+    settings = recipe.scale(scale)
+    # the numbers of items follow from the examples, ten thousand of each task: once is enough
+    given = [] if scale == "laptop" else ["--lengths", "2,3"]
+    lines = dry_run(capsys, "--recipe", name, "--scale", scale, *given)
+    methods = recipe.choose(settings.get("methods", ["all"]))
+    trainings = [line for line in lines if line[3] == "train"]
+    evaluations = [line for line in lines if line[3] == "accuracy"]
+    assert len(trainings) + len(evaluations) == len(lines)
+    # methods that differ in evaluation alone share a training
+    shared = {(m.rpe, m.positions_train) for m in methods}
+    found = [(flag(t, "--algorithm"), flag(t, "--rpe"), flag(t, "--positions-train")) for t in trainings]
+    assert sorted(found) == sorted((task, *one) for task in settings["algorithms"] for one in shared)
+    assert len(evaluations) == len(methods) * len(settings["algorithms"])
+    assert name not in WARPING or len(trainings) < len(evaluations)
+    for command in trainings:
+        assert flag(command, "--updates") == str(settings["updates"]) and flag(command, "--arch") == settings["arch"]
+        assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
+        assert command[command.index("--") + 1 :] == settings["extra"] if "extra" in settings else "--" not in command
+    squeezed = [e for e in evaluations if "--positions" in e and flag(e, "--positions") == "interpolate"]
+    wanted = sum(m.positions_eval == "interpolate" for m in methods)
+    assert len(squeezed) == wanted * len(settings["algorithms"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "scale"), scales_of("text"))
+def test_text_scales_resolve(name, scale, corpus, tmp_path, capsys, monkeypatch):
+    """With DATA given; lengths beyond the small corpus are replaced."""
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.load(name)
+    settings = recipe.scale(scale)
+    given = [] if max(settings["lengths"]) < 1500 else ["--lengths", "600,1200"]
+    lines = dry_run(capsys, corpus, "--recipe", name, "--scale", scale, *given)
+    methods = recipe.choose(settings.get("methods", ["all"]))
+    trainings = [line for line in lines if line[3] == "train"]
+    evaluations = [line for line in lines if line[3] == "eval"]
+    assert len(trainings) + len(evaluations) == len(lines)
+    shared = {(m.rpe, m.positions_train) for m in methods}
+    assert sorted((flag(t, "--rpe"), flag(t, "--positions-train")) for t in trainings) == sorted(shared)
+    assert len(evaluations) == len(methods)
+    assert name not in WARPING or len(trainings) < len(evaluations)
+    for command in trainings:
+        assert command[4] == str(corpus) and flag(command, "--tokens") == str(settings["tokens"])
+        assert flag(command, "--updates") == str(settings["updates"])
+        assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
+        for key in ("lr", "dropout", "schedule", "warmup"):
+            if key in settings:
+                assert flag(command, f"--{key}") == str(settings[key])
+    lengths = [600, 1200] if given else settings["lengths"]
+    expected = ",".join(map(str, sorted({settings["tokens"], *lengths})))
+    assert all(flag(e, "--lengths") == expected and e[5] == str(corpus) for e in evaluations)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_wins_over_the_recipe(tmp_path, capsys):
+    path = written(tmp_path, GOOD)
+    (train, measure) = dry_run(capsys, "--recipe", path, "--out", tmp_path / "x")
+    assert (flag(train, "--updates"), flag(train, "--lr"), flag(train, "--seed")) == ("9", "0.01", "1")
+    assert flag(train, "--algorithm") == "copy:test=50" and flag(train, "--rpe") == "rope"
+    lines = dry_run(
+        capsys,
+        *("--recipe", path, "--out", tmp_path / "x", "--methods", "all", "--algorithms", "reverse:test=900"),
+        *("--updates", "7", "--lr", "0.5", "--lengths", "2,3", "--seeds", "4"),
+    )
+    assert [line[3] for line in lines] == ["train", "accuracy"] * 2
+    for line in lines[::2]:
+        assert (flag(line, "--updates"), flag(line, "--lr"), flag(line, "--seed")) == ("7", "0.5", "4")
+        assert flag(line, "--algorithm") == "reverse:test=900"
+    assert [flag(line, "--rpe") for line in lines[::2]] == ["rope", "alibi"]
+    assert all(flag(line, "--lengths") == "2,3" for line in lines[1::2])
+    assert "--positions" not in measure and flag(lines[3], "--positions") == "offset:by=2"
+
+
+# malformed ones
+
+
+def test_a_good_recipe_is_read(tmp_path):
+    recipe = recipes.load(str(written(tmp_path, GOOD)))
+    assert (recipe.name, recipe.kind) == ("mine", "algorithms")
+    assert [m.name for m in recipe.choose(["all"])] == ["first", "second"]
+    assert [m.name for m in recipe.choose(["second", "first"])] == ["second", "first"]
+    assert recipe.methods[1] == recipes.Method("second", "alibi", "identity", "offset:by=2")
+    assert recipe.published["first"] == {"copy": 12.5}
+    assert recipes.load(str(written(tmp_path, changed("published")))).published == {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (changed("titel", to="x"), "unknown key 'titel' (did you mean 'title'?)"),
+        (changed("methods", "first", "positions_trian", to="x"), "method 'first' has an unknown key 'positions_trian'"),
+        (changed("scales", "laptop", "update", to=3), "unknown key 'update' (did you mean 'updates'?)"),
+        (changed("methods", "first", "rpe"), "method 'first' lacks rpe"),
+        (changed("title"), "lacks title"),
+        (changed("paper"), "lacks paper"),
+        (changed("kind"), "lacks kind"),
+        (changed("methods"), "lacks methods"),
+        (changed("scales"), "lacks scales"),
+        (changed("title", to=3), "title of the recipe must be of type str, not 3"),
+        (changed("methods", to=["rope"]), "methods of the recipe must be of type dict"),
+        (changed("methods", "first", to="rope"), "method 'first' is no table"),
+        (changed("methods", "first", "rpe", to=5), "rpe of method 'first' must be of type str, not 5"),
+        (changed("scales", "laptop", "updates", to="many"), "updates of scale 'laptop' must be a whole number above 0"),
+        (changed("scales", "laptop", "updates", to=True), "updates of scale 'laptop' must be a whole number above 0"),
+        (changed("scales", "laptop", "algorithms", to="copy"), "algorithms of scale 'laptop' must be a list of tasks"),
+        (changed("scales", "laptop", to=3), "scale 'laptop' is no table"),
+        (changed("kind", to="algorithm"), "kind is text or algorithms, not 'algorithm'"),
+        (changed("methods", to={}), "at least one method and one scale"),
+        (changed("scales", to={}), "at least one method and one scale"),
+        (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has a blank or comma"),
+        (changed("published", to="Table 9"), "published of the recipe must be of type dict"),
+    ],
+)
+def test_malformed_recipes_are_refused(recipe, words, tmp_path):
+    path = written(tmp_path, recipe)
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    said = str(caught.value)
+    assert str(path) in said and words in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("published", "culprit"),
+    [
+        ({"first": {"copy": 12.5}}, "source"),
+        ({"source": "Table 9", "first": 12.5}, "first"),
+        ({"source": "Table 9", "first": {"copy": "much"}}, "first"),
+        ({"source": "Table 9", "frist": {"copy": 12.5}}, "frist"),
+    ],
+)
+def test_malformed_published_values_are_refused(published, culprit, tmp_path):
+    """Now, and not by a traceback of the report when everything has been trained."""
+    path = written(tmp_path, changed("published", to=published))
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    assert str(path) in str(caught.value) and culprit in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("methods", [1]),
+        ("algorithms", [3]),
+        ("extra", [1]),
+        ("lengths", ["a"]),
+        ("lengths", [0]),
+        ("seeds", [0]),
+        ("seeds", [1, 1]),
+        ("schedule", "cosine"),
+        ("updates", 0),
+        ("batch_sentences", -1),
+        ("update_freq", 0),
+    ],
+)
+def test_values_that_no_flag_would_take_are_refused(key, value, tmp_path, capsys):
+    """A recipe's values are flags of ``sweep``: what its parser refuses is refused here, with the file's name."""
+    path = written(tmp_path, changed("scales", "laptop", key, to=value))
+    said = error_of(capsys, "sweep", "--recipe", path, "--out", tmp_path / "x", "--launcher", "dry-run")
+    assert str(path) in said and key in said
+
+
+@pytest.mark.parametrize("text", [b"title = ", b"[methods\n", b"a = 1\na = 2\n", b"\xff\xfe\x00"])
+def test_what_is_not_toml_is_refused(text, tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text)
+    said = error_of(capsys, "sweep", "--recipe", path, "--out", tmp_path / "x")
+    assert f"recipe {path} is not TOML" in said and not (tmp_path / "x").exists()
+
+
+def test_names_that_do_not_exist(tmp_path, capsys):
+    path = written(tmp_path, GOOD)
+
+    def refused(*argv: object) -> str:
+        said = error_of(capsys, "sweep", "--out", tmp_path / "x", *argv)
+        assert not (tmp_path / "x").exists()
+        return said
+
+    said = refused("--recipe", "warping-ml")
+    assert "unknown recipe 'warping-ml' (did you mean 'warping-lm'?)" in said and "warping-algorithmic" in said
+    assert "no.toml does not exist" in refused("--recipe", tmp_path / "no.toml")
+    said = refused("--recipe", path, "--scale", "labtop")
+    assert "recipe 'mine' has no scale 'labtop' (did you mean 'laptop'?)" in said
+    said = refused("--recipe", path, "--methods", "first secnd")
+    assert "recipe 'mine' has no method 'secnd' (did you mean 'second'?)" in said and "or all" in said
+    assert "names one twice" in refused("--recipe", path, "--methods", "first first")
+    scale = written(tmp_path, changed("scales", "laptop", "methods", to=["frist"]))
+    assert "has no method 'frist' (did you mean 'first'?)" in refused("--recipe", scale)
+
+
+def test_flags_that_do_not_go_with_a_recipe(tmp_path, capsys):
+    path = written(tmp_path, GOOD)
+
+    def refused(*argv: object) -> str:
+        said = error_of(capsys, "sweep", "--out", tmp_path / "x", *argv)
+        assert not (tmp_path / "x").exists()
+        return said
+
+    for name in ("--positions-train", "--positions-eval"):
+        assert "do not go with --recipe" in refused("--recipe", path, name, "warp")
+    assert "--methods belongs to --recipe" in refused(
+        "--encodings", "rope", "--algorithms", "copy", "--methods", "first"
+    )
+    either = "either --encodings"
+    assert either in refused("--recipe", path, "--encodings", "rope")
+    assert either in refused("--algorithms", "copy")
+    assert "recipe 'mine' generates its data: drop" in refused(tmp_path, "--recipe", path)
+    said = refused("--recipe", "warping-lm", "--algorithms", "copy")
+    assert "recipe 'warping-lm' compares on text: drop --algorithms" in said
+    assert "--algorithms is empty" in refused("--recipe", path, "--algorithms", " ")
+
+
+def test_two_methods_that_are_the_same_are_refused(tmp_path, capsys):
+    same = changed("methods", "second", to={"rpe": "rope:base=10000", "positions_train": "identity"})
+    path = written(tmp_path, same)
+    said = error_of(capsys, "sweep", "--recipe", path, "--methods", "all", "--out", tmp_path / "x", "--device", "cpu")
+    assert "'first' and 'second' are the same encoding" in said and not (tmp_path / "x" / "runs").exists()
+    assert not (tmp_path / "x" / "sweep.json").exists()
+
+
+def test_misspelt_specs_of_a_recipe_are_refused_before_training(tmp_path, capsys):
+    for key, value, words in (
+        ("rpe", "roppe", "did you mean 'rope'"),
+        ("positions_train", "wrap", "did you mean 'warp'"),
+        ("positions_eval", "interpolate:ratio=3", "must be more than 0 and at most 1"),
+    ):
+        path = written(tmp_path, changed("methods", "first", key, to=value))
+        assert words in error_of(capsys, "sweep", "--recipe", path, "--out", tmp_path / "x", "--device", "cpu")
+        assert not (tmp_path / "x" / "runs").exists()
