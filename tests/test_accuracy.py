@@ -508,3 +508,11 @@ def test_sweep_refuses_numbers_of_items_without_examples_before_training(tmp_pat
     argv = ["sweep", "--algorithms", TASK, "--encodings", "rope", "--out", tmp_path / "x", "--device", "cpu"]
     said = error_of(capsys, *argv, "--lengths", "2,10", "--launcher", "dry-run")
     assert "10 items" in said and not os.path.exists(tmp_path / "x" / "runs")
+
+
+def test_a_wrong_position_transform_leaves_nothing_behind(tmp_path, capsys):
+    place = tmp_path / "run"
+    argv = ["train", "--algorithm", TASK, "--rpe", "rope", "--save-dir", place, "--device", "cpu"]
+    assert "add up to more than 1" in error_of(capsys, *argv, "--positions-train", "warp:head=0.9,tail=0.5")
+    assert "did you mean 'interpolate'" in error_of(capsys, *argv, "--positions-eval", "interpolat")
+    assert not place.exists()

@@ -74,3 +74,12 @@ def check_spec(spec: str, rpe_module: Path | None, length: int) -> str:
 
     encodings.build(spec, heads=4, width=128, length=length)
     return encodings.normalise(spec)
+
+
+def check_positions(train: str | None, evaluation: str | None, length: int) -> None:
+    """Refuse a misspelt position transform now, not after fairseq has started."""
+    from fairseq_rpe import positions
+
+    for spec in (train, evaluation):
+        if spec is not None:
+            positions.build(spec, length)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fairseq_rpe.cli import cells, corpus, processes, recipes, report, runner, train
 from fairseq_rpe.cli.files import lock, read_json, read_json_lines, write_json
-from fairseq_rpe.cli.options import check_spec, int_list, positive_int
+from fairseq_rpe.cli.options import check_positions, check_spec, int_list, positive_int
 from fairseq_rpe.cli.recipes import IDENTITY, Method
 from fairseq_rpe.core.errors import UserError
 
@@ -198,9 +198,7 @@ def _check_specs(args: argparse.Namespace, methods: list[Method], made: list[cel
     tokens = min(cell.wanted.settings["tokens"] for cell in made)
     for method in methods:
         normal = check_spec(method.rpe, args.rpe_module, tokens)
-        for spec in (method.positions_train, method.positions_eval):
-            if spec is not None:
-                positions.build(spec, tokens)
+        check_positions(method.positions_train, method.positions_eval, tokens)
         moved = [positions.normalise(s) if s else "" for s in (method.positions_train, method.positions_eval)]
         if (other := seen.get((normal, *moved))) is not None:
             raise UserError(f"'{other}' and '{method.name}' are the same encoding: leave one out")

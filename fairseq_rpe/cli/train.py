@@ -16,7 +16,15 @@ from typing import Any
 from fairseq_rpe.cli import checkpoints, corpus, processes
 from fairseq_rpe.cli.defaults import defaults_for, full_name
 from fairseq_rpe.cli.files import file_digest, lock, read_json, write_json
-from fairseq_rpe.cli.options import add_rpe_module, check_spec, fraction, package_folder, positive_float, positive_int
+from fairseq_rpe.cli.options import (
+    add_rpe_module,
+    check_positions,
+    check_spec,
+    fraction,
+    package_folder,
+    positive_float,
+    positive_int,
+)
 from fairseq_rpe.core.errors import UserError
 
 STATE = "run.json"
@@ -157,6 +165,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{folder} already holds the finished run of {wanted.updates} updates")
         return 0
     check_spec(args.rpe, args.rpe_module, wanted.settings["tokens"])
+    check_positions(args.positions_train, args.positions_eval, wanted.settings["tokens"])
     with lock(folder / ".lock", f"another process is training in {folder}: wait for it or stop it") as held:
         done = _done_so_far(folder, wanted)
         if done < wanted.updates:
