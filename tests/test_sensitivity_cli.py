@@ -16,8 +16,8 @@ from conftest import run
 
 from fairseq_rpe.analysis import rope_raw, sensitivity, sensitivity_figures, total_difference
 from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
+from fairseq_rpe.analysis.style import PALETTE
 from fairseq_rpe.cli import sensitivity as command
-from fairseq_rpe.cli.figure import PALETTE
 from fairseq_rpe.core import UserError
 
 DRAWN = ["fig1", "fig2", "fig4", "figA", "figB"]

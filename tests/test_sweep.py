@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from conftest import run
 
+from fairseq_rpe.analysis import style
 from fairseq_rpe.cli import corpus as corpus_files
-from fairseq_rpe.cli import figure, files, report, runner, sweep
+from fairseq_rpe.cli import files, report, runner, sweep
 from fairseq_rpe.cli.main import main
+from fairseq_rpe.encodings import names
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -194,11 +196,15 @@ def test_names_of_runs_never_collide():
     assert len(names) == 10 and all("/" not in n and ":" not in n and " " not in n for n in names)
 
 
-def test_colours_stay_with_their_names_and_never_repeat():
-    alone = figure.style(["type1"])["type1"]
-    many = figure.style(["type1", "type1:form=paper", "alibi", *(f"e{i}" for i in range(20))])
-    assert many["type1"] == alone and len(set(many.values())) == 23
-    assert {colour for colour, _ in many.values()} <= set(figure.PALETTE)
+def test_encodings_keep_their_looks_and_never_share_one():
+    known = names()
+    alone = {name: style.looks([name])[name] for name in known}
+    others = ["type1:form=paper", *(f"e{i}" for i in range(20))]
+    together = style.looks([*others, *reversed(known)])
+    assert all(together[name] == alone[name] for name in known)
+    assert len({look[:2] for look in together.values()}) == len(known) + len(others)
+    assert together["type1:form=paper"].colour == alone["type1"].colour
+    assert {look.colour for look in together.values()} <= set(style.PALETTE)
 
 
 def test_last_error_prefers_the_cause(tmp_path):

@@ -96,11 +96,11 @@ def draw(rows: list[dict[str, Any]], state: dict[str, Any], paths: list[Path]) -
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from fairseq_rpe.cli.figure import style
+    from fairseq_rpe.analysis.style import looks
 
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))
-    styles = style(methods)
+    shown = looks(methods)
     columns = min(2, len(tasks))
     lines = -(-len(tasks) // columns)
     figure, panels = pyplot.subplots(
@@ -116,10 +116,11 @@ def draw(rows: list[dict[str, Any]], state: dict[str, Any], paths: list[Path]) -
                     points.setdefault(row["items"], []).append(100 * row["accuracy"])
             if not points:
                 continue
-            colour, marker = styles[method]
+            colour, marker, dashes = shown[method]
+            drawn = {"color": colour, "marker": marker, "linestyle": dashes}
             means = [sum(values) / len(values) for values in points.values()]
             every = max(1, len(points) // 20)
-            axes.plot(list(points), means, color=colour, marker=marker, markersize=4, markevery=every, label=method)
+            axes.plot(list(points), means, **drawn, markersize=4, markevery=every, label=method)
             if any(len(values) > 1 for values in points.values()):
                 low, high = [min(v) for v in points.values()], [max(v) for v in points.values()]
                 axes.fill_between(list(points), low, high, color=colour, alpha=0.2, linewidth=0)

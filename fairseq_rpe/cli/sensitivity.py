@@ -307,7 +307,7 @@ def _from_the_end(y: Tensor, label: str, colour: str, width: float = 1.6) -> Lin
 
 
 def _palette() -> tuple[str, ...]:
-    from fairseq_rpe.cli.figure import PALETTE
+    from fairseq_rpe.analysis.style import PALETTE
 
     return PALETTE
 

@@ -1,0 +1,56 @@
+"""How encodings look in figures: an encoding keeps its colour, marker and dashes in every one of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# Okabe and Ito's colours, told apart with any kind of colour vision.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = "os^Dv<>P"
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
+# Relatives share a colour and differ by marker. The yellow is too pale for a thin line to be the first choice of any.
+_KNOWN = {
+    name: (colour, marker)
+    for colour, family in enumerate(
+        (
+            ("sinusoidal", "sandwich", "learned"),
+            ("alibi", "window"),
+            ("type1", "type2"),
+            ("inv_n", "inv_nlnn"),
+            ("kerple_log", "kerple_power"),
+            ("rope", "xpos"),
+            ("fire", "t5_bias", "nope"),
+        )
+    )
+    for marker, name in enumerate(family)
+}
+
+
+class Look(NamedTuple):
+    """A matplotlib colour, marker and line style."""
+
+    colour: str
+    marker: str
+    dashes: Any
+
+
+def looks(specs: Sequence[str]) -> dict[str, Look]:
+    """A look for each spec or label; two never share one while there are looks left.
+
+    >>> looks(["type1", "type2"])["type2"][:2]
+    ('#009E73', 's')
+    """
+    count = len(PALETTE)
+    fixed = {spec: place for spec in specs if (place := _KNOWN.get(spec)) is not None}
+    taken = {*fixed.values(), *_KNOWN.values()}
+    for spec in specs:
+        if spec in fixed:
+            continue
+        name = spec.partition(":")[0]
+        colour = _KNOWN[name][0] if name in _KNOWN else zlib.crc32(name.encode()) % count
+        places = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
+        fixed[spec] = next((place for place in places if place not in taken), places[0])
+        taken.add(fixed[spec])
+    return {spec: Look(PALETTE[c], MARKERS[m], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
