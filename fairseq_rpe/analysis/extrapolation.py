@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core import UserError
@@ -49,3 +50,17 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
     return Deviation(
         largest=max(abs(v) for v in found.values()), worst=max(0.0, *found.values()), end=found[max(found)]
     )
+
+
+def agreeing(converging: Sequence[float], diverging: Sequence[float]) -> tuple[float, float] | None:
+    """Every δ at which exactly the methods whose series converges extrapolate: low < δ <= high, or None.
+
+    Args:
+        converging: deviations of the methods whose Σ exp(bias) converges.
+        diverging: deviations of the others.
+
+    >>> agreeing([0.03, 0.01], [0.07, 0.5])
+    (0.03, 0.07)
+    """
+    low, high = max(converging, default=0.0), min(diverging, default=math.inf)
+    return (low, high) if low < high else None

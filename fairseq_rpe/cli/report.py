@@ -154,15 +154,15 @@ def published(state: dict[str, Any]) -> str:
     return f"\n{values['source']} (other data, tokeniser and size: compare the trends only):\n\n{align(lines)}"
 
 
-def align(lines: list[list[str]]) -> str:
-    """A Markdown table: a head, a rule, rows; the first column to the left."""
+def align(lines: list[list[str]], right: bool = True) -> str:
+    """A Markdown table: a head, a rule, rows; the first column to the left, the others to the ``right``."""
     widths = [max(len(line[c]) for line in lines) for c in range(len(lines[0]))]
     out = []
     for number, line in enumerate(lines):
         if number == 1:
-            cells = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]
+            cells = ["-" * widths[0], *("-" * (w - 1) + (":" if right else "-") for w in widths[1:])]
         else:
-            pad: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(line) - 1)]
+            pad: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust if right else str.ljust] * (len(line) - 1)]
             cells = [f(text, w) for f, text, w in zip(pad, line, widths, strict=True)]
         out.append(f"| {' | '.join(cells)} |\n")
     return "".join(out)
