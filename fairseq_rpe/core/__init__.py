@@ -1,4 +1,4 @@
-"""The shared words: errors, spec strings, registry, positions and bias forms.
+"""The shared words: errors, spec strings, registry, positions, bias forms and log-weights.
 
 Names are looked up when they are used: the command line needs the errors and specs without waiting for torch.
 """
@@ -13,6 +13,8 @@ _HOME = {
     "Toeplitz": "forms",
     "block": "forms",
     "lower": "forms",
+    "LogWeight": "logweight",
+    "exact": "logweight",
     "Option": "spec",
     "canonical": "spec",
     "configure": "spec",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import UserError, option
-from .base import Absolute, Encoding, register
+from ..core import LogWeight, UserError, option
+from .base import Absolute, Encoding, no_bias, register
 
 FAIRSEQ_FIRST = 2  # fairseq's index of the first token: padding_idx + 1
 
@@ -23,6 +23,9 @@ class NoPE(Encoding):
     paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
     shares = ("model",)
     positions = "none"
+
+    def series(self) -> list[LogWeight] | None:
+        return no_bias(self, "every distance weighs the same")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ..core import exact
 from .base import DistanceBias, register
 
 
@@ -42,3 +43,6 @@ class Alibi(DistanceBias):
 
     def bias(self, d: Tensor) -> Tensor:
         return -slope_column(self.heads, d.dtype, d.device) * d
+
+    def series(self) -> list[str]:
+        return [f"-{exact(k)}*n" for k in alibi_slopes(self.heads)]

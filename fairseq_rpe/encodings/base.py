@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core import Form, Pair, Positions, Registry, Toeplitz, UserError, block
+from ..core import Form, LogWeight, Pair, Positions, Registry, Toeplitz, UserError, block
 
 ENTRY_POINTS = "fairseq_rpe.encodings"
 registry: Registry[type[Encoding]] = Registry(
@@ -85,6 +85,13 @@ class Encoding(nn.Module):
             return pos.k.new_zeros(self.heads, n)
         return block(form, pos, slice(None), slice(None))[0, :, 0].flip(-1)
 
+    def series(self) -> list[str] | list[LogWeight] | None:
+        """ln b_n = bias(n) of each head as a formula in n, H of them; None where no formula is known.
+
+        It is what ``fairseq-rpe verdict`` decides Σ exp(bias) by. A plain string is the exact log-bias.
+        """
+        return None
+
     def scalars(self) -> dict[str, Tensor]:
         """Learned quantities worth watching: name -> (H,) per head or () per encoding, in natural units."""
         return {}
@@ -98,6 +105,13 @@ class Encoding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, width={self.width}, {self.config}"
+
+
+def no_bias(encoding: Encoding, why: str) -> list[LogWeight] | None:
+    """The series of an encoding without additive bias, b_n = 1; None where it has one after all."""
+    if type(encoding).form is not Encoding.form or encoding.remap is not None:
+        return None
+    return [LogWeight("0", f"no additive bias: {why}")] * encoding.heads
 
 
 class DistanceBias(Encoding):
@@ -144,6 +158,9 @@ class Absolute(Encoding):
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         return x + self.vectors(pos.q).to(x.dtype)
 
+    def series(self) -> list[str] | list[LogWeight] | None:
+        return no_bias(self, "positions enter at the input, and scores of bounded vectors are bounded")
+
 
 class Rotary(Encoding):
     """Pairs of each query and key turned by an angle of their position. Fill ``angles``.
@@ -187,6 +204,9 @@ class Rotary(Encoding):
             return torch.cat([out, rest], dim=-1).to(x.dtype)
         a, b = x[..., :turned].chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+    def series(self) -> list[str] | list[LogWeight] | None:
+        return no_bias(self, "rotated queries and keys of bounded norm have bounded scores")
 
     @torch.no_grad()
     def _turn(self, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import option
+from ..core import LogWeight, option
 from .base import PairBias, register
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "none": lambda x: x}
@@ -84,3 +84,10 @@ class Fire(PairBias):
         if self.L_multiplier is not None:
             found["L"] = (self.L_multiplier * self.config.init_L).abs()
         return found
+
+    def series(self) -> list[LogWeight]:
+        note = (
+            "an MLP of a ratio in [0, 1] is bounded, so Σ_j exp b(i,j) = Θ(i) grows with the query's position i, on which "
+            "the bias depends as well (not Toeplitz)"
+        )
+        return [LogWeight("0", note, at_least=True)] * self.heads

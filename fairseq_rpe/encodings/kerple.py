@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core import option
+from ..core import LogWeight, exact, option
 from .base import DistanceBias, register
 from .constraints import between, between_inverse, positive, positive_inverse
 
@@ -71,6 +71,17 @@ class _Kerple(DistanceBias):
     def scalars(self) -> dict[str, Tensor]:
         return {"p": self.p(), "a": self.a()}
 
+    def _exact(self) -> list[tuple[str, str]]:
+        """(p, a) of each head: the float32 numbers of training, or the decimals given while untrained."""
+        columns = [
+            [exact(v) if given is None or r else exact(given, decimal=True) for v, r in zip(values, raw, strict=True)]
+            for given, values, raw in (
+                (self.config.p, self.p().tolist(), self.raw_p.tolist()),
+                (self.config.a, self.a().tolist(), self.raw_a.tolist()),
+            )
+        ]
+        return list(zip(*columns, strict=True))
+
 
 @register("kerple_log")
 class KerpleLog(_Kerple):
@@ -81,6 +92,9 @@ class KerpleLog(_Kerple):
 
     def bias(self, d: Tensor) -> Tensor:
         return -self.p(d.dtype)[:, None] * torch.log1p(self.a(d.dtype)[:, None] * d)
+
+    def series(self) -> list[LogWeight]:
+        return [LogWeight(f"-{p}*log(1 + {a}*n)", "kerple_log converges iff p > 1") for p, a in self._exact()]
 
 
 @register("kerple_power")
@@ -99,3 +113,6 @@ class KerplePower(_Kerple):
 
     def bias(self, d: Tensor) -> Tensor:
         return -self.a(d.dtype)[:, None] * d.pow(self.p(d.dtype)[:, None])
+
+    def series(self) -> list[LogWeight]:
+        return [LogWeight(f"-{a}*n**{p}", "kerple_power converges for every a, p > 0") for p, a in self._exact()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import UserError, option
+from ..core import LogWeight, UserError, exact, option
 from .base import DistanceBias, register
 
 
@@ -48,3 +48,14 @@ class Sandwich(DistanceBias):
             total = total - self.terms - 1e-4
         h = torch.arange(1, self.heads + 1, device=d.device, dtype=d.dtype)
         return total * (self.heads / (8 * h))[:, None]
+
+    def series(self) -> list[LogWeight]:
+        shift = 0 if self.config.form == "paper" else self.terms + 1e-4
+        note = (
+            f"{self.terms} cosines are at least -{self.terms}, so the bias is bounded below (the paper's bound for Raabe's "
+            "test ends at 15 708 tokens, and the test wants > 1 where it prints < 1)"
+        )
+        return [
+            LogWeight(f"-{exact((self.terms + shift) * self.heads / (8 * h))}", note, at_least=True)
+            for h in range(1, self.heads + 1)
+        ]

@@ -8,12 +8,13 @@ for 1/(n ln n), whose ln ln n needs n > e), the same for every head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..core import option
-from .alibi import slope_column
+from ..core import exact, option
+from .alibi import alibi_slopes, slope_column
 from .base import DistanceBias, register
 
 _PAPER = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307.10156)"
@@ -33,11 +34,17 @@ class SeriesConfig:
 class _Series(DistanceBias):
     Config = SeriesConfig
     paper = _PAPER
+    formulas: ClassVar[tuple[str, str]]  # of x = k_h·d, and of n = d
 
     def bias(self, d: Tensor) -> Tensor:
         if self.config.form == "heads":
             return self.heads_form(slope_column(self.heads, d.dtype, d.device) * d)
         return self.paper_form(d)[None].expand(self.heads, -1)
+
+    def series(self) -> list[str]:
+        if self.config.form == "heads":
+            return [self.formulas[0].replace("x", f"({exact(k)}*n)") for k in alibi_slopes(self.heads)]
+        return [self.formulas[1]] * self.heads
 
     def heads_form(self, x: Tensor) -> Tensor:
         """x = k_h·d, (H, R) -> (H, R)."""
@@ -53,6 +60,7 @@ class Type1(_Series):
     """Quadratic series 1/n²; converges (paper form: B = π²/6)."""
 
     formula = "heads: -ln(1 + (k_h·d)²);  paper: -2·ln(1+d)"
+    formulas = ("-log(1 + x**2)", "-2*log(1 + n)")
 
     def heads_form(self, x: Tensor) -> Tensor:
         return -torch.log1p(x.square())
@@ -66,6 +74,7 @@ class Type2(_Series):
     """Series exp(-ln² n); converges faster than any power of n."""
 
     formula = "heads: -ln²(3 + k_h·d);  paper: -ln²(1+d)"
+    formulas = ("-log(3 + x)**2", "-log(1 + n)**2")
 
     def heads_form(self, x: Tensor) -> Tensor:
         return -torch.log(3 + x).square()
@@ -79,6 +88,7 @@ class InverseN(_Series):
     """Harmonic series 1/n; diverges. Equal to kerple_log with p = 1, a = k_h."""
 
     formula = "heads: -ln(1 + k_h·d);  paper: -ln(1+d)"
+    formulas = ("-log(1 + x)", "-log(1 + n)")
 
     def heads_form(self, x: Tensor) -> Tensor:
         return -torch.log1p(x)
@@ -92,6 +102,7 @@ class InverseNLogN(_Series):
     """Series 1/(n ln n); diverges like ln ln n."""
 
     formula = "heads: -ln(x) - ln(ln(x)), x = 3 + k_h·d;  paper: the same with k_h = 1"
+    formulas = ("-log(3 + x) - log(log(3 + x))", "-log(3 + n) - log(log(3 + n))")
 
     def heads_form(self, x: Tensor) -> Tensor:
         log = torch.log(3 + x)

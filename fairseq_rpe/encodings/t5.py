@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core import UserError, option
+from ..core import LogWeight, UserError, exact, option
 from .base import DistanceBias, register
 
 
@@ -57,3 +57,7 @@ class T5Bias(DistanceBias):
 
     def scalars(self) -> dict[str, Tensor]:
         return {"t5_mean": self.table.mean(0), "t5_last": self.table[-1]}
+
+    def series(self) -> list[LogWeight]:
+        note = f"every distance of {self.config.max_distance} and more shares the last bucket, a constant"
+        return [LogWeight(exact(value), note, at_least=True) for value in self.table[-1].tolist()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import option
+from ..core import LogWeight, option
 from .base import DistanceBias, register
 
 
@@ -33,3 +33,6 @@ class Window(DistanceBias):
     def bias(self, d: Tensor) -> Tensor:
         row = torch.zeros_like(d).masked_fill(d >= self.config.window, float("-inf"))
         return row[None].expand(self.heads, -1)
+
+    def series(self) -> list[LogWeight]:
+        return [LogWeight("0", keys=self.config.window)] * self.heads

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import Positions, option
-from .base import Rotary, register
+from ..core import LogWeight, Positions, option
+from .base import Rotary, no_bias, register
 
 # log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
 _ROOM = {torch.float16: 8}
@@ -56,6 +56,9 @@ class XPos(Rotary):
         centre = (pos.q.amin(dim=1, keepdim=True) + pos.q.amax(dim=1, keepdim=True)) / 2
         exponent = ((centre - at) if key else (at - centre)) / self.config.scale_base
         return torch.exp(exponent[..., None] * self.zeta(at).log().to(at.dtype))
+
+    def series(self) -> list[LogWeight] | None:
+        return no_bias(self, "scores decay to 0, so their exponentials tend to 1")
 
     def query_limit(self, pos: Positions, dtype: torch.dtype) -> int:
         """How many neighbouring queries keep both factors well within the range of ``dtype``."""

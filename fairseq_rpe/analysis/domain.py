@@ -1,0 +1,70 @@
+"""Is a formula a real number below +∞ at every n = 0, 1, 2, …? Shown with intervals, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import sympy
+
+from ..core import UserError
+from .enclosures import Undefined, enclose, iv, ranges
+
+_ONE_BY_ONE, _DOUBLES, _LAST = 64, 960, 1 << 21  # numbers; exponents of 2 up to which doubles, then intervals, serve
+_OPEN = 1 << 14  # ranges that may still be open at a time
+
+
+def check(e: sympy.Expr, text: str) -> None:
+    """Refuse a formula that is complex, undefined or +∞ at some n; -∞ is allowed, there b_n = 0.
+
+    The numbers up to 63 are tried one by one, ranges of larger ones are halved until intervals prove that the
+    formula has values there, up to n = 2^(2^21), which is beyond where its expansion takes over.
+
+    Raises:
+        UserError: it has no value, or it cannot be shown that it has one.
+    """
+    for n in range(_ONE_BY_ONE):
+        _at(e, n, text)
+    low = [1 << k for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)]
+    _halve(e, low, [2 * n for n in low], text)
+    k = _DOUBLES
+    while k < _LAST:
+        try:
+            good = enclose(e, iv.mpf([iv.mpf(2) ** k, iv.mpf(2) ** (2 * k)])).a < iv.inf
+        except Undefined:
+            good = False
+        if not good:
+            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from 2^{k} on")
+        k *= 2
+
+
+def _at(e: sympy.Expr, n: int, text: str) -> None:
+    try:
+        value = enclose(e, n)
+    except Undefined:
+        raise UserError(f"the formula '{text}' has no real value at n = {n}, or none that can be shown") from None
+    if value.b == iv.inf:
+        raise UserError(f"the formula '{text}' is infinite at n = {n}: a log-bias must stay below ∞")
+
+
+def _halve(e: sympy.Expr, low: list[int], high: list[int], text: str) -> None:
+    while low:
+        if len(low) > _OPEN:
+            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {low[0]} on")
+        found = ranges(e, _doubles(low, -np.inf), _doubles(high, np.inf))
+        bad = np.flatnonzero(~(found[1] < np.inf))
+        pairs = [(low[i], high[i]) for i in bad]
+        low, high = [], []
+        for a, b in pairs:
+            if b - a <= 1:
+                _at(e, a, text)
+                _at(e, b, text)
+            else:
+                low += [a, (a + b) // 2]
+                high += [(a + b) // 2, b]
+
+
+def _doubles(ends: list[int], outwards: float) -> Any:
+    """Beyond 2^53 a whole number may fall between two doubles."""
+    near = np.array(ends, dtype=np.float64)
+    return np.where(near < 2.0**53, near, np.nextafter(near, outwards))
