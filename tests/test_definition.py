@@ -6,10 +6,16 @@ import csv
 import io
 
 import pytest
+import torch
 
+from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
 from fairseq_rpe.analysis.extrapolation import agreeing
-from fairseq_rpe.cli import definition
-from fairseq_rpe.cli.definition import CONVERGES, DIVERGES, NONE, UNDECIDED, Prediction
+from fairseq_rpe.cli import definition, report
+from fairseq_rpe.cli.definition import NONE, Prediction
+from fairseq_rpe.cli.trained import load_encodings
+from fairseq_rpe.core import UserError
+from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.constraints import positive_inverse
 
 PPL = {
     "flat": {64: 50.0, 128: 49.5, 256: 49.0},  # -2 % at the end
@@ -23,7 +29,7 @@ SAID = {
     "better": Prediction(CONVERGES, 8, 8),
     "slow": Prediction(DIVERGES, 3, 8),
     "steep": Prediction(DIVERGES, 0, 8),
-    "moved": Prediction(NONE),
+    "moved": Prediction(NONE, why="positions are moved"),
 }
 
 
@@ -67,7 +73,7 @@ def test_text_names_the_deltas_at_which_theory_and_observation_agree():
     assert "There is no δ" in text  # better deviates by 0.08, slow only by 0.04
     assert "agree for every method if 0.000 < δ <= 0.040" in text  # one-sided
     assert "0.080" in text and "-0.080" in text and "+0.100" in text
-    assert "5 of 8 heads do not converge" in text and "positions are moved" in text
+    assert "diverges (5 of 8 heads)" in text and "positions are moved" in text
     same = definition.markdown(judged(("flat", "steep")), 64, 0.05)
     assert "agree for every method if 0.020 < δ <= 0.200" in same and "One-sided, the table is the same" in same
     assert "Only one kind of series" in definition.markdown(judged(("flat", "better")), 64, 0.05)
@@ -85,15 +91,90 @@ def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
     assert line["worst_rise"] == "0.0" and (line["extrapolates"], line["extrapolates_one_sided"]) == ("no", "yes")
 
 
+def save_checkpoint(folder, spec, layers=1, change=None, **model):
+    """What a run of a sweep leaves behind, without the rest of its model."""
+    torch.manual_seed(0)
+    made = [build(spec, 4, 32, 64) for _ in range(layers)]
+    for encoding in made:
+        if change is not None:
+            change(encoding)
+    values = {f"decoder.encodings.{i}.{k}": v for i, e in enumerate(made) for k, v in e.state_dict().items()}
+    cfg = {"rpe": spec, "decoder_attention_heads": 4, "decoder_embed_dim": 32, "rpe_train_length": 64, **model}
+    path = folder / "checkpoints" / "checkpoint_last.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"cfg": {"model": cfg}, "model": {"decoder.embed_tokens.weight": torch.zeros(3), **values}}, path)
+    return path, made
+
+
+def p_of_heads(*p):
+    def change(encoding):
+        with torch.no_grad():
+            encoding.raw_p.copy_(positive_inverse(torch.tensor(p), 0.01) - encoding._p_offset)
+
+    return change
+
+
+def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
+    plain = {"positions_train": "identity", "positions_eval": None}
+    state = {
+        "encodings": ["far", "near", "mixed", "t5_bias", "moved", "absent", "alien"],
+        "seeds": [1, 2],
+        "methods": {
+            "far": {"rpe": "kerple_log:p=2", **plain},
+            "near": {"rpe": "kerple_log:p=3", **plain},
+            "mixed": {"rpe": "kerple_log:p=4", **plain},
+            "moved": {"rpe": "alibi", "positions_train": "identity", "positions_eval": "interpolate"},
+            "alien": {"rpe": "alien:x=1", **plain},
+        },
+    }
+
+    def folder(name, seed):
+        return tmp_path / "runs" / report.run_name(report.method_of(state, name), seed)
+
+    for seed in (1, 2):
+        save_checkpoint(folder("far", seed), "kerple_log:p=2", change=p_of_heads(1.1, 1.2, 1.3, 4.0))
+        save_checkpoint(folder("near", seed), "kerple_log:p=3", change=p_of_heads(0.9, 0.2, 0.3, 0.4))
+    save_checkpoint(folder("mixed", 1), "kerple_log:p=4", layers=2, change=p_of_heads(1.1, 0.9, 1.2, 1.3))
+    save_checkpoint(folder("t5_bias", 1), "t5_bias")
+    save_checkpoint(folder("moved", 1), "alibi")
+    (folder("alien", 1) / "checkpoints").mkdir(parents=True)
+    (folder("alien", 1) / "checkpoints" / "checkpoint_last.pt").write_bytes(b"")
+    found = definition.predict(tmp_path, state)
+    assert {name: (p.verdict, p.converging, p.heads) for name, p in found.items()} == {
+        "far": (CONVERGES, 8, 8),
+        "near": (DIVERGES, 0, 8),
+        "mixed": (DIVERGES, 6, 8),
+        "t5_bias": (DIVERGES, 0, 4),
+        "moved": (NONE, 0, 0),
+        "alien": (NONE, 0, 0),
+    }
+    assert str(found["mixed"]) == "diverges (2 of 8 heads)" and "--rpe-module" in str(found["alien"])
+
+
+@pytest.mark.parametrize(("spec", "layers"), [("kerple_power", 1), ("fire", 3), ("alibi", 1)])
+def test_encodings_of_a_checkpoint_are_those_that_were_saved(spec, layers, tmp_path):
+    path, made = save_checkpoint(tmp_path, spec, layers, positions_train="offset")
+    found = load_encodings(path)
+    assert (found.spec, found.train_length, found.positions) == (spec, 64, "offset")
+    assert len(found.encodings) == layers
+    for got, expected in zip(found.encodings, made, strict=True):
+        assert torch.equal(got.profile(20), expected.profile(20)) and not got.training
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    other, _ = save_checkpoint(tmp_path / "a", "alibi")
+    torch.save({"cfg": {"model": {"_name": "transformer_lm"}}, "model": {}}, other)
+    with pytest.raises(UserError, match="is not of this plugin .its model is 'transformer_lm'"):
+        load_encodings(other)
+    path, _ = save_checkpoint(tmp_path / "b", "kerple_log")
+    state = torch.load(path)
+    state["cfg"]["model"]["rpe"] = "fire"
+    torch.save(state, path)
+    with pytest.raises(UserError, match="holds other parameters than 'fire' has"):
+        load_encodings(path)
+
+
 def test_methods_without_the_training_length_or_without_more_are_left_out():
     rows = [{"encoding": "flat", "length": n, "ppl": 1.0, "seed": 1} for n in (128, 256)]
     assert definition.judge(rows, 64, SAID) == []
     assert definition.judge([{"encoding": "flat", "length": 64, "ppl": 1.0, "seed": 1}], 64, SAID) == []
-
-
-@pytest.mark.parametrize("text", ["0", "-0.1", "nan", "inf", "x"])
-def test_delta_is_a_positive_number(text):
-    import argparse
-
-    with pytest.raises(argparse.ArgumentTypeError, match="not a relative deviation above 0"):
-        definition.delta(text)

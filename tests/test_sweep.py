@@ -77,6 +77,12 @@ def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
     assert (out / "ppl.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "ppl.pdf").read_bytes().startswith(b"%PDF")
     assert any((out / "tensorboard" / "alibi-seed1").rglob("events*"))
+    [judged] = csv.DictReader((out / "extrapolation.csv").read_text().splitlines())
+    assert (judged["encoding"], judged["prediction"]) == ("alibi", "converges")
+    assert judged["heads_converging"] == judged["heads"] == "4"
+    worst = max(abs(float(r["ratio"]) - 1) for r in rows)
+    assert float(judged["largest_deviation"]) == pytest.approx(worst)
+    assert judged["extrapolates"] == ("yes" if worst < 0.05 else "no") and "Definition 0.1" in table
 
 
 def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
@@ -176,7 +182,8 @@ def test_report_table(tmp_path, capsys):
         "| type1:form=paper | 40.00 |       |          |\n"
     )
     assert "128 / 64" in capsys.readouterr().out
-    assert sorted(os.listdir(tmp_path)) == ["ppl.pdf", "ppl.png", "results.csv", "results.md", "runs", "sweep.json"]
+    expected = ["extrapolation.csv", "ppl.pdf", "ppl.png", "results.csv", "results.md", "runs", "sweep.json"]
+    assert sorted(os.listdir(tmp_path)) == expected
 
 
 def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):

@@ -133,7 +133,7 @@ def _judge(weight: LogWeight) -> HeadVerdict:
     if weight.at_least:
         if found.verdict != DIVERGES or f.has(N):
             return HeadVerdict(UNDECIDED, f"only a lower bound of the bias is known{note}")
-        return HeadVerdict(DIVERGES, ff"term test: b_n does not go to 0{note}")
+        return HeadVerdict(DIVERGES, f"term test: b_n does not go to 0{note}")
     rate = _rate(f) if found.verdict == CONVERGES else None
     if rate is not None:
         c, k = rate

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
 from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
-from fairseq_rpe.cli import report
+from fairseq_rpe.cli import checkpoints, report, trained
+from fairseq_rpe.encodings import names
 
-DELTA = 0.05
-CONVERGES, DIVERGES, UNDECIDED, NONE = "converges", "diverges", "undecided", "none"
+NONE = "none"
 _PREDICTIONS = (CONVERGES, DIVERGES, UNDECIDED, NONE)
 COLUMNS = (
     "encoding",
@@ -29,34 +30,24 @@ COLUMNS = (
 )
 
 
-def delta(text: str) -> float:
-    """The δ of Definition 0.1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a relative deviation above 0")
-    return value
-
-
 @dataclass(frozen=True)
 class Prediction:
     """The verdict on Σ exp(bias) with a method's trained parameters, over all heads of all layers and seeds.
 
-    ``verdict``: converges if every head does, diverges if one does, undecided otherwise; none where the theory does not
-    apply, because positions are moved.
+    ``verdict``: converges if every head does, diverges if one does, undecided otherwise; ``NONE`` where the theory says
+    nothing, for the reason in ``why``.
     """
 
     verdict: str
     converging: int = 0
     heads: int = 0
+    why: str = ""
 
     def __str__(self) -> str:
-        if self.verdict == NONE:
-            return "positions are moved"
-        if self.heads and 0 < self.converging < self.heads:
-            return f"{self.verdict} ({self.heads - self.converging} of {self.heads} heads do not converge)"
+        if self.why:
+            return self.why
+        if 0 < self.converging < self.heads:
+            return f"{self.verdict} ({self.heads - self.converging} of {self.heads} heads)"
         return self.verdict
 
 
@@ -67,6 +58,32 @@ class Judged:
     name: str
     prediction: Prediction
     found: Deviation
+
+
+def predict(folder: Path, state: dict[str, Any]) -> dict[str, Prediction]:
+    """The prediction for each method of a sweep whose runs are finished, from the parameters that it learned."""
+    found = {}
+    for name in state["encodings"]:
+        method = report.method_of(state, name)
+        paths = [
+            folder / "runs" / report.run_name(method, seed) / "checkpoints" / checkpoints.LAST
+            for seed in state["seeds"]
+        ]
+        paths = [path for path in paths if path.is_file()]
+        if paths:
+            found[name] = _prediction(method, paths)
+    return found
+
+
+def _prediction(method: dict[str, Any], paths: list[Path]) -> Prediction:
+    if {method["positions_train"], method["positions_eval"] or report.IDENTITY} != {report.IDENTITY}:
+        return Prediction(NONE, why="positions are moved")
+    if method["rpe"].partition(":")[0] not in names():
+        return Prediction(NONE, why="not loaded: give --rpe-module")
+    encodings = [encoding for path in paths for encoding in trained.load_encodings(path).encodings]
+    decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
+    of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
+    return Prediction(of_all, decisions.count(CONVERGES), len(decisions))
 
 
 def judge(rows: list[dict[str, Any]], trained_at: int, predictions: Mapping[str, Prediction]) -> list[Judged]:
@@ -98,30 +115,28 @@ def markdown(judged: list[Judged], trained_at: int, limit: float) -> str:
     both, one_sided = (_two_by_two(judged, limit, side) for side in (False, True))
     text += f"\nPredicted by the series (rows), observed at δ = {limit:g} (columns):\n\n{both}{_where(judged, False)}\n"
     if one_sided == both:
-        return f"{text}One-sided, the table is the same. {_where(judged, True)}\n"
+        return f"{text}\nOne-sided, the table is the same.{_where(judged, True)}\n"
     return f"{text}\nThe same one-sided:\n\n{one_sided}{_where(judged, True)}\n"
 
 
 def _two_by_two(judged: list[Judged], limit: float, one_sided: bool) -> str:
     lines = [["", "extrapolates", "does not"], ["---"] * 3]
-    for verdict in _PREDICTIONS:
-        names: dict[bool, list[str]] = {True: [], False: []}
+    for said in _PREDICTIONS:
+        observed: dict[bool, list[str]] = {True: [], False: []}
         for one in judged:
-            if one.prediction.verdict == verdict:
-                names[one.found.extrapolates(limit, one_sided)].append(one.name)
-        if verdict in (CONVERGES, DIVERGES) or any(names.values()):
-            label = "no prediction" if verdict == NONE else verdict
-            lines.append([label, *(f"{len(n)}: {', '.join(n)}" if n else "0" for n in names.values())])
+            if one.prediction.verdict == said:
+                observed[one.found.extrapolates(limit, one_sided)].append(one.name)
+        if said in (CONVERGES, DIVERGES) or any(observed.values()):
+            label = "no prediction" if said == NONE else said
+            lines.append([label, *(f"{len(n)}: {', '.join(n)}" if n else "0" for n in observed.values())])
     return report.align(lines, right=False)
 
 
 def _where(judged: list[Judged], one_sided: bool) -> str:
     """The δ at which prediction and observation agree for every method."""
     sides = {
-        verdict: [
-            one.found.worst if one_sided else one.found.largest for one in judged if one.prediction.verdict == verdict
-        ]
-        for verdict in (CONVERGES, DIVERGES)
+        said: [one.found.worst if one_sided else one.found.largest for one in judged if one.prediction.verdict == said]
+        for said in (CONVERGES, DIVERGES)
     }
     if not all(sides.values()):
         return "\nOnly one kind of series is here, so nothing can disagree for every δ."

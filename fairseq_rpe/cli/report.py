@@ -12,30 +12,37 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.cli.files import atomic_write, read_json, read_json_lines
+from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_float
 from fairseq_rpe.core.errors import UserError
 
 STATE = "sweep.json"
 RESULTS = "eval.jsonl"
 IDENTITY = "identity"
 _LONGEST_NAME = 80
+DELTA = 0.05
 COLUMNS = ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed")
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("report", help="write the table and the figure of a sweep")
     parser.add_argument("sweep", type=Path, metavar="DIR", help="the sweep's --out folder")
+    parser.add_argument(
+        "--delta", type=positive_float, metavar="X", help=f"δ of Definition 0.1, a relative deviation ({DELTA:g})"
+    )
+    add_rpe_module(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    write(args.sweep, redraw=True)
+    load_rpe_module(args.rpe_module)
+    write(args.sweep, redraw=True, delta=args.delta)
     return 0
 
 
-def write(folder: Path, redraw: bool) -> None:
-    """Write results.csv, results.md and the figure, and print the table and where things are.
+def write(folder: Path, redraw: bool, delta: float | None = None) -> None:
+    """Write results.csv, results.md, extrapolation.csv and the figure, and print the table and where things are.
 
-    Without ``redraw`` an existing figure is kept when the results are the same as before.
+    Without ``redraw`` they are kept when the results are the same as before.
     """
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} holds no {STATE}: name the --out folder of a sweep")
@@ -43,6 +50,8 @@ def write(folder: Path, redraw: bool) -> None:
     if state.get("algorithms"):
         from fairseq_rpe.cli import exactness
 
+        if delta is not None:
+            raise UserError(f"--delta is about perplexity and {folder} counts exact answers: drop it")
         exactness.write(folder, state, redraw)
         return
     trained_at = state["settings"]["tokens"]
@@ -51,14 +60,22 @@ def write(folder: Path, redraw: bool) -> None:
         raise UserError(f"{folder} holds no finished evaluation yet: run its sweep first")
     text = _csv(rows)
     table_path, figure_paths = folder / "results.csv", [folder / "ppl.png", folder / "ppl.pdf"]
+    text_path, verdict_path = folder / "results.md", folder / "extrapolation.csv"
     same = table_path.exists() and table_path.read_text(encoding="utf-8") == text
-    atomic_write(table_path, text)
-    table = markdown(rows, trained_at) + published(state)
-    atomic_write(folder / "results.md", table)
-    if redraw or not same or not all(path.exists() for path in figure_paths):
+    if redraw or not same or not all(path.exists() for path in (text_path, verdict_path, *figure_paths)):
+        from fairseq_rpe.cli import definition
         from fairseq_rpe.cli.figure import draw
 
+        delta = delta or DELTA
+        judged = definition.judge(rows, trained_at, definition.predict(folder, state))
+        table = markdown(rows, trained_at) + definition.markdown(judged, trained_at, delta) + published(state)
         draw(rows, trained_at, figure_paths)
+        atomic_write(verdict_path, definition.to_csv(judged, delta))
+        atomic_write(text_path, table)
+        # last, because the rest is taken to belong to it
+        atomic_write(table_path, text)
+    else:
+        table = text_path.read_text(encoding="utf-8")
     print(table)
     print(f"results:     {table_path}")
     print(f"figure:      {figure_paths[0]}")
