@@ -87,6 +87,23 @@ def make_model(task, rpe: str, seed: int = 0, **changes):
     return TransformerRPELanguageModel.build_model(model_args(rpe, **changes), task).eval()
 
 
+def save_checkpoint(folder, spec, layers=1, change=None, **model):
+    """What a run of a sweep leaves behind, without the rest of its model."""
+    from fairseq_rpe.encodings import build
+
+    torch.manual_seed(0)
+    made = [build(spec, 4, 32, 64) for _ in range(layers)]
+    for encoding in made:
+        if change is not None:
+            change(encoding)
+    values = {f"decoder.encodings.{i}.{k}": v for i, e in enumerate(made) for k, v in e.state_dict().items()}
+    cfg = {"rpe": spec, "decoder_attention_heads": 4, "decoder_embed_dim": 32, "rpe_train_length": 64, **model}
+    path = folder / "checkpoints" / "checkpoint_last.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"cfg": {"model": cfg}, "model": {"decoder.embed_tokens.weight": torch.zeros(3), **values}}, path)
+    return path, made
+
+
 def run(*command: str | Path, ok: bool = True, timeout: int = 300, **kwargs) -> subprocess.CompletedProcess:
     """Run a command; by default it must succeed."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, **kwargs)

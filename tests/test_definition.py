@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from conftest import save_checkpoint
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
 from fairseq_rpe.analysis.extrapolation import agreeing
@@ -14,7 +15,6 @@ from fairseq_rpe.cli import definition, report
 from fairseq_rpe.cli.definition import NONE, Prediction
 from fairseq_rpe.cli.trained import load_encodings
 from fairseq_rpe.core import UserError
-from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.constraints import positive_inverse
 
 PPL = {
@@ -89,21 +89,6 @@ def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
         -0.1
     )
     assert line["worst_rise"] == "0.0" and (line["extrapolates"], line["extrapolates_one_sided"]) == ("no", "yes")
-
-
-def save_checkpoint(folder, spec, layers=1, change=None, **model):
-    """What a run of a sweep leaves behind, without the rest of its model."""
-    torch.manual_seed(0)
-    made = [build(spec, 4, 32, 64) for _ in range(layers)]
-    for encoding in made:
-        if change is not None:
-            change(encoding)
-    values = {f"decoder.encodings.{i}.{k}": v for i, e in enumerate(made) for k, v in e.state_dict().items()}
-    cfg = {"rpe": spec, "decoder_attention_heads": 4, "decoder_embed_dim": 32, "rpe_train_length": 64, **model}
-    path = folder / "checkpoints" / "checkpoint_last.pt"
-    path.parent.mkdir(parents=True)
-    torch.save({"cfg": {"model": cfg}, "model": {"decoder.embed_tokens.weight": torch.zeros(3), **values}}, path)
-    return path, made
 
 
 def p_of_heads(*p):

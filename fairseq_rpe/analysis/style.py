@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
     for spec in specs:
         if spec in fixed:
             continue
-        name = spec.partition(":")[0]
+        name = re.split(r"[:\s]", spec, maxsplit=1)[0]  # without options, "(layer 0)" …
         colour = _KNOWN[name][0] if name in _KNOWN else zlib.crc32(name.encode()) % count
         places = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
         fixed[spec] = next((place for place in places if place not in taken), places[0])

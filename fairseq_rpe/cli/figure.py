@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.analysis.style import looks
 from fairseq_rpe.cli.files import replace_with
 from fairseq_rpe.cli.report import mean, names_and_lengths
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def draw(rows: list[dict[str, Any]], trained_at: int, paths: list[Path]) -> None:
     """Draw once, save to every path in the format of its ending."""
-    import matplotlib
+    figure = perplexity(rows, trained_at)
+    for path in paths:
+        replace_with(path, lambda target: figure.savefig(target, dpi=160))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def perplexity(rows: list[dict[str, Any]], trained_at: int) -> Figure:
+    """Perplexity per token against evaluation length, mean and range over seeds."""
+    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     encodings, lengths = names_and_lengths(rows)
     shown = looks(encodings)
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4 if len(encodings) < 7 else 7.8, 4.2), layout="constrained")
+    axes = figure.subplots()
     for spec in encodings:
         points = [(n, p) for n in lengths if (p := mean(rows, spec, n, "ppl")) is not None]
         colour, marker, dashes = shown[spec]
@@ -36,8 +44,8 @@ def draw(rows: list[dict[str, Any]], trained_at: int, paths: list[Path]) -> None
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("evaluation length (tokens)")
     axes.set_ylabel("perplexity per token")
-    axes.legend(frameon=False, fontsize="small")
+    # many lines leave no room for their names among them
+    beside = {} if len(encodings) < 7 else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    axes.legend(frameon=False, fontsize="small", **beside)
     axes.grid(alpha=0.25)
-    for path in paths:
-        replace_with(path, lambda target: figure.savefig(target, dpi=160))
-    pyplot.close(figure)
+    return figure

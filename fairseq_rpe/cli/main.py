@@ -9,7 +9,19 @@ import sys
 from collections.abc import Sequence
 
 from fairseq_rpe import __version__
-from fairseq_rpe.cli import accuracy, evaluate, fire_fit, inspect, prepare, processes, report, sensitivity, sweep, train
+from fairseq_rpe.cli import (
+    accuracy,
+    evaluate,
+    figures,
+    fire_fit,
+    inspect,
+    prepare,
+    processes,
+    report,
+    sensitivity,
+    sweep,
+    train,
+)
 from fairseq_rpe.core.errors import UserError
 
 
@@ -22,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fairseq-rpe {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (prepare, train, evaluate, accuracy, sweep, report, sensitivity, fire_fit, inspect):
+    for module in (prepare, train, evaluate, accuracy, sweep, report, figures, sensitivity, fire_fit, inspect):
         module.add_parser(subparsers)
     return parser
 

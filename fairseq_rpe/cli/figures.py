@@ -1,0 +1,263 @@
+"""``figures``: every figure on encodings that there is, from specs or from the checkpoints of a sweep."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fairseq_rpe.cli import checkpoints, report
+from fairseq_rpe.cli.files import read_json, replace_with
+from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
+from fairseq_rpe.core.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fairseq_rpe.encodings import Encoding
+
+_LONGEST = 16_384
+_WINDOW = "window:window=64"  # the one encoding that has to be given a number
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "figures",
+        help="draw encodings side by side: heat maps, profiles, receptive fields, what a sweep learned",
+        description="Draws each figure as PNG and PDF. Of specs: exp(bias) as heat maps, the bias over distance, the "
+        "theoretical receptive field. Of a sweep the same with the parameters that it learned, and also perplexity, "
+        "learned biases of single queries, biases over training and, with --data, the empirical receptive field.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="encodings (default: all that have a bias)")
+    parser.add_argument("--sweep", type=Path, metavar="DIR", help="in place of specs: the --out folder of a sweep")
+    parser.add_argument("--data", type=Path, metavar="DATA", help="binarised text for the empirical receptive field")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/figures, or figures in the sweep")
+    parser.add_argument("--length", type=positive_int, default=512, metavar="N", help="tokens or distances shown (512)")
+    parser.add_argument("--heads", type=positive_int, metavar="H", help="heads of specs (8)")
+    parser.add_argument(
+        "--head", type=positive_int, metavar="K", help="head shown where one is shown (default: a middle one)"
+    )
+    parser.add_argument(
+        "--seed", type=positive_int, metavar="S", help="initial values of specs, or run of the sweep (1)"
+    )
+    add_rpe_module(parser)
+    parser.set_defaults(run=run)
+
+
+@dataclass
+class Subjects:
+    """What is drawn. ``encodings``: label -> one for the model, or one per layer."""
+
+    encodings: dict[str, list[Encoding]]
+    head: int
+    seed: int
+    folder: Path | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def biased(self) -> dict[str, Encoding]:
+        """The encodings with an additive bias, each layer's where they are not shared."""
+        from fairseq_rpe.core import Positions
+
+        return {
+            f"{name} (layer {index})" if len(encodings) > 1 else name: encoding
+            for name, encodings in self.encodings.items()
+            for index, encoding in enumerate(encodings)
+            if encoding.form(Positions.arange(2)) is not None
+        }
+
+    def run_name(self, name: str) -> str:
+        return report.run_name(report.method_of(self.state, name), self.seed)
+
+    def checkpoint(self, name: str) -> Path:
+        """Of a sweep: the last checkpoint of a method's run."""
+        return self.folder / "runs" / self.run_name(name) / "checkpoints" / checkpoints.LAST
+
+    def events(self, name: str) -> Path:
+        """Of a sweep: the TensorBoard folder of a method's run."""
+        return self.folder / "tensorboard" / self.run_name(name)
+
+
+class Skip(Exception):
+    """A figure that cannot be drawn of these subjects, and why."""
+
+
+def run(args: argparse.Namespace) -> int:
+    subjects = _subjects(args)
+    folder = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
+    _make_folder(folder)
+    drawn, skipped = [], []
+    for name, make in FIGURES.items():
+        try:
+            figures = make(subjects, args)
+        except Skip as reason:
+            skipped.append(f"{name}: {reason}")
+            continue
+        for stem, figure in figures.items():
+            for ending in ("png", "pdf"):
+                replace_with(folder / f"{stem}.{ending}", lambda target, figure=figure: figure.savefig(target, dpi=160))
+            drawn.append(folder / f"{stem}.png")
+            print(f"{drawn[-1]}, also as .pdf", flush=True)
+    for line in skipped:
+        print(f"not drawn, {line}")
+    return 0
+
+
+def _subjects(args: argparse.Namespace) -> Subjects:
+    if args.length < 2 or args.length > _LONGEST:
+        raise UserError(f"--length {args.length} is out of range: choose 2 to {_LONGEST}")
+    if args.sweep is not None and args.specs:
+        raise UserError("name either specs or --sweep DIR, not both")
+    if args.sweep is not None and args.heads is not None:
+        raise UserError("--heads does not go with --sweep: its checkpoints have theirs")
+    if args.data is not None and args.sweep is None:
+        raise UserError("--data is for the empirical receptive field of checkpoints: give --sweep DIR too")
+    load_rpe_module(args.rpe_module)
+    seed = args.seed or 1
+    subjects = _of_sweep(args.sweep, seed) if args.sweep is not None else _of_specs(args, seed)
+    heads = min(e[0].heads for e in subjects.encodings.values())
+    subjects.head = args.head or (heads + 1) // 2
+    if subjects.head > heads:
+        raise UserError(f"--head {args.head}: there are {heads} heads")
+    return subjects
+
+
+def _of_specs(args: argparse.Namespace, seed: int) -> Subjects:
+    import torch
+
+    from fairseq_rpe.encodings import build, names
+
+    heads, found = args.heads or 8, {}
+    for spec in args.specs or [_WINDOW if name == "window" else name for name in names()]:
+        torch.manual_seed(seed)
+        if spec in found:
+            raise UserError(f"'{spec}' is named twice: leave one out")
+        found[spec] = [build(spec, heads, 64 * heads, args.length)]
+    subjects = Subjects(found, 1, seed)
+    without = [name for name in found if name not in subjects.biased]
+    if args.specs and without:
+        raise UserError(f"'{without[0]}' has no additive bias to draw: leave it out")
+    subjects.encodings = {name: e for name, e in found.items() if name not in without}
+    return subjects
+
+
+def _of_sweep(folder: Path, seed: int) -> Subjects:
+    from fairseq_rpe.cli.trained import load_encodings
+
+    if not (folder / report.STATE).is_file():
+        raise UserError(f"{folder} holds no {report.STATE}: name the --out folder of a sweep")
+    state = read_json(folder / report.STATE)
+    if state.get("algorithms"):
+        raise UserError(f"{folder} is a sweep of algorithmic tasks: these figures are for text")
+    subjects = Subjects({}, 1, seed, folder, state)
+    for name in state["encodings"]:
+        if (path := subjects.checkpoint(name)).is_file():
+            subjects.encodings[name] = load_encodings(path).encodings
+    if not subjects.encodings:
+        raise UserError(f"{folder} holds no finished run of seed {seed}: run its sweep first or choose another --seed")
+    return subjects
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made ({error.strerror}): name another folder") from None
+
+
+def draw_heat_maps(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
+    from fairseq_rpe.analysis import encoding_figures
+    from fairseq_rpe.analysis.bias_figures import bias_map
+
+    maps, step = {}, 1
+    for name, encoding in _some(subjects.biased).items():
+        bias, step = bias_map(encoding, args.length, [subjects.head - 1])
+        maps[name] = bias[0]
+    return {"heat_maps": encoding_figures.heat_maps(maps, step, subjects.head)}
+
+
+def draw_profiles(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
+    from fairseq_rpe.analysis import encoding_figures
+
+    values = {name: encoding.profile(args.length) for name, encoding in _some(subjects.biased).items()}
+    one = {name: profile[subjects.head - 1] for name, profile in values.items()}
+    return {
+        "profiles": encoding_figures.profiles(values),
+        "profiles_compared": encoding_figures.compared(one, subjects.head),
+    }
+
+
+def draw_perplexity(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
+    from fairseq_rpe.cli.figure import perplexity
+
+    if subjects.folder is None:
+        raise Skip("needs --sweep")
+    rows = report.collect(subjects.folder, subjects.state)
+    if not rows:
+        raise Skip("the sweep has no finished evaluation")
+    return {"ppl": perplexity(rows, subjects.state["settings"]["tokens"])}
+
+
+def draw_queries(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
+    import torch
+
+    from fairseq_rpe.analysis import encoding_figures
+    from fairseq_rpe.encodings import PairBias
+
+    if subjects.folder is None:
+        raise Skip("needs --sweep, because it shows learned biases")
+    trained = subjects.state["settings"]["tokens"]
+    queries = sorted({trained // 2, trained, args.length})
+    figures = {}
+    for name, encodings in subjects.encodings.items():
+        if isinstance(encodings[0], PairBias) and list(encodings[0].parameters()):
+            biases = {i: torch.stack([e.profile(i + 1).flip(-1) for e in encodings]) for i in queries}
+            figures[f"queries-{report.slug(name, subjects.seed)}"] = encoding_figures.of_queries(biases, name)
+    if not figures:
+        raise Skip("the sweep has no learned bias of both positions, such as fire")
+    return figures
+
+
+def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
+    import torch
+
+    from fairseq_rpe.analysis import encoding_figures
+    from fairseq_rpe.cli.board import profiles_of
+
+    if subjects.folder is None:
+        raise Skip("needs --sweep")
+    figures = {}
+    for name, encodings in subjects.encodings.items():
+        looks = profiles_of(subjects.events(name)) if list(encodings[0].parameters()) else []
+        if len(looks) < 2:
+            continue
+        places = looks[0]["bias"]
+        values = {
+            f"{place}, head {head + 1}": torch.tensor([look["bias"][place][head] for look in looks])
+            for place, heads in places.items()
+            for head in range(len(heads))
+        }
+        steps = [look["step"] for look in looks]
+        stem = f"training-{report.slug(name, subjects.seed)}"
+        figures[stem] = encoding_figures.over_training(values, looks[0]["distances"], steps, name)
+    if not figures:
+        raise Skip("no run with learned biases was trained with --inspect-every")
+    return figures
+
+
+def _some(found: dict[str, Encoding]) -> dict[str, Encoding]:
+    if not found:
+        raise Skip("none has an additive bias")
+    return found
+
+
+FIGURES: dict[str, Callable[[Subjects, argparse.Namespace], dict[str, Any]]] = {
+    "heat maps of exp(bias)": draw_heat_maps,
+    "bias over distance": draw_profiles,
+    "perplexity": draw_perplexity,
+    "learned biases of single queries": draw_queries,
+    "biases over training": draw_training,
+}

@@ -1,0 +1,176 @@
+"""``figures``: what is drawn is what the encodings are, of specs and of a sweep's checkpoints; refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import save_checkpoint
+
+from fairseq_rpe.analysis import encoding_figures, style
+from fairseq_rpe.analysis.bias_figures import bias_map
+from fairseq_rpe.cli import report
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
+from fairseq_rpe.encodings import build, names
+
+
+def panels(figure):
+    return [axes for axes in figure.axes if axes.get_visible() and axes.get_title()]
+
+
+def test_heat_maps_are_the_weights_of_the_bias_alone():
+    maps = {name: bias_map(build(name, 4, 64), 9, [1])[0][0] for name in ("alibi", "sandwich", "kerple_log")}
+    shown = panels(encoding_figures.heat_maps(maps, 1, 2))
+    assert [axes.get_title() for axes in shown] == list(maps)
+    for axes, bias in zip(shown, maps.values(), strict=True):
+        image = axes.images[0].get_array()
+        for query in range(9):
+            row = bias[query, : query + 1]
+            expected = (row - row.max()).exp().clamp_min(1e-4).tolist()
+            assert image[query, : query + 1].tolist() == pytest.approx(expected)
+            assert image.mask[query, query + 1 :].all() or torch.tensor(image[query, query + 1 :]).isnan().all()
+
+
+def test_profiles_keep_heads_and_distances():
+    values = {name: build(name, 3, 96).profile(40) for name in ("type2", "inv_n")}
+    for axes, profile in zip(panels(encoding_figures.profiles(values)), values.values(), strict=True):
+        assert len(axes.lines) == 3
+        for line, head in zip(axes.lines, profile, strict=True):
+            assert line.get_ydata().tolist() == pytest.approx((head - head.max()).clamp_min(-24).tolist())
+            assert list(line.get_xdata()) == list(range(40))
+
+
+def test_one_head_compared_has_each_encodings_look():
+    values = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "type1", "type2")}
+    [axes] = encoding_figures.compared(values, 3).axes
+    looks = style.looks(list(values))
+    for line in axes.lines:
+        profile = values[line.get_label()]
+        assert line.get_ydata().tolist() == pytest.approx((profile - profile.max()).exp().tolist())
+        assert (line.get_color(), line.get_marker()) == looks[line.get_label()][:2]
+    assert axes.get_xscale() == axes.get_yscale() == "log" and "tokens" in axes.get_xlabel()
+
+
+def test_queries_and_training_show_the_given_numbers():
+    biases = {i: torch.randn(2, 3, i + 1) for i in (4, 9)}
+    shown = panels(encoding_figures.of_queries(biases, "fire"))
+    assert [axes.get_title() for axes in shown] == [f"query {i}, layer {k}" for i in (4, 9) for k in (0, 1)]
+    for axes, (i, layer) in zip(shown, [(i, k) for i in (4, 9) for k in (0, 1)], strict=True):
+        for head, line in enumerate(axes.lines):
+            assert line.get_ydata().tolist() == pytest.approx(biases[i][layer, head].tolist())
+    values = {"model, head 1": torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -3.0]])}
+    [axes] = panels(encoding_figures.over_training(values, [0, 1, 8], [0, 100], "kerple_log"))
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[0, -1, -2], [0, -2, -5]]
+    assert axes.lines[0].get_color() != axes.lines[1].get_color()
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(UserError, match="nothing to draw"):
+        encoding_figures.heat_maps({}, 1, 1)
+
+
+def drawn(folder):
+    found = sorted(path.name for path in folder.iterdir())
+    for path in folder.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")
+    return {name for name in found if name.endswith(".png")}, {name for name in found if name.endswith(".pdf")}
+
+
+def test_command_on_all_encodings(tmp_path, capsys, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(encoding_figures, "profiles", spy(encoding_figures.profiles, seen))
+    assert main(["figures", "--out", str(tmp_path), "--length", "48", "--heads", "2", "--head", "2"]) == 0
+    said = capsys.readouterr().out
+    png, pdf = drawn(tmp_path)
+    assert {"heat_maps.png", "profiles.png", "profiles_compared.png"} <= png
+    assert {name[:-4] for name in png} == {name[:-4] for name in pdf}
+    assert "not drawn, perplexity: needs --sweep" in said and str(tmp_path / "heat_maps.png") in said
+    [values] = seen["args"]
+    plain = {name.partition(":")[0] for name in values}
+    none = {"nope", "sinusoidal", "learned", "rope", "xpos"}
+    assert plain == set(names()) - none  # every registered encoding with a bias
+    assert all(profile.shape == (2, 48) for profile in values.values())
+
+
+def spy(function, seen):
+    def called(*args):
+        seen["args"] = args
+        return function(*args)
+
+    return called
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A folder as a sweep leaves it: kerple_log and fire of two layers, one method without bias."""
+    state = {"settings": {"tokens": 16, "subset": "test"}, "encodings": ["kerple_log", "fire", "rope"], "seeds": [3]}
+    (tmp_path / report.STATE).write_text(json.dumps(state))
+    for name, layers in (("kerple_log", 1), ("fire", 2), ("rope", 1)):
+        folder = tmp_path / "runs" / report.run_name(report.method_of(state, name), 3)
+        save_checkpoint(folder, name, layers)
+        (folder / "checkpoints" / "run.json").write_text(json.dumps({"finished": {"checkpoint": "c"}}))
+        rows = [{"checkpoint": "c", "subset": "test", "length": n, "ppl": 9.0 + n / 99} for n in (16, 32)]
+        (folder / report.RESULTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
+    seen, asked = {}, {}
+    monkeypatch.setattr(encoding_figures, "profiles", spy(encoding_figures.profiles, seen))
+    monkeypatch.setattr(encoding_figures, "of_queries", spy(encoding_figures.of_queries, asked))
+    assert main(["figures", "--sweep", str(sweep), "--seed", "3", "--length", "40"]) == 0
+    png, pdf = drawn(sweep / "figures")
+    expected = {"heat_maps", "profiles", "profiles_compared", "ppl", "queries-fire-seed3"}
+    assert {f"{stem}.png" for stem in expected} <= png and {f"{stem}.pdf" for stem in expected} <= pdf
+    [values] = seen["args"]
+    assert list(values) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]
+    state = torch.load(sweep / "runs" / "fire-seed3" / "checkpoints" / "checkpoint_last.pt")["model"]
+    second = build("fire", 4, 32, 64)
+    second.load_state_dict({k[21:]: v for k, v in state.items() if k.startswith("decoder.encodings.1.")})
+    assert torch.equal(values["fire (layer 1)"], second.profile(40))
+    biases, name = asked["args"]
+    assert name == "fire" and list(biases) == [8, 16, 40]
+    j = torch.arange(17, dtype=torch.float64)[None]
+    assert torch.allclose(biases[16][1], second.bias(j[:, -1:], j)[0, :, 0], rtol=0, atol=1e-12)
+    assert "not drawn, biases over training" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["alibi", "--length", "1"], "--length 1 is out of range"),
+        (["rope"], "'rope' has no additive bias"),
+        (["alibi", "alibi"], "named twice"),
+        (["alibii"], "did you mean 'alibi'"),
+        (["alibi", "--head", "9"], "--head 9: there are 8 heads"),
+        (["alibi", "--data", "x"], "--data is for the empirical"),
+        (["--sweep", "nowhere"], "nowhere holds no sweep.json"),
+        (["alibi", "--out", "/dev/null/x"], "--out /dev/null/x cannot be made"),
+    ],
+)
+def test_refusals_are_one_line(argv, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["figures", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_sweep_is_not_mixed_with_specs_and_needs_a_finished_run(sweep, capsys):
+    for argv, words in (
+        (["alibi", "--sweep", str(sweep)], "not both"),
+        (["--sweep", str(sweep), "--heads", "4"], "--heads does not go with --sweep"),
+        (["--sweep", str(sweep)], "no finished run of seed 1"),
+    ):
+        assert main(["figures", *argv]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_heat_map_of_a_window_has_no_holes():
+    bias = bias_map(build("window:window=3", 1, 8), 6, [0])[0][0]
+    [axes] = panels(encoding_figures.heat_maps({"window:window=3": bias}, 1, 1))
+    image = axes.images[0].get_array()
+    assert image[5].tolist() == pytest.approx([1e-4] * 3 + [1.0] * 3) and math.isfinite(image[5].sum())
