@@ -129,7 +129,8 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
     assert list(values) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]
     state = torch.load(sweep / "runs" / "fire-seed3" / "checkpoints" / "checkpoint_last.pt")["model"]
     second = build("fire", 4, 32, 64)
-    second.load_state_dict({k[21:]: v for k, v in state.items() if k.startswith("decoder.encodings.1.")})
+    prefix = "decoder.encodings.1."
+    second.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
     assert torch.equal(values["fire (layer 1)"], second.profile(40))
     biases, name = asked["args"]
     assert name == "fire" and list(biases) == [8, 16, 40]

@@ -182,8 +182,8 @@ def test_report_table(tmp_path, capsys):
         "| type1:form=paper | 40.00 |       |          |\n"
     )
     assert "128 / 64" in capsys.readouterr().out
-    expected = ["extrapolation.csv", "ppl.pdf", "ppl.png", "results.csv", "results.md", "runs", "sweep.json"]
-    assert sorted(os.listdir(tmp_path)) == expected
+    made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "results.csv", "results.md", "tensorboard"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
 
 
 def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):

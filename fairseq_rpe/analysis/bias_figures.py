@@ -14,13 +14,11 @@ from torch import Tensor
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
+from .style import DASHES, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, those of fairseq_rpe.cli.figure, which this room may not import; a test compares them.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 _CELLS = 256  # queries and keys shown at most: a panel has no more pixels than that
 _HEADS = 4
 
@@ -46,16 +44,14 @@ def some_heads(heads: int, at_most: int = _HEADS) -> list[int]:
 def bias_map(encoding: Encoding, length: int, heads: Sequence[int]) -> tuple[Tensor, int]:
     """The exact bias of ``heads`` at plain positions: (len(heads), n, n) float64, and the tokens between neighbours.
 
-    Every token up to 256, beyond that every second, third, …; row i is the query, column j the key.
+    Every token up to 256, beyond that every second, third, …; row i is the query, column j the key. The encoding has
+    a bias.
     """
     first = next(encoding.parameters(), None)
     pos = Positions.arange(length, dtype=torch.float64, device=None if first is None else first.device)
-    form = encoding.form(pos)
-    if form is None:
-        raise ValueError("this encoding has no additive bias")
     step = -(-length // _CELLS)
     shown = slice(0, None, step)
-    return block(form, pos, shown, shown)[0, list(heads)].cpu(), step
+    return block(encoding.form(pos), pos, shown, shown)[0, list(heads)].cpu(), step
 
 
 def profile_figure(profile: Tensor, title: str) -> Figure:
@@ -71,7 +67,7 @@ def profile_figure(profile: Tensor, title: str) -> Figure:
             range(n),
             values,
             color=PALETTE[head % len(PALETTE)],
-            linestyle=_DASHES[head // len(PALETTE) % len(_DASHES)],
+            linestyle=DASHES[head // len(PALETTE) % len(DASHES)],
             linewidth=1.6,
             label=f"head {head + 1}",
         )
@@ -85,30 +81,27 @@ def profile_figure(profile: Tensor, title: str) -> Figure:
     return figure
 
 
-def exp_bias_figure(bias: Tensor, title: str, heads: Sequence[int] | None = None, step: int = 1) -> Figure:
+def exp_bias_figure(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
     """exp(bias) as a map per head, keys to the right and queries downwards; the future stays grey.
 
     Args:
-        bias: (H', n, n) log-bias of query × key, or (H', n) over the distances 0 … n-1.
+        bias: (H', n, n) log-bias of query × key, as :func:`bias_map` gives it.
         title: of the figure.
-        heads: indices of the H' heads in their model, for the panel titles (default: 0 … H'-1).
+        heads: indices of the H' heads in their model, for the panel titles.
         step: tokens between neighbouring rows and columns.
     """
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
-    if bias.dim() == 2:
-        at = torch.arange(bias.shape[1])
-        bias = bias[:, (at[:, None] - at).clamp_min(0)]
     count, n, _ = bias.shape
     values = bias.double().cpu().exp()
     past = torch.ones(n, n, dtype=torch.bool).tril()
     seen = values[:, past]
     seen = seen[seen.isfinite()]
     top = seen.max().item() if len(seen) else 1.0
-    scale = ScalarMappable(Normalize(0.0, top if top > 0 else 1.0), "viridis")
-    scale.cmap.set_bad("0.9")
+    scale = ScalarMappable(Normalize(0.0, top if top > 0 else 1.0), colormaps["viridis"].with_extremes(bad="0.9"))
 
     columns = count if count <= 2 else -(-count // 2)
     rows = -(-count // columns)
@@ -122,7 +115,7 @@ def exp_bias_figure(bias: Tensor, title: str, heads: Sequence[int] | None = None
         shown = values[number].masked_fill(~past, torch.nan)
         # nearest: a blend of two cells is nobody's bias
         axes.imshow(shown, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
-        axes.set_title(f"head {(heads[number] if heads is not None else number) + 1}", fontsize="small")
+        axes.set_title(f"head {heads[number] + 1}", fontsize="small")
         axes.locator_params(nbins=5, integer=True)
         axes.tick_params(labelsize="small")
     figure.colorbar(scale, ax=panels[:count], label="exp(bias)", shrink=0.9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,11 @@ def record(method: Method) -> dict[str, Any]:
     return {"rpe": method.rpe, "positions_train": method.positions_train, "positions_eval": method.positions_eval}
 
 
-def make(args: argparse.Namespace, methods: list[Method]) -> list[Cell]:
-    """One cell per (encoding, training positions, task, seed): methods that differ in evaluation alone share it."""
+def make(args: argparse.Namespace, methods: list[Method], unseen: Collection[str] = ()) -> list[Cell]:
+    """One cell per (encoding, training positions, task, seed): methods that differ in evaluation alone share it.
+
+    The encodings in ``unseen`` are trained without --inspect-every.
+    """
     cells: dict[str, Cell] = {}
     digest = None if args.algorithms else corpus.digest(args.data)
     for algorithm in args.algorithms or [None]:
@@ -79,13 +83,19 @@ def make(args: argparse.Namespace, methods: list[Method]) -> list[Cell]:
             for seed in args.seeds:
                 name = report.run_name(record(method), seed, algorithm)
                 if name not in cells:
-                    cells[name] = _cell(args, method, seed, algorithm, name, digest)
+                    cells[name] = _cell(args, method, seed, algorithm, name, digest, method.rpe not in unseen)
                 cells[name].evaluations.append(_evaluation(args, cells[name], method, algorithm, digest))
     return list(cells.values())
 
 
 def _cell(
-    args: argparse.Namespace, method: Method, seed: int, algorithm: str | None, name: str, digest: str | None
+    args: argparse.Namespace,
+    method: Method,
+    seed: int,
+    algorithm: str | None,
+    name: str,
+    digest: str | None,
+    inspected: bool,
 ) -> Cell:
     folder = args.out / "runs" / name
     argv = ["--algorithm", algorithm] if algorithm else [str(args.data)]
@@ -97,6 +107,7 @@ def _cell(
         argv += _flag(args, flag)
     for flag in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout"):
         argv += _flag(args, flag)
+    argv += _flag(args, "inspect_every") if inspected else []
     wanted = train.plan(train.parse(argv, args.extra), digest or "")
     return Cell(
         folder=folder,

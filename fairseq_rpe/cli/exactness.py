@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.algorithms import build
+from fairseq_rpe.cli import board
 from fairseq_rpe.cli.files import atomic_write, replace_with
-from fairseq_rpe.cli.report import align, measured, method_of
+from fairseq_rpe.cli.report import BOARD, align, measured, method_of
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import parse
 
@@ -30,8 +31,11 @@ def write(folder: Path, state: dict[str, Any], redraw: bool) -> None:
     atomic_write(path, out.getvalue())
     table = markdown(rows, state)
     atomic_write(folder / "accuracy.md", table)
-    if redraw or not same or not all(figure.exists() for figure in figures):
+    if redraw or not same or not all(figure.exists() for figure in [*figures, folder / BOARD]):
         draw(rows, state, figures)
+        board.write_algorithms(
+            folder, state, rows, {task: build(task).longest("train") for task in state["algorithms"]}
+        )
     print(table)
     print(f"results:     {path}")
     print(f"figure:      {figures[0]}")

@@ -77,8 +77,8 @@ class Subjects:
         return self.folder / "runs" / self.run_name(name) / "checkpoints" / checkpoints.LAST
 
     def events(self, name: str) -> Path:
-        """Of a sweep: the TensorBoard folder of a method's run."""
-        return self.folder / "tensorboard" / self.run_name(name)
+        """Of a sweep: the folder in which a method's training was inspected."""
+        return self.folder / "tensorboard" / self.run_name(name) / "encodings"
 
 
 class Skip(Exception):
@@ -224,14 +224,13 @@ def draw_queries(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figu
 def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
     import torch
 
-    from fairseq_rpe.analysis import encoding_figures
-    from fairseq_rpe.cli.board import profiles_of
+    from fairseq_rpe.analysis import encoding_figures, history
 
     if subjects.folder is None:
         raise Skip("needs --sweep")
     figures = {}
     for name, encodings in subjects.encodings.items():
-        looks = profiles_of(subjects.events(name)) if list(encodings[0].parameters()) else []
+        looks = history.read(subjects.events(name)) if list(encodings[0].parameters()) else []
         if len(looks) < 2:
             continue
         places = looks[0]["bias"]

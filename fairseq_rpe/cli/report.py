@@ -17,6 +17,7 @@ from fairseq_rpe.core.errors import UserError
 
 STATE = "sweep.json"
 RESULTS = "eval.jsonl"
+BOARD = "tensorboard/evaluation"
 IDENTITY = "identity"
 _LONGEST_NAME = 80
 DELTA = 0.05
@@ -62,14 +63,16 @@ def write(folder: Path, redraw: bool, delta: float | None = None) -> None:
     table_path, figure_paths = folder / "results.csv", [folder / "ppl.png", folder / "ppl.pdf"]
     text_path, verdict_path = folder / "results.md", folder / "extrapolation.csv"
     same = table_path.exists() and table_path.read_text(encoding="utf-8") == text
-    if redraw or not same or not all(path.exists() for path in (text_path, verdict_path, *figure_paths)):
-        from fairseq_rpe.cli import definition
+    kept = (text_path, verdict_path, *figure_paths, folder / BOARD)
+    if redraw or not same or not all(path.exists() for path in kept):
+        from fairseq_rpe.cli import board, definition
         from fairseq_rpe.cli.figure import draw
 
         delta = delta or DELTA
         judged = definition.judge(rows, trained_at, definition.predict(folder, state))
         table = markdown(rows, trained_at) + definition.markdown(judged, trained_at, delta) + published(state)
         draw(rows, trained_at, figure_paths)
+        board.write_text(folder, state, rows)
         atomic_write(verdict_path, definition.to_csv(judged, delta))
         atomic_write(text_path, table)
         # last, because the rest is taken to belong to it

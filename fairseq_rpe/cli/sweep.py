@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--rpe-module {args.rpe_module} does not exist")
     if args.algorithms is None:
         corpus.check_folder(args.data, "train", "valid", args.subset)
-    made = cells.make(args, methods)
+    unseen = _without_bias(args, methods) if args.inspect_every else set()
+    made = cells.make(args, methods, unseen)
     if args.algorithms is None:
         tokens = made[0].wanted.settings["tokens"]
         for split in ("train", "valid"):
@@ -203,6 +204,19 @@ def _check_specs(args: argparse.Namespace, methods: list[Method], made: list[cel
         if (other := seen.get((normal, *moved))) is not None:
             raise UserError(f"'{other}' and '{method.name}' are the same encoding: leave one out")
         seen[normal, *moved] = method.name
+
+
+def _without_bias(args: argparse.Namespace, methods: list[Method]) -> set[str]:
+    """The encodings that --inspect-every has nothing to show of."""
+    specs = list(dict.fromkeys(method.rpe for method in methods))
+    for spec in specs:
+        check_spec(spec, args.rpe_module, 64)
+    unseen = [spec for spec in specs if not train.has_bias(spec)]
+    if len(unseen) == len(specs):
+        raise UserError(f"--inspect-every: no bias to show in {', '.join(unseen)}: drop the flag")
+    if unseen:
+        print(f"--inspect-every: no bias to show in {', '.join(unseen)}", file=sys.stderr)
+    return set(unseen)
 
 
 def _resources(args: argparse.Namespace) -> tuple[int, list[dict[str, str]]]:

@@ -79,6 +79,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"
+    )
     add_rpe_module(parser)
 
 
@@ -146,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
     if args.rpe_module and not args.rpe_module.is_file():
         raise UserError(f"--rpe-module {args.rpe_module} does not exist")
+    if args.inspect_every and not args.tensorboard:
+        raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
     if args.algorithm:
         wanted = plan(args, args.algorithm)
     else:
@@ -166,6 +171,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_spec(args.rpe, args.rpe_module, wanted.settings["tokens"])
     check_positions(args.positions_train, args.positions_eval, wanted.settings["tokens"])
+    if args.inspect_every and not has_bias(args.rpe):
+        raise UserError(
+            f"--inspect-every: '{args.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
+        )
     with lock(folder / ".lock", f"another process is training in {folder}: wait for it or stop it") as held:
         done = _done_so_far(folder, wanted)
         if done < wanted.updates:
@@ -175,6 +184,14 @@ def run(args: argparse.Namespace) -> int:
                 raise UserError(f"fairseq-train ended with code {code}: its messages are above")
         _record_finished(folder, wanted)
     return 0
+
+
+def has_bias(spec: str) -> bool:
+    """Whether an encoding, known to be spelt well, has a bias that --inspect-every can show."""
+    from fairseq_rpe import encodings
+    from fairseq_rpe.core import Positions
+
+    return encodings.build(spec, heads=4, width=128, length=64).form(Positions.arange(2)) is not None
 
 
 def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list[str]]:
@@ -206,6 +223,8 @@ def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list
     command += ["--log-format", args.log_format, "--log-interval", str(args.log_interval)]
     if args.tensorboard:
         command += ["--tensorboard-logdir", str(args.tensorboard)]
+    if args.inspect_every:
+        command += ["--rpe-inspect-every", str(args.inspect_every)]
     command += s["extra"]
     on_cpu = ["--cpu"] if args.device == "cpu" else []
     if s["nproc"] == 1 or _has_cuda(args.device):

@@ -48,6 +48,11 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     rpe_module: Optional[str] = field(
         default=None, metadata={"help": "Python file that registers encodings of your own"}
     )
+    rpe_inspect_every: int = field(
+        default=0,
+        metadata={"help": "updates between pictures of the bias in TensorBoard; 0 = none; needs --tensorboard-logdir"},
+    )
+    rpe_tensorboard: Optional[str] = II("common.tensorboard_logdir")
     # its own copy of the training length: --model-overrides may change tokens_per_sample when a checkpoint is evaluated
     rpe_train_length: Optional[int] = II("task.tokens_per_sample")
     rpe_seed: int = II("common.seed")
@@ -81,6 +86,14 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         decoder = RPEDecoder(
             cfg, task.target_dictionary, cls._embedding(args, task), encodings, moves, str(args.attention_backend)
         )
+        if args.rpe_inspect_every:
+            # here, so that a model that is not inspected loads nothing that draws
+            from ..modules.board import Board
+
+            board = Board(
+                str(args.rpe), args.rpe_inspect_every, str(args.rpe_tensorboard), args.rpe_train_length, _rank()
+            )
+            decoder.register_forward_pre_hook(board)
         return cls(decoder)
 
     @classmethod
@@ -138,6 +151,10 @@ def _refuse_unsupported(args):
         raise UserError("--tie-adaptive-weights needs --adaptive-input")
     if str(args.rpe_share) not in SHARES:
         raise UserError(f"--rpe-share is one of {', '.join(SHARES)}, not '{args.rpe_share}'")
+    if args.rpe_inspect_every < 0:
+        raise UserError(f"--rpe-inspect-every is 0 (off) or a number of updates, not {args.rpe_inspect_every}")
+    if args.rpe_inspect_every and not args.rpe_tensorboard:
+        raise UserError("--rpe-inspect-every writes for TensorBoard: give --tensorboard-logdir DIR too")
 
 
 def _encodings(args):
@@ -155,14 +172,14 @@ def _encodings(args):
     return [first] if share == "model" else [first] + [make() for _ in range(args.decoder_layers - 1)]
 
 
+def _rank():
+    return distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0
+
+
 def _moves(args, encodings):
     """The position transforms, refused where the encoding cannot follow them."""
     moves = Moves(
-        str(args.positions_train),
-        str(args.positions_eval or ""),
-        args.rpe_train_length,
-        args.rpe_seed,
-        distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0,
+        str(args.positions_train), str(args.positions_eval or ""), args.rpe_train_length, args.rpe_seed, _rank()
     )
     for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
         if transform is not None and encodings[0].positions == "none":
@@ -196,6 +213,8 @@ def _register_size(name, layers, width, heads, ffn, activation):
             "positions_train": "identity",
             "positions_eval": None,
             "rpe_module": None,
+            "rpe_inspect_every": 0,
+            "rpe_tensorboard": getattr(args, "tensorboard_logdir", None),
             "rpe_train_length": None,
             "rpe_seed": getattr(args, "seed", 1),
             "max_target_positions": None,

@@ -1,0 +1,380 @@
+"""TensorBoard: what training, sweeps and reports write is what its own reader gives back, once, and only when asked."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model, run
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from torch import nn
+
+from fairseq_rpe.analysis import bias_figures, history
+from fairseq_rpe.cli import board as evaluations
+from fairseq_rpe.cli import files, report
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
+from fairseq_rpe.encodings import build
+from fairseq_rpe.modules.board import Board
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
+UPDATES, EVERY, HEADS = 6, 3, 4
+STEPS = list(range(0, UPDATES + 1, EVERY))
+
+
+def read(folder: Path) -> EventAccumulator:
+    """Everything below ``folder`` itself, nothing sampled away, replaced steps purged as TensorBoard does."""
+    accumulator = EventAccumulator(str(folder), size_guidance=dict.fromkeys(("images", "scalars", "histograms"), 0))
+    return accumulator.Reload()
+
+
+def scalars(folder: Path, tag: str) -> dict[int, float]:
+    found = [(e.step, e.value) for e in read(folder).Scalars(tag)]
+    assert len(dict(found)) == len(found), f"{tag} has a step twice: {found}"
+    return dict(found)
+
+
+def pictures(folder: Path) -> dict[str, list[tuple[int, np.ndarray]]]:
+    events = read(folder)
+    return {
+        tag: [
+            (image.step, np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB")))
+            for image in events.Images(tag)
+        ]
+        for tag in events.Tags()["images"]
+    }
+
+
+def parameters(checkpoints: Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoints / "checkpoint_last.pt", weights_only=False)["model"]
+
+
+def train(corpus: Path, folder: Path, updates: int, *more: object) -> list[str]:
+    argv = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder / "run", "--tensorboard", folder / "tb"]
+    return [*map(str, [*argv, "--updates", updates, *more]), *OPTIONS, *SMALL]
+
+
+@pytest.fixture(scope="module")
+def swept(corpus: Path, tmp_path_factory) -> Path:
+    """A real sweep of two encodings that is inspected."""
+    out = tmp_path_factory.mktemp("board") / "out"
+    command = ["sweep", corpus, "--encodings", "kerple_log alibi", "--lengths", "64", "--out", out, "--jobs", "1"]
+    run(*PROGRAM, *command, "--updates", str(UPDATES), "--inspect-every", str(EVERY), *OPTIONS, *SMALL)
+    return out
+
+
+def test_learned_parameters_are_those_of_the_model(swept):
+    folder = swept / "tensorboard/kerple_log-seed1/encodings"
+    state = parameters(swept / "runs/kerple_log-seed1/checkpoints")
+    kerple = build("kerple_log", HEADS, 32)
+    prefix = "decoder.encodings.0."
+    kerple.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+    for name, values in kerple.scalars().items():
+        for head, value in enumerate(values.tolist(), start=1):
+            logged = scalars(folder, f"rpe/{name}/model/head{head}")
+            assert list(logged) == STEPS
+            assert logged[UPDATES] == value
+            assert logged[0] != logged[UPDATES]  # it learns
+    histograms = read(folder).Tags()["histograms"]
+    assert {"rpe_heads/p/model", "rpe_parameters/model/raw_a"} <= set(histograms)
+
+
+def test_profiles_are_kept_for_figures_over_training(swept):
+    looks = history.read(swept / "tensorboard/kerple_log-seed1/encodings")
+    assert [look["step"] for look in looks] == STEPS and looks[0]["distances"] == list(range(32))
+    state = parameters(swept / "runs/kerple_log-seed1/checkpoints")
+    kerple = build("kerple_log", HEADS, 32)
+    prefix = "decoder.encodings.0."
+    kerple.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+    assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), kerple.profile(32))
+    assert looks[0]["bias"] != looks[-1]["bias"]
+    assert main(["figures", "--sweep", str(swept), "--length", "32", "--out", str(swept / "drawn")]) == 0
+    assert (swept / "drawn" / "training-kerple_log-seed1.png").read_bytes().startswith(b"\x89PNG")
+    assert not (swept / "drawn" / "training-alibi-seed1.png").exists()  # nothing in it is learned
+
+
+def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
+    profile = build("alibi", 2, 8).profile(700)
+    first = history.History(tmp_path, 0, 700)
+    for step in (0, 10, 20):
+        first.add(step, {"model": profile * (step + 1)})
+    again = history.History(tmp_path, 10, 700)
+    again.add(10, {"model": profile})
+    looks = history.read(tmp_path)
+    assert [look["step"] for look in looks] == [0, 10]
+    at = looks[1]["distances"]
+    assert len(at) == 64 and (at[0], at[-1]) == (0, 699) and at == sorted(set(at))
+    assert looks[1]["bias"]["model"] == profile[:, at].tolist()
+    (tmp_path / history.FILE).write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        history.read(tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["kerple_log", "alibi"])
+def test_pictures_decode_and_are_as_many_as_looks(swept, spec):
+    shown = pictures(swept / f"tensorboard/{spec}-seed1/encodings")
+    assert set(shown) == {"bias_profile/model", "exp_bias/model"}
+    for images in shown.values():
+        assert [step for step, _ in images] == STEPS
+        for _, pixels in images:
+            assert pixels.shape[0] >= 300 and pixels.shape[1] >= 600 and len(np.unique(pixels)) > 20
+    if spec == "kerple_log":
+        first, last = (shown["exp_bias/model"][k][1] for k in (0, -1))
+        assert not np.array_equal(first, last)
+
+
+def test_a_sweep_inspects_what_has_a_bias(corpus, tmp_path, capsys):
+    command = ["sweep", str(corpus), "--lengths", "64", "--out", str(tmp_path / "out"), "--inspect-every", "5"]
+    assert main([*command, "--encodings", "rope alibi", "--tokens", "32", "--launcher", "dry-run"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "--inspect-every: no bias to show in rope\n"
+    lines = {
+        name: line
+        for line in said.out.splitlines()
+        for name in ("rope", "alibi")
+        if f" train {corpus} --rpe {name} " in line
+    }
+    assert "--inspect-every 5" in lines["alibi"] and "--inspect-every" not in lines["rope"]
+    assert main([*command, "--encodings", "rope sinusoidal", "--tokens", "32"]) == 2
+    assert "no bias to show in rope, sinusoidal: drop the flag" in capsys.readouterr().err
+
+
+def test_perplexity_over_length_is_the_result(swept):
+    for spec in ("kerple_log", "alibi"):
+        rows = files.read_json_lines(swept / f"runs/{spec}-seed1/{report.RESULTS}")
+        expected = {row["length"]: row["ppl"] for row in rows}
+        assert sorted(expected) == [32, 64]
+        folder = swept / report.BOARD / f"{spec}-seed1"
+        assert scalars(folder, "ppl_by_length") == pytest.approx(expected, rel=1e-6)  # TensorBoard holds float32
+        for length, ppl in expected.items():
+            assert scalars(folder, f"ppl_at/{length}") == pytest.approx({0: ppl}, rel=1e-6)
+
+
+def test_hparams_compare_the_runs(swept):
+    found = {}
+    for spec in ("kerple_log", "alibi"):
+        content = read(swept / report.BOARD / f"{spec}-seed1").SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG)
+        start = hparams_metadata.parse_session_start_info_plugin_data(content.plugin_data.content)
+        found[spec] = {k: v.string_value or v.number_value for k, v in start.hparams.items()}
+    common = {
+        "positions_train": "identity",
+        "positions_eval": "identity",
+        "seed": 1.0,
+        "arch": "transformer_rpe_lm_tiny",
+        "tokens": 32.0,
+        "updates": 6.0,
+    }
+    assert found == {spec: {**common, "encoding": spec} for spec in ("kerple_log", "alibi")}
+    content = read(swept / report.BOARD).SummaryMetadata(hparams_metadata.EXPERIMENT_TAG).plugin_data.content
+    experiment = hparams_metadata.parse_experiment_plugin_data(content)
+    assert [m.name.tag for m in experiment.metric_infos] == ["ppl_at/32", "ppl_at/64"]
+    (encoding,) = [info for info in experiment.hparam_infos if info.name == "encoding"]
+    assert {v.string_value for v in encoding.domain_discrete.values} == {"kerple_log", "alibi"}
+
+
+def test_the_layout_groups_charts_that_hold_something(swept):
+    (tensor,) = read(swept / report.BOARD).Tensors(layout_metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["Evaluation", "Loss", "Learned parameters"]
+    folders = {path.parent for path in (swept / "tensorboard").rglob("events*")}
+    tags = [tag for folder in folders for tag in read(folder).Tags()["scalars"]]
+    for category in layout.category:
+        for chart in category.chart:
+            (pattern,) = chart.multiline.tag
+            assert any(re.search(pattern, tag) for tag in tags), (chart.title, pattern)
+
+
+@pytest.fixture(scope="module")
+def resumed(corpus: Path, tmp_path_factory) -> Path:
+    """An inspected run in two parts."""
+    folder = tmp_path_factory.mktemp("resumed")
+    for updates in (EVERY, UPDATES):
+        run(*PROGRAM, *train(corpus, folder, updates, "--inspect-every", EVERY))
+    return folder
+
+
+def test_a_resumed_run_has_every_step_once(resumed):
+    folder = resumed / "tb/encodings"
+    assert len(list(folder.glob("events*"))) == 2
+    assert list(scalars(folder, "rpe/p/model/head1")) == STEPS
+    assert all([step for step, _ in images] == STEPS for images in pictures(folder).values())
+
+
+def test_off_writes_nothing_and_changes_no_number(resumed, corpus, tmp_path):
+    run(*PROGRAM, *train(corpus, tmp_path, UPDATES))
+    assert (tmp_path / "tb/train").is_dir() and not (tmp_path / "tb/encodings").exists()
+    inspected, plain = parameters(resumed / "run"), parameters(tmp_path / "run")
+    assert all(torch.equal(inspected[key], value) for key, value in plain.items())
+
+
+def test_off_loads_and_hooks_nothing(task):
+    assert not make_model(task, "kerple_log").decoder._forward_pre_hooks
+    code = "import sys, fairseq_rpe.models; sys.exit(any(m in sys.modules for m in %r))"
+    drawing = ("matplotlib", "fairseq_rpe.modules.board", "fairseq_rpe.analysis")
+    done = subprocess.run([sys.executable, "-c", code % (drawing,)], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+class Decoder(nn.Module):
+    """As much of a decoder as a Board reads."""
+
+    def __init__(self, spec: str = "kerple_log", count: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encodings = nn.ModuleList(build(spec, HEADS, 32) for _ in range(count))
+        self.moves = SimpleNamespace(update=-1)
+
+    def forward(self) -> None:
+        """The pre-hook is all that matters."""
+
+
+def steps(board: Board, decoder: Decoder, first: int, last: int) -> None:
+    """Updates ``first`` … ``last`` - 1; each forward pass comes before its update."""
+    hook = decoder.register_forward_pre_hook(board)
+    decoder.train()
+    for update in range(first, last):
+        decoder.moves.update = update
+        decoder()
+        decoder()  # a second batch of the same update
+        with torch.no_grad():
+            for parameter in decoder.encodings.parameters():
+                parameter += 0.5
+    hook.remove()
+    if board.writer:
+        board.writer.close()
+
+
+def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
+    steps(Board("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 0, 7)  # killed, the checkpoint is of update 3
+    folder = tmp_path / "encodings"
+    before = scalars(folder, "rpe/p/model/head2")
+    assert list(before) == [0, 2, 4, 6]
+    steps(Board("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 3, 9)
+    after = scalars(folder, "rpe/p/model/head2")
+    assert list(after) == [0, 2, 4, 6, 8]
+    assert (after[0], after[2]) == (before[0], before[2]) and after[4] != before[4]
+    assert Counter(len(images) for images in pictures(folder).values()) == {5: 2}
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    decoder = Decoder()
+    board = Board("kerple_log", 1, str(tmp_path / "tb"), 16, 1)
+    steps(board, decoder, 0, 3)
+    assert board.writer is None and not (tmp_path / "tb").exists()
+
+
+def test_each_layer_has_pictures_of_its_own(tmp_path):
+    steps(Board("fire", 1, str(tmp_path), 16, 0), Decoder("fire", 2), 0, 1)
+    folder = tmp_path / "encodings"
+    assert set(pictures(folder)) == {f"{what}/layer{n}" for what in ("bias_profile", "exp_bias") for n in (0, 1)}
+    assert scalars(folder, "rpe/L/layer1") == {0: 512.0}
+
+
+def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path):
+    for name, stepped in (("made", True), ("skipped", False)):
+        decoder = Decoder()
+        board = Board("kerple_log", 2, str(tmp_path / name), 16, 0)
+        decoder.register_forward_pre_hook(board)
+        for update in (0, 1):
+            decoder.train()
+            decoder.moves.update = update
+            decoder()
+        if stepped:
+            with torch.no_grad():
+                decoder.encodings[0].raw_p += 1
+        decoder.eval()
+        decoder()
+        decoder()
+        board.writer.close()
+        assert list(scalars(tmp_path / name / "encodings", "rpe/p/model/head1")) == ([0, 2] if stepped else [0])
+
+
+def test_evaluation_alone_writes_nothing(tmp_path, task):
+    model = make_model(task, "kerple_log", rpe_inspect_every=1, rpe_tensorboard=str(tmp_path / "tb"))
+    assert len(model.decoder._forward_pre_hooks) == 1
+    model(torch.randint(4, 60, (1, 8)))
+    assert not (tmp_path / "tb").exists()
+
+
+def test_figures_show_the_bias():
+    encoding = build("alibi", 6, 48)
+    heads = bias_figures.some_heads(6)
+    assert heads == [0, 2, 3, 5] and bias_figures.some_heads(3) == [0, 1, 2]
+    bias, step = bias_figures.bias_map(encoding, 600, heads)
+    assert (tuple(bias.shape), step) == ((4, 200, 200), 3)
+    profile = encoding.profile(600)
+    assert torch.equal(bias[1, 150, 50], profile[2, 300])
+    drawn = bias_figures.exp_bias_figure(bias, "a title", heads, step)
+    panels = [axes for axes in drawn.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["head 1", "head 3", "head 4", "head 6"]
+    shown = np.ma.filled(panels[1].images[0].get_array(), np.nan)
+    assert shown[150, 50] == pytest.approx(profile[2, 300].exp().item()) and np.isnan(shown[50, 150])
+    curves = bias_figures.profile_figure(profile, "a title").axes[0].lines
+    assert len(curves) == 6 and np.array_equal(curves[5].get_ydata(), profile[5].numpy())
+
+
+def test_algorithms_have_a_curve_over_items(tmp_path):
+    state = {"settings": {"arch": "transformer_rpe_lm_tiny"}, "methods": {}}
+    method = report.method_of(state, "alibi")
+    place = tmp_path / "runs" / report.run_name(method, 1, "copy") / "checkpoints"
+    place.mkdir(parents=True)
+    files.write_json(place / "run.json", {"updates": 5})
+    rows = [{"task": "copy", "method": "alibi", "seed": 1, "items": n, "accuracy": a} for n, a in ((2, 1.0), (9, 0.25))]
+    evaluations.write_algorithms(tmp_path, state, rows, {"copy": 5})
+    folder = tmp_path / report.BOARD / report.slug("copy@alibi", 1)
+    assert scalars(folder, "exact_by_items") == {2: 100.0, 9: 25.0}
+    means = {part: scalars(folder, f"exact/{part}")[0] for part in ("trained", "beyond", "all")}
+    assert means == {"trained": 100.0, "beyond": 25.0, "all": 62.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--rpe", "kerple_log", "--inspect-every", "3"], "give --tensorboard DIR"),
+        (["--rpe", "rope", "--inspect-every", "3", "--tensorboard", "tb"], "'rope' has no bias to show: drop the flag"),
+    ],
+)
+def test_what_cannot_be_inspected_is_one_line(more, words, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(corpus), "--save-dir", "run", "--tokens", "32", *more]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists() and not (tmp_path / "tb").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"rpe_inspect_every": -1}, "not -1"), ({"rpe_inspect_every": 5}, "give --tensorboard-logdir DIR")],
+)
+def test_the_model_refuses_half_a_setting(task, changes, words):
+    with pytest.raises(UserError, match=words):
+        make_model(task, "alibi", **changes)
+
+
+def test_the_screenshot_script_says_what_is_missing(tmp_path):
+    script = ROOT / "scripts/board_screenshot.py"
+    (tmp_path / "tensorboard").mkdir()
+    for folder, path, words in (
+        (tmp_path / "none", "/usr/bin", "has no tensorboard folder: name the --out folder of a sweep"),
+        (tmp_path, "", "no browser: install chromium"),
+    ):
+        command = [sys.executable, str(script), str(folder), str(tmp_path / "out")]
+        done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("error: ") and words in done.stderr
+        assert not (tmp_path / "out").exists()
