@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
-THIN = ("train", "eval", "sweep", "report", "sensitivity")
+THIN = ("train", "eval", "sweep", "report", "sensitivity", "sliding")
 
 # Stands for Python: answers what set-up asks, makes a pretended environment, and notes every pip call.
 FAKE_PYTHON = r"""#!/usr/bin/env bash

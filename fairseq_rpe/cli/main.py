@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fairseq_rpe import __version__
 from fairseq_rpe.cli import (
     accuracy,
+    erf,
     evaluate,
     figures,
     fire_fit,
@@ -19,10 +20,13 @@ from fairseq_rpe.cli import (
     processes,
     report,
     sensitivity,
+    sliding,
     sweep,
     train,
 )
 from fairseq_rpe.core.errors import UserError
+
+_COMMANDS = (prepare, train, evaluate, sliding, accuracy, sweep, report, figures, erf, sensitivity, fire_fit, inspect)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fairseq-rpe {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (prepare, train, evaluate, accuracy, sweep, report, figures, sensitivity, fire_fit, inspect):
+    for module in _COMMANDS:
         module.add_parser(subparsers)
     return parser
 

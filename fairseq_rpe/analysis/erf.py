@@ -1,0 +1,251 @@
+"""Empirical receptive field: how many of the nearest keys hold all but ε of the attention of a trained model.
+
+Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 6 and the quantisation in its appendix.
+n_emp(ε) = inf{ j : C_ij > (1 - ε)·C_ii } for query i, where C_ij sums exp(q·k/sqrt(D) + bias) over the j keys nearest
+to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances count tokens, not moved positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Plan
+from ..core import Positions, UserError, block
+
+ROWS = 128  # queries whose attention is in memory at a time
+
+
+def n_emp(mass: Tensor, epsilons: Sequence[float]) -> Tensor:
+    """inf{ j : Σ_(t<j) mass_t > (1 - ε)·Σ_t mass_t }, in keys; 1 is the query alone.
+
+    Args:
+        mass: (…, m) weights >= 0 by distance 0 … m-1, with a positive sum.
+        epsilons: E values in (0, 1).
+
+    Returns:
+        (E, …) int64.
+
+    >>> n_emp(torch.full((10,), 0.1), [0.5, 0.05]).tolist()
+    [6, 10]
+    """
+    check_epsilons(epsilons)
+    near = mass.double().cumsum(-1)
+    return torch.stack([(near <= near[..., -1:] * (1 - e)).sum(-1) + 1 for e in epsilons])
+
+
+def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
+    """The curve of the paper's appendix: n/m against ``points`` values of ε from 1 down to 0.
+
+    There n is the first j in 0 … m-1 with Σ_(t<j) mass_t >= (1 - ε)·Σ_(t<m) mass_t, and m where there is none and
+    always at ε = 0. The sum ends at m and the comparison is >=, so this differs from :func:`n_emp` and depends on m.
+
+    Args:
+        mass: (…, m) weights >= 0 by distance 0 … m-1.
+        points: at least 2.
+
+    Returns:
+        ε (points,) and n/m (…, points), float64.
+    """
+    if points < 2:
+        raise UserError(f"a curve has at least 2 points, not {points}")
+    m = mass.shape[-1]
+    epsilons = torch.linspace(1, 0, points, dtype=torch.float64, device=mass.device)
+    near = mass.double().cumsum(-1)
+    before = torch.cat([torch.zeros_like(near[..., :1]), near[..., :-1]], dim=-1)
+    first = torch.searchsorted(before, (near[..., -1:] * (1 - epsilons)).contiguous())
+    first[..., -1] = m
+    return epsilons, first / m
+
+
+def check_epsilons(epsilons: Sequence[float]) -> None:
+    """Refuse values of ε outside (0, 1), where n_emp is not defined or always 1."""
+    for e in epsilons:
+        if not 0 < e < 1:
+            raise UserError(f"epsilon {e:g} is not between 0 and 1: it is the part of the attention left out")
+
+
+def probabilities(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+    """The weights (B, H, n, m) that ``attention.reference`` gives to values, in float32 or better.
+
+    Args:
+        q: (B, H, n, D) rotated queries, the last n of the m tokens. k: (B, H, m, D) rotated keys.
+        plan: positions, bias form and ``remap`` of these queries and keys, without padding.
+    """
+    if plan.padding is not None:
+        raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
+    n, m = q.shape[2], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if plan.form is not None:
+        scores = scores + block(plan.form, plan.positions, slice(None), slice(None)).to(wide)
+    if plan.remap is not None:
+        scores = plan.remap(scores, plan.positions)
+    return scores.masked_fill(~plan.visible(n, m, q.device), float("-inf")).softmax(dim=-1)
+
+
+class LayerField:
+    """What one layer's attention sums up to, row by row; memory is O(H·length·E).
+
+    Args:
+        length: tokens of a block.
+        epsilons: values of ε in (0, 1).
+    """
+
+    def __init__(self, length: int, epsilons: Sequence[float]) -> None:
+        check_epsilons(epsilons)
+        self.length, self.epsilons = length, tuple(epsilons)
+        self.rows = 0
+        self._mass: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def add(self, weights: Tensor) -> None:
+        """Count weights (B, H, n, m): each row sums to 1, the queries are the last n of m tokens, m <= length."""
+        batch, heads, n, m = weights.shape
+        if self._mass is None or self._counts is None:
+            self._mass = weights.new_zeros(heads, self.length, dtype=torch.float64)
+            shape = (len(self.epsilons), heads, self.length + 1)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=weights.device)
+        self.rows += batch * n
+        # Column c of near lies m-1-c keys into the past of the last query: the future of row r fills its first n-1-r.
+        near = weights.flip(-1).double()
+        future = torch.arange(n - 1, -1, -1, device=weights.device)
+        self._mass[:, :m] += _diagonal_sums(near.sum(0).flip(1))
+        keys = n_emp(near, self.epsilons) - future
+        keys = keys.transpose(1, 2).flatten(2)  # (E, H, B·n)
+        self._counts.scatter_add_(2, keys, torch.ones_like(keys))
+
+    @property
+    def mass(self) -> Tensor:
+        """(H, length) float64: mean weight by distance, rows reversed before they are averaged; sums to 1."""
+        return self._seen(self._mass) / self.rows
+
+    @property
+    def mean(self) -> Tensor:
+        """(E, H) float64: mean of n_emp over rows, in keys."""
+        counts = self._seen(self._counts)
+        return (counts * torch.arange(self.length + 1, device=counts.device)).sum(-1).double() / self.rows
+
+    @property
+    def median(self) -> Tensor:
+        """(E, H) float64: median of n_emp over rows, in keys; of two middle ones the mean."""
+        below = self._seen(self._counts).cumsum(-1)
+        low, high = ((below <= place).sum(-1) for place in ((self.rows - 1) // 2, self.rows // 2))
+        return (low + high).double() / 2
+
+    @staticmethod
+    def _seen(value: Tensor | None) -> Tensor:
+        if value is None:
+            raise UserError("no attention was measured: pass at least one block through the model")
+        return value
+
+
+class Field:
+    """An attention backend that returns what ``inner`` returns and measures the last ``rows`` queries of each block.
+
+    Layers are told apart by order: a call whose first query is the first token begins the next layer. At most
+    ``chunk`` queries' weights of one layer are in memory at a time.
+
+    Args:
+        inner: the backend that computes attention.
+        layers: layers of the model.
+        length: tokens of every block.
+        rows: queries measured in each block, its last ones.
+        epsilons: values of ε in (0, 1).
+        chunk: queries measured at a time.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[..., Tensor],
+        layers: int,
+        length: int,
+        rows: int,
+        epsilons: Sequence[float],
+        chunk: int = ROWS,
+    ) -> None:
+        if not 1 <= rows <= length:
+            raise UserError(f"{rows} rows cannot be measured in blocks of {length} tokens: choose 1 to {length}")
+        self.inner, self.length, self.rows, self.chunk = inner, length, rows, chunk
+        self.layers = [LayerField(length, epsilons) for _ in range(layers)]
+        self._layer = -1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+        """Attention as every backend computes it: q (B, H, n, D), k, v (B, H, m, D) -> (B, H, n, D)."""
+        before = k.shape[2] - q.shape[2]
+        if before == 0:
+            self._layer = (self._layer + 1) % len(self.layers)
+        if k.shape[2] > self.length:
+            raise UserError(f"a block of {k.shape[2]} tokens does not fit a measurement at {self.length}")
+        for start in range(max(0, self.length - self.rows - before), q.shape[2], self.chunk):
+            stop = min(start + self.chunk, q.shape[2])
+            weights = probabilities(q[:, :, start:stop], k[:, :, : before + stop], plan.part(start, stop))
+            self.layers[self._layer].add(weights)
+        return self.inner(q, k, v, plan, dropout)
+
+
+@contextlib.contextmanager
+def measured(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> Iterator[Field]:
+    """While this is open, what passes through the decoder in blocks of ``length`` tokens is measured.
+
+    Args:
+        decoder: of a ``transformer_rpe_lm`` in evaluation mode; its results do not change.
+        length, rows, epsilons: as in :class:`Field`.
+    """
+    inner = decoder.attend
+    field = Field(inner, len(decoder.layers), length, rows, epsilons)
+    decoder.attend = field
+    try:
+        yield field
+    finally:
+        decoder.attend = inner
+
+
+@torch.no_grad()
+def bias_alone(
+    decoder: Any, length: int, rows: int, epsilons: Sequence[float], chunk: int = ROWS
+) -> list[LayerField] | None:
+    """What each layer would measure if q·k were 0 everywhere: its bias alone, in the same rows of a block.
+
+    A row that sees m keys then has n(ε) = inf{ j : Σ_(t<j) b_t > (1 - ε)·Σ_(t<m) b_t }, b = exp(bias): the theoretical
+    receptive field of Eq. 22 with its series ended at m.
+
+    Args:
+        decoder: of a ``transformer_rpe_lm`` in evaluation mode.
+        length, rows, epsilons, chunk: as in :class:`Field`.
+
+    Returns:
+        One per layer; None without an additive bias, or where scores or positions are changed.
+    """
+    encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
+    if decoder.moves.active(False) is not None or any(e.remap is not None for e in encodings):
+        return None
+    device = next(decoder.parameters()).device
+    positions = Positions.arange(rows, length, device=device)
+    fields: dict[int, LayerField] = {}
+    for encoding in encodings:
+        if id(encoding) in fields:
+            continue
+        form = encoding.form(positions)
+        if form is None:
+            return None
+        field = fields[id(encoding)] = LayerField(length, epsilons)
+        nothing = torch.zeros(1, encoding.heads, length, 1, device=device)
+        for start in range(0, rows, chunk):
+            stop = min(start + chunk, rows)
+            part = Plan(positions, form).part(start, stop)
+            n, m = part.positions.q.shape[1], part.positions.k.shape[1]
+            field.add(probabilities(nothing[:, :, :n], nothing[:, :, :m], part))
+    return [fields[id(encoding)] for encoding in encodings]
+
+
+def _diagonal_sums(near: Tensor) -> Tensor:
+    """(H, n, m) -> (H, m): entry d sums all (r, d + r), entries past the end counting as 0."""
+    heads, n, m = near.shape
+    wide = near.new_zeros(heads, n, m + n)
+    wide[:, :, :m] = near
+    return wide.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1)).sum(1)

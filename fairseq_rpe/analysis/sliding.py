@@ -1,0 +1,274 @@
+"""Perplexity with a sliding window, by recomputation and, where that gives the same, with the key/value cache.
+
+Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 1 and Table 1. The stream has T targets
+y_0 … y_(T-1); y_i is predicted from inputs x_0 … x_i, where x_0 is the end-of-sentence symbol and x_i = y_(i-1), as in
+fairseq. With window w and stride s, 1 <= s <= w <= T, window k covers the inputs ks … ks + w - 1. The first one scores
+all its targets, every other one its last s, and a last, shorter one what is left: every target is scored exactly once,
+from w - s + 1 to w inputs, at the start from as many as there are. Stride w is non-overlapping evaluation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..core import Positions, UserError, block
+from ..encodings import Encoding
+
+SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
+_LOGITS = 512  # targets whose logits are in memory at a time
+Tick = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sum of the negative log-likelihoods in nats, targets scored, and seconds without the first, warming-up batch."""
+
+    nats: float
+    tokens: int
+    seconds: float
+
+
+class Windows(Dataset):
+    """Batches of windows: item b is (inputs (B, n), targets (B, s')), to be scored with the last s' positions.
+
+    An item is a function of its number alone, so any number of loading processes gives the same batches. No row is ever
+    padded: the first and the last window are batches of their own where their shape is another.
+
+    Args:
+        stream: (T + 1,) int64: x_0, then the T targets.
+        window, stride: w and s.
+        rows: windows in a batch.
+    """
+
+    def __init__(self, stream: Tensor, window: int, stride: int, rows: int = 1) -> None:
+        total = len(stream) - 1
+        check_windows(total, window, stride)
+        self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
+        self.full = (total - window) // stride + 1
+        self.left = total - window - (self.full - 1) * stride
+        self._alone = int(stride < window)
+        self._inner = -(-(self.full - self._alone) // self.rows)
+
+    def __len__(self) -> int:
+        return self._alone + self._inner + bool(self.left)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        if number < self._alone:
+            return self.first()
+        if number == self._alone + self._inner:
+            return self.last()
+        start = self._alone + (number - self._alone) * self.rows
+        return self.between(torch.arange(start, min(start + self.rows, self.full)))
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """The first window with all its targets."""
+        return self.stream[None, : self.window], self.stream[None, 1 : self.window + 1]
+
+    def between(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole windows by number, (B,), with the last s targets of each."""
+        inputs = self.stream[:-1].unfold(0, self.window, self.stride)[numbers]
+        targets = self.stream[1:].unfold(0, self.window, self.stride)[numbers]
+        return inputs, targets[:, self.window - self.stride :]
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        """The short window at the end of the stream, with the targets that are left."""
+        return self.stream[None, self.full * self.stride : -1], self.stream[None, -self.left :]
+
+
+def check_windows(total: int, window: int, stride: int) -> None:
+    """Refuse a stride or a number of targets that this window cannot have."""
+    if stride > window:
+        raise UserError(f"stride {stride} is more than window {window}: targets in between would never be scored")
+    if window > total:
+        raise UserError(f"window {window} is more than the {total} tokens to score: take a smaller one or more tokens")
+
+
+@torch.no_grad()
+def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick | None = None) -> Score:
+    """Score every window by a forward pass of its own.
+
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        batches: what :class:`Windows` gives, perhaps through a loader.
+        tick: called with the number of targets of each batch.
+
+    Raises:
+        UserError: a target has probability 0 or NaN.
+    """
+    device = next(model.parameters()).device
+    total, tokens, start = torch.zeros((), dtype=torch.float64, device=device), 0, None
+    for inputs, targets in batches:
+        if start is None:
+            losses(model, inputs.to(device), targets.to(device))
+            start = _now(device)
+        total += losses(model, inputs.to(device), targets.to(device)).double().sum()
+        tokens += targets.numel()
+        if tick is not None:
+            tick(targets.numel())
+    return Score(_finite(total), tokens, _now(device) - (start or 0.0))
+
+
+@torch.no_grad()
+def cached(model: Any, windows: Windows, tick: Tick | None = None) -> Score:
+    """The same scores from keys and values kept between windows: each moves on by s new tokens and drops the s oldest.
+
+    The text is cut into up to ``SEGMENTS`` stretches that move on side by side; each fills its cache with w - s tokens
+    first. Positions are those in the window at every step, for the cached keys as well.
+
+    Raises:
+        UserError: the result would not be that of :func:`recomputed` (see :func:`why_not_cached`), or a target has
+            probability 0 or NaN.
+    """
+    reason = why_not_cached(model, windows.window, windows.stride)
+    if reason:
+        raise UserError(reason)
+    device = next(model.parameters()).device
+    keep, steps = windows.window - windows.stride, windows.full - 1
+    # Filling the caches costs at most about a quarter of what the steps cost.
+    rows = max(1, min(SEGMENTS, windows.rows, steps * windows.stride // (4 * keep)))
+    length = -(-steps // rows)
+    first = torch.arange(1, steps + 1, max(1, length))
+
+    def score(batch: tuple[Tensor, Tensor], state: dict[str, Any] | None = None) -> Tensor:
+        inputs, targets = (part.to(device) for part in batch)
+        if tick is not None:
+            tick(targets.numel())
+        return losses(model, inputs, targets, state).double().sum()
+
+    losses(model, *(part.to(device) for part in windows.first()))
+    start = _now(device)
+    total = score(windows.first())
+    state: dict[str, Any] = {}
+    if steps:
+        model.decoder(windows.between(first)[0][:, :keep].to(device), incremental_state=state, features_only=True)
+    for step in range(length):
+        numbers = first + step
+        numbers = numbers[numbers <= steps]
+        _trim(model.decoder, state, len(numbers), keep)
+        total += score(windows.between(numbers), state)
+    if windows.left:
+        total += score(windows.last())
+    return Score(_finite(total), windows.window + steps * windows.stride + windows.left, _now(device) - start)
+
+
+def losses(model: Any, inputs: Tensor, targets: Tensor, state: dict[str, Any] | None = None) -> Tensor:
+    """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
+    decoder = model.decoder
+    features = decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
+    found = []
+    for x, y in zip(features.flatten(0, 1).split(_LOGITS), targets.flatten().split(_LOGITS), strict=True):
+        out, y = decoder.output_layer(x[None]), y[None].contiguous()
+        scores = model.get_normalized_probs((out, None), log_probs=True, sample={"target": y})
+        found.append(-scores.float().gather(-1, y[..., None]).flatten())
+    return torch.cat(found)
+
+
+def why_not_cached(model: Any, window: int, stride: int) -> str | None:
+    """Why keys and values kept from the last window differ from those computed anew, in one line; None: they do not.
+
+    Bias and rotation act when a key is read, at its place in the present window, so they cannot differ. What is kept
+    is a state, and it may differ in two ways. It was computed from tokens that have left the window: with one layer it
+    comes from its own token alone; with more it reaches back Σ_l (r_l - 1) tokens, where layer l sees r_l keys, and
+    the first target scored has w - s older tokens in its window. And it was computed at another place in the window:
+    harmless where scores depend on distances alone. Both are found by asking the encoding for its numbers.
+    """
+    decoder = model.decoder
+    if stride >= window:
+        return f"windows of {window} do not overlap at stride {stride}, so nothing can be cached: leave that window out"
+    where = _positions(decoder, window)
+    if _moves_input(decoder, where):
+        return (
+            "this encoding adds positions to the input, which are other ones in every window, so cached keys would be "
+            "wrong: use recomputation"
+        )
+    layers = len(decoder.layers)
+    if layers == 1:
+        return None
+    if any(e.remap is not None for e in decoder.encodings):
+        return f"this encoding changes the scores, so with {layers} layers cached states may differ: use recomputation"
+    encodings = [decoder.encoding_of(layer) for layer in range(layers)]
+    reach = sum(_keys_seen(e, where) - 1 for e in encodings)
+    if reach > window - stride:
+        return (
+            f"cached states would have seen tokens that left the window: in {window} tokens {layers} layers reach back "
+            f"{reach}, stride {stride} allows {window - stride}; use recomputation, or a model of one layer or with "
+            f"--rpe window:window=N, (N - 1)·{layers} <= {window - stride}"
+        )
+    if not where.contiguous or not all(_shift_invariant(e, where) for e in encodings):
+        return "its scores depend on more than the distance in tokens, so cached states differ: use recomputation"
+    return None
+
+
+def _trim(decoder: Any, state: dict[str, Any], rows: int, keep: int) -> None:
+    for layer in decoder.layers:
+        cache = layer.self_attn._get_input_buffer(state)
+        layer.self_attn._set_input_buffer(state, {name: part[:rows, :, -keep:] for name, part in cache.items()})
+
+
+def _positions(decoder: Any, window: int) -> Positions:
+    """Where the tokens of one window are, in float64."""
+    device = next(decoder.parameters()).device
+    tokens = torch.full((1, window), decoder.padding_idx + 1, device=device)
+    where, _ = decoder.positions(tokens, window)
+    where = decoder.moves(where, torch.tensor([window]), False, False)
+    return Positions(where.q.double(), where.k.double(), where.step, where.contiguous)
+
+
+def _moves_input(decoder: Any, where: Positions) -> bool:
+    encoding = decoder.encodings[0]
+    if type(encoding).embed is Encoding.embed:
+        return False
+    x = torch.ones(1, where.k.shape[1], encoding.width, device=where.k.device)
+    out = encoding.embed(x, where)
+    return not torch.allclose(out, out[:, :1].expand_as(out))
+
+
+def _keys_seen(encoding: Encoding, where: Positions) -> int:
+    """Keys between the farthest one that the last query of a window sees and itself, both counted."""
+    form = encoding.form(where)
+    if form is None:
+        return where.k.shape[1]
+    last = where.q.shape[1] - 1
+    bias = block(form, where, slice(last, last + 1), slice(None)).flip(-1)
+    return int((bias > float("-inf")).flatten(0, 2).any(0).nonzero().max()) + 1
+
+
+def _shift_invariant(encoding: Encoding, where: Positions) -> bool:
+    """Whether equal queries and equal keys have scores of the distance alone, tried at a few queries of the window."""
+    m = where.k.shape[1]
+    form, heads = encoding.form(where), encoding.heads
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, heads, 1, encoding.width // heads, dtype=torch.float64, generator=generator)
+    q, k = x.to(where.k.device).expand(-1, -1, -1, m, -1)
+    q, k = encoding.rotate(q, where.q, where), encoding.rotate(k, where.k, where, key=True)
+    wanted = None
+    for i in sorted({m - 1, m - 2, m // 2, m // 3, 1} & set(range(m)), reverse=True):
+        scores = torch.matmul(q[:, :, i : i + 1], k[:, :, : i + 1].transpose(-1, -2))
+        if form is not None:
+            scores = scores + block(form, where, slice(i, i + 1), slice(0, i + 1)).to(scores)
+        scores = scores.flip(-1)
+        wanted = scores if wanted is None else wanted
+        if not torch.allclose(scores, wanted[..., : i + 1].expand_as(scores), rtol=1e-6, atol=1e-6):
+            return False
+    return True
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _finite(total: Tensor) -> float:
+    if not torch.isfinite(total):
+        raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
+    return float(total)
