@@ -94,7 +94,7 @@ def test_learned_parameters_are_those_of_the_model(swept):
     assert {"rpe_heads/p/model", "rpe_parameters/model/raw_a"} <= set(histograms)
 
 
-def test_profiles_are_kept_for_figures_over_training(swept):
+def test_profiles_are_kept_for_figures_over_training(swept, corpus):
     looks = history.read(swept / "tensorboard/kerple_log-seed1/encodings")
     assert [look["step"] for look in looks] == STEPS and looks[0]["distances"] == list(range(32))
     state = parameters(swept / "runs/kerple_log-seed1/checkpoints")
@@ -103,7 +103,9 @@ def test_profiles_are_kept_for_figures_over_training(swept):
     kerple.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
     assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), kerple.profile(32))
     assert looks[0]["bias"] != looks[-1]["bias"]
-    assert main(["figures", "--sweep", str(swept), "--length", "32", "--out", str(swept / "drawn")]) == 0
+    command = ["figures", "--sweep", swept, "--data", corpus, "--length", "16", "--out", swept / "drawn"]
+    assert main([str(part) for part in command]) == 0
+    assert (swept / "drawn" / "erf.png").read_bytes().startswith(b"\x89PNG")
     assert (swept / "drawn" / "training-kerple_log-seed1.png").read_bytes().startswith(b"\x89PNG")
     assert not (swept / "drawn" / "training-alibi-seed1.png").exists()  # nothing in it is learned
 

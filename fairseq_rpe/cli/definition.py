@@ -76,7 +76,7 @@ def predict(folder: Path, state: dict[str, Any]) -> dict[str, Prediction]:
 
 
 def _prediction(method: dict[str, Any], paths: list[Path]) -> Prediction:
-    if {method["positions_train"], method["positions_eval"] or report.IDENTITY} != {report.IDENTITY}:
+    if not report.leaves_positions(method):
         return Prediction(NONE, why="positions are moved")
     if method["rpe"].partition(":")[0] not in names():
         return Prediction(NONE, why="not loaded: give --rpe-module")

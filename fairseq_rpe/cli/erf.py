@@ -38,6 +38,18 @@ def add_parser(subparsers: Any) -> None:
         "the attention, for each layer and head, over the last rows of long blocks of real text.",
         allow_abbrev=False,
     )
+    _add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def defaults(paths: list[Path], data: Path) -> argparse.Namespace:
+    """The command's arguments for these checkpoints where nothing else is said."""
+    parser = argparse.ArgumentParser()
+    _add_arguments(parser)
+    return parser.parse_args([*map(str, paths), str(data)])
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_subjects(parser)
     parser.add_argument(
         "--length", type=positive_int, metavar="N", help="tokens per block (default: 4 training lengths, or what fits)"
@@ -54,7 +66,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks at a time (default: 2048 tokens)")
     parser.add_argument("--out", type=Path, default=Path("runs/erf"), metavar="DIR", help="default: %(default)s")
-    parser.set_defaults(run=run)
 
 
 def number_list(text: str) -> list[float]:
@@ -103,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--epsilon {epsilon:g} is not between 0 and 1: it is the part of the attention left out")
     subjects = find_subjects(args.checkpoints)
     corpus.check_folder(args.data, args.subset)
-    length, rows = _sizes(args, max(subject.train_length for subject in subjects))
+    length, rows = sizes(args, max(subject.train_length for subject in subjects))
     make_folder(args.out, (*FILES, QUANTISED))
     load_rpe_module(args.rpe_module)
-    found = [_measure(args, subject, length, rows) for subject in subjects]
+    found = [measure(args, subject, length, rows) for subject in subjects]
     atomic_write(args.out / "erf.csv", _csv(_receptive(found, args.epsilon)))
     atomic_write(args.out / "erf_curve.csv", _csv(_curve(found)))
     if args.quantised:
@@ -122,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(args: argparse.Namespace, train_length: int) -> tuple[int, int]:
+def sizes(args: argparse.Namespace, train_length: int) -> tuple[int, int]:
     """Tokens of a block and queries measured in it; refuses what the text does not fill."""
     total = corpus.count_tokens(args.data, args.subset)
     where = f"{args.data}/{args.subset} has {total} tokens"
@@ -136,7 +147,8 @@ def _sizes(args: argparse.Namespace, train_length: int) -> tuple[int, int]:
     return length, rows
 
 
-def _measure(args: argparse.Namespace, subject: Subject, length: int, rows: int) -> Measured:
+def measure(args: argparse.Namespace, subject: Subject, length: int, rows: int) -> Measured:
+    """The field of one checkpoint over blocks from all over the text."""
     import torch
     from tqdm import tqdm
 

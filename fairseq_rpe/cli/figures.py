@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +247,26 @@ def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Fi
     return figures
 
 
+def draw_receptive_field(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
+    from fairseq_rpe.cli import corpus, erf, erf_figure
+    from fairseq_rpe.cli.subjects import find_subjects
+
+    if args.data is None:
+        raise Skip("needs --sweep and --data")
+    state = subjects.state
+    plain = [name for name in subjects.encodings if report.leaves_positions(report.method_of(state, name))]
+    if not plain:
+        raise Skip("every method moves positions")
+    own = erf.defaults([subjects.checkpoint(name) for name in plain], args.data)
+    own.length, own.rpe_module = args.length, args.rpe_module
+    corpus.check_folder(own.data, own.subset)
+    found = find_subjects(own.checkpoints)
+    length, rows = erf.sizes(own, state["settings"]["tokens"])
+    named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
+    measured = [erf.measure(own, subject, length, rows) for subject in named]
+    return {"erf": erf_figure.curves(measured, own.epsilon)}
+
+
 def _some(found: dict[str, Encoding]) -> dict[str, Encoding]:
     if not found:
         raise Skip("none has an additive bias")
@@ -257,6 +277,7 @@ FIGURES: dict[str, Callable[[Subjects, argparse.Namespace], dict[str, Any]]] = {
     "heat maps of exp(bias)": draw_heat_maps,
     "bias over distance": draw_profiles,
     "perplexity": draw_perplexity,
+    "empirical receptive field": draw_receptive_field,
     "learned biases of single queries": draw_queries,
     "biases over training": draw_training,
 }

@@ -106,6 +106,11 @@ def method_of(state: dict[str, Any], name: str) -> dict[str, Any]:
     return state.get("methods", {}).get(name, plain)
 
 
+def leaves_positions(method: dict[str, Any]) -> bool:
+    """Whether positions are the plain ones in training and in evaluation."""
+    return {method["positions_train"], method["positions_eval"] or IDENTITY} == {IDENTITY}
+
+
 def measured(folder: Path, method: dict[str, Any], seed: int, algorithm: str | None = None) -> list[dict[str, Any]]:
     """A method's results that belong to the finished checkpoint of its run."""
     place = folder / "runs" / run_name(method, seed, algorithm)
