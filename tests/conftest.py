@@ -104,6 +104,17 @@ def save_checkpoint(folder, spec, layers=1, change=None, **model):
     return path, made
 
 
+def p_of_heads(*p):
+    """A change for ``save_checkpoint``: Kerple-log's exponents."""
+    from fairseq_rpe.encodings.constraints import positive_inverse
+
+    def change(encoding):
+        with torch.no_grad():
+            encoding.raw_p.copy_(positive_inverse(torch.tensor(p), 0.01) - encoding._p_offset)
+
+    return change
+
+
 def run(*command: str | Path, ok: bool = True, timeout: int = 300, **kwargs) -> subprocess.CompletedProcess:
     """Run a command; by default it must succeed."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, **kwargs)

@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from conftest import save_checkpoint
+from conftest import p_of_heads, save_checkpoint
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
 from fairseq_rpe.analysis.extrapolation import agreeing
@@ -15,7 +15,6 @@ from fairseq_rpe.cli import definition, report
 from fairseq_rpe.cli.definition import NONE, Prediction
 from fairseq_rpe.cli.trained import load_encodings
 from fairseq_rpe.core import UserError
-from fairseq_rpe.encodings.constraints import positive_inverse
 
 PPL = {
     "flat": {64: 50.0, 128: 49.5, 256: 49.0},  # -2 % at the end
@@ -89,14 +88,6 @@ def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
         -0.1
     )
     assert line["worst_rise"] == "0.0" and (line["extrapolates"], line["extrapolates_one_sided"]) == ("no", "yes")
-
-
-def p_of_heads(*p):
-    def change(encoding):
-        with torch.no_grad():
-            encoding.raw_p.copy_(positive_inverse(torch.tensor(p), 0.01) - encoding._p_offset)
-
-    return change
 
 
 def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import save_checkpoint
+from conftest import p_of_heads, save_checkpoint
 
 from fairseq_rpe.analysis import encoding_figures, style
 from fairseq_rpe.analysis.bias_figures import bias_map
@@ -85,7 +85,7 @@ def test_command_on_all_encodings(tmp_path, capsys, monkeypatch):
     assert main(["figures", "--out", str(tmp_path), "--length", "48", "--heads", "2", "--head", "2"]) == 0
     said = capsys.readouterr().out
     png, pdf = drawn(tmp_path)
-    assert {"heat_maps.png", "profiles.png", "profiles_compared.png"} <= png
+    assert {"heat_maps.png", "profiles.png", "profiles_compared.png", "trf.png"} <= png
     assert {name[:-4] for name in png} == {name[:-4] for name in pdf}
     assert "not drawn, perplexity: needs --sweep" in said and str(tmp_path / "heat_maps.png") in said
     [values] = seen["args"]
@@ -110,7 +110,8 @@ def sweep(tmp_path):
     (tmp_path / report.STATE).write_text(json.dumps(state))
     for name, layers in (("kerple_log", 1), ("fire", 2), ("rope", 1)):
         folder = tmp_path / "runs" / report.run_name(report.method_of(state, name), 3)
-        save_checkpoint(folder, name, layers)
+        change = p_of_heads(0.9, 1.5, 2.0, 3.0) if name == "kerple_log" else None
+        save_checkpoint(folder, name, layers, change)
         (folder / "checkpoints" / "run.json").write_text(json.dumps({"finished": {"checkpoint": "c"}}))
         rows = [{"checkpoint": "c", "subset": "test", "length": n, "ppl": 9.0 + n / 99} for n in (16, 32)]
         (folder / report.RESULTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,7 +124,7 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
     monkeypatch.setattr(encoding_figures, "of_queries", spy(encoding_figures.of_queries, asked))
     assert main(["figures", "--sweep", str(sweep), "--seed", "3", "--length", "40"]) == 0
     png, pdf = drawn(sweep / "figures")
-    expected = {"heat_maps", "profiles", "profiles_compared", "ppl", "queries-fire-seed3"}
+    expected = {"heat_maps", "profiles", "profiles_compared", "trf", "ppl", "queries-fire-seed3"}
     assert {f"{stem}.png" for stem in expected} <= png and {f"{stem}.pdf" for stem in expected} <= pdf
     [values] = seen["args"]
     assert list(values) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]
@@ -149,7 +150,7 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
         (["alibi", "--head", "9"], "--head 9: there are 8 heads"),
         (["alibi", "--data", "x"], "--data is for the empirical"),
         (["--sweep", "nowhere"], "nowhere holds no sweep.json"),
-        (["alibi", "--out", "/dev/null/x"], "--out /dev/null/x cannot be made"),
+        (["alibi", "--out", "/dev/null/x"], "/dev/null is not a folder"),
     ],
 )
 def test_refusals_are_one_line(argv, words, tmp_path, capsys, monkeypatch):

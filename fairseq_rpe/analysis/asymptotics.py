@@ -120,7 +120,7 @@ class Scale:
         return Balls.exp(total)
 
     def slope(self, m: Monomial, k: int) -> Any:
-        """A number that d ln m / d ln L_k, L_k the k-fold logarithm, stays below from here on in size, less its own a_k."""
+        """The largest size, from here on, of d ln m / d ln L_k less its own a_k; L_k is the k-fold logarithm."""
         total, scale = iv.mpf(0), iv.mpf(1)
         for j in range(k + 1, DEPTH):
             if any(m[i] != 0 for i in range(j, DEPTH)):
@@ -156,7 +156,9 @@ class Scale:
 
     def tidy(self, terms: dict[Monomial, Coefficient], errors: list[tuple[Monomial, Any]]) -> Expansion:
         """Drop zeros, put what is below the largest error into it, and keep the number of terms small."""
-        kept = Expansion({m: c for m, c in terms.items() if c != (0, 0) and (c[0] != c[1] or sign(c[0]) != 0)}).ordered()
+        kept = Expansion(
+            {m: c for m, c in terms.items() if c != (0, 0) and (c[0] != c[1] or sign(c[0]) != 0)}
+        ).ordered()
         if len(kept) > _MOST:
             errors = [*errors, *((m, self.weight(c)) for m, c in kept[_MOST:])]
             kept = kept[:_MOST]
@@ -361,9 +363,11 @@ class Scale:
     def atan(self, e: Expansion) -> Expansion:
         top, _ = self.bound(e)
         if compare(top, ONE) > 0:
-            m, c, _ = self.split(e)
+            _, c, _ = self.split(e)
             inverse = self.power(e, -sympy.S.One)
-            return self.add(self.constant(sure_sign(c[0]) * sympy.pi / 2), self.scaled(self.atan(inverse), _thin(-sympy.S.One)))
+            return self.add(
+                self.constant(sure_sign(c[0]) * sympy.pi / 2), self.scaled(self.atan(inverse), _thin(-sympy.S.One))
+            )
         low, high = e.terms.get(ONE, _thin(sympy.S.Zero))
         small = Expansion({m: c for m, c in e.terms.items() if m != ONE}, e.error)
         top, size = self.bound(small)  # atan has slope 1 at most

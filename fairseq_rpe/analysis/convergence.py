@@ -17,12 +17,13 @@ from fractions import Fraction
 from typing import Any
 
 import mpmath
+import numpy as np
 import sympy
 
 from ..core import LogWeight, UserError
-from ..encodings import Encoding, build, normalise
+from ..encodings import Encoding, build
 from .domain import check
-from .enclosures import sign
+from .enclosures import ends, ranges, sign
 from .formula import N, parse
 from .series import CONVERGES, DIVERGES, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
@@ -50,7 +51,7 @@ class HeadVerdict:
     @property
     def limit(self) -> tuple[Any, Any] | None:
         """Two mpmath numbers that B lies between; None where there is no B or no bound on it."""
-        return None if self.total is None else (mpmath.mpf(self.total.total.a), mpmath.mpf(self.total.total.b))
+        return None if self.total is None else ends(self.total.total)
 
     def digits(self) -> str:
         """B with 12 digits, or fewer and the half-width of its bracket; "" where there is none."""
@@ -67,7 +68,9 @@ class HeadVerdict:
             middle, half = (self.limit[0] + self.limit[1]) / 2, (self.limit[1] - self.limit[0]) / 2
             if not mpmath.isfinite(half):
                 return f">= {mpmath.nstr(self.limit[0], 6)}"
-            shown = max(2, min(_DIGITS, int(mpmath.log10(middle / half)) + 2))
+            shown = min(_DIGITS, int(mpmath.log10(middle / half)) + 2)
+            if shown < 4:
+                return f"{mpmath.nstr(self.limit[0], 3)} to {mpmath.nstr(self.limit[1], 3)}"
         return f"{mpmath.nstr(middle, shown)} ± {mpmath.nstr(half, 2)}"
 
     def trf(self, epsilon: float | Fraction) -> Trf | None:
@@ -101,25 +104,24 @@ def verdict_of_formula(text: str) -> HeadVerdict:
     Raises:
         UserError: it does not parse, grows without bound, or has no real value at some n >= 0.
     """
+    _checked(text)
+    return _judge(LogWeight(text))
+
+
+def weights_of_formula(text: str, keys: int) -> list[float]:
+    """b_0 … b_(keys-1) of a formula, in double precision; refuses what :func:`verdict_of_formula` refuses."""
+    n = np.arange(keys, dtype=np.float64)
+    low, high = ranges(_checked(text), n, n)
+    return np.exp((low + high) / 2).tolist()
+
+
+def _checked(text: str) -> sympy.Expr:
     shown = " ".join(text.split())
     f = parse(text)
     if decide(f).grows:
         raise UserError(f"the formula '{shown}' grows without bound: a log-bias is a penalty, is its minus missing?")
     check(f, shown)
-    return _judge(LogWeight(shown))
-
-
-def labels(specs: list[str]) -> list[str]:
-    """The specs in their normal spelling, each once.
-
-    Raises:
-        UserError: one is wrong or given twice.
-    """
-    normal = [normalise(spec) for spec in specs]
-    for spec in normal:
-        if normal.count(spec) > 1:
-            raise UserError(f"'{spec}' is given twice")
-    return normal
+    return f
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import numpy as np
 import sympy
 
 from ..core import UserError
+from .asymptotics import Later, Scale, Unknown
 from .enclosures import Undefined, enclose, iv, ranges
+from .series import ORDERS, STARTS
 
-_ONE_BY_ONE, _DOUBLES, _LAST = 64, 960, 1 << 21  # numbers; exponents of 2 up to which doubles, then intervals, serve
-_OPEN = 1 << 14  # ranges that may still be open at a time
+_ONE_BY_ONE, _DOUBLES = 64, 100  # numbers; exponent of 2 up to which ranges of doubles serve
+_OPEN, _TRIES = 1 << 14, 4000  # ranges that may still be open at a time; intervals beyond the doubles
 
 
 def check(e: sympy.Expr, text: str) -> None:
     """Refuse a formula that is complex, undefined or +∞ at some n; -∞ is allowed, there b_n = 0.
 
     The numbers up to 63 are tried one by one, ranges of larger ones are halved until intervals prove that the
-    formula has values there, up to n = 2^(2^21), which is beyond where its expansion takes over.
+    formula has values there. Far out its expansion is the proof, which exists only where the formula has values.
 
     Raises:
         UserError: it has no value, or it cannot be shown that it has one.
@@ -27,15 +31,31 @@ def check(e: sympy.Expr, text: str) -> None:
         _at(e, n, text)
     low = [1 << k for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)]
     _halve(e, low, [2 * n for n in low], text)
-    k = _DOUBLES
-    while k < _LAST:
-        try:
-            good = enclose(e, iv.mpf([iv.mpf(2) ** k, iv.mpf(2) ** (2 * k)])).a < iv.inf
-        except Undefined:
-            good = False
-        if not good:
-            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from 2^{k} on")
-        k *= 2
+    todo, tries = [(_DOUBLES, _proved_from(e))], 0
+    while todo:
+        a, b = todo.pop()
+        tries += 1
+        if a < b and not _defined(e, iv.mpf([iv.mpf(2) ** a, iv.mpf(2) ** b])):
+            if b - a == 1 or tries > _TRIES:
+                raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from 2^{a} on")
+            todo += [((a + b) // 2, b), (a, (a + b) // 2)]
+
+
+def _proved_from(e: sympy.Expr) -> int:
+    """The exponent of 2 from which an expansion holds, or could at best."""
+    for start in STARTS:
+        for order in ORDERS:
+            with contextlib.suppress(Later, Unknown, Undefined):
+                Scale(start, order)(e)
+                return math.ceil(start / math.log(2))
+    return math.ceil(STARTS[-1] / math.log(2))
+
+
+def _defined(e: sympy.Expr, x: Any) -> bool:
+    try:
+        return bool(enclose(e, x).a < iv.inf)
+    except Undefined:
+        return False
 
 
 def _at(e: sympy.Expr, n: int, text: str) -> None:
@@ -50,6 +70,8 @@ def _at(e: sympy.Expr, n: int, text: str) -> None:
 def _halve(e: sympy.Expr, low: list[int], high: list[int], text: str) -> None:
     while low:
         if len(low) > _OPEN:
+            for n in low[:: _OPEN >> 8]:
+                _at(e, n, text)
             raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {low[0]} on")
         found = ranges(e, _doubles(low, -np.inf), _doubles(high, np.inf))
         bad = np.flatnonzero(~(found[1] < np.inf))

@@ -1,8 +1,8 @@
 """Intervals that surely hold the values of an expression: at a number, over a range, over a complex box.
 
-``walk`` goes through an expression and leaves the arithmetic to :class:`Balls` (mpmath, many digits, real or complex) or
-:class:`Floats` (numpy, double precision, many ranges at a time). What may be undefined raises :class:`Undefined` or is
-flagged; 0·∞ and ∞ - ∞ count as undefined, ln 0 = -∞ does not.
+``walk`` goes through an expression and leaves the arithmetic to :class:`Balls` (mpmath, many digits, real or complex)
+or :class:`Floats` (numpy, double precision, many ranges at a time). What may be undefined raises :class:`Undefined` or
+is flagged; 0·∞ and ∞ - ∞ count as undefined, ln 0 = -∞ does not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
     if e is sympy.pi or e is sympy.E:
         return field.constant(e)
     if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
-        step = field.add if e.is_Add else field.mul if e.is_Mul else field.min if isinstance(e, sympy.Min) else field.max
+        step = (
+            field.add if e.is_Add else field.mul if e.is_Mul else field.min if isinstance(e, sympy.Min) else field.max
+        )
         return functools.reduce(step, (walk(a, x, field) for a in e.args))
     if e.is_Pow or isinstance(e, sympy.exp):
         base, power = (sympy.E, e.args[0]) if isinstance(e, sympy.exp) else e.args
@@ -88,7 +90,7 @@ class Balls:
     @staticmethod
     def _sure(value: Any) -> Any:
         for part in (value.real, value.imag) if isinstance(value, iv.mpc) else (value,):
-            if mpmath.isnan(mpmath.mpf(part.a)) or mpmath.isnan(mpmath.mpf(part.b)):
+            if any(mpmath.isnan(end) for end in ends(part)):
                 raise Undefined("not a number")
         return value
 
@@ -126,7 +128,10 @@ class Balls:
         real = _real(a)
         if real.b > _HUGE or real.a < -_HUGE:
             if isinstance(a, iv.mpc):
-                raise Undefined("out of range")
+                if real.b > _HUGE:
+                    raise Undefined("out of range")
+                size = iv.exp(max(real.b, iv.mpf(-_HUGE))) * iv.mpf([-1, 1])
+                return iv.mpc(size, size)
             low = iv.mpf(0) if real.a < -_HUGE else iv.exp(min(real.a, iv.mpf(_HUGE)))
             high = iv.inf if real.b > _HUGE else iv.exp(max(real.b, iv.mpf(-_HUGE)))
             return iv.mpf([low.a, high.b if high is not iv.inf else iv.inf])
@@ -158,7 +163,8 @@ class Balls:
 
     @classmethod
     def tanh(cls, a: Any) -> Any:
-        return 1 - 2 * cls.power(1 + cls.exp(2 * a), -1)
+        side = 1 if _real(a).a >= 0 else -1  # so that e^(-2|a|) is small
+        return side * (2 * cls.power(1 + cls.exp(-2 * side * a), -1) - 1)
 
     @classmethod
     def atan(cls, a: Any) -> Any:
@@ -314,6 +320,12 @@ def _wide(low: Any, high: Any, ulps: int, bad: Any = False) -> Any:
     low = np.where(np.isposinf(low), np.finfo(float).max, low)  # it left the range of doubles
     high = np.nextafter(np.where(np.isinf(high), high, high + slack * abs(high)), np.inf)
     return np.where(bad, np.nan, low), np.where(bad, np.nan, high)
+
+
+def ends(value: Any) -> tuple[Any, Any]:
+    """Both ends of a real interval as mpmath numbers, exactly; ``mpmath.mpf(value.a)`` would round them."""
+    low, high = value._mpi_
+    return mpmath.mp.make_mpf(low), mpmath.mp.make_mpf(high)
 
 
 def enclose(e: sympy.Expr, x: Any) -> Any:

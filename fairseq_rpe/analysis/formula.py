@@ -26,7 +26,7 @@ _FUNCTIONS = {
     "max": sympy.Max,
 }
 _NAMES = {"n": N, "pi": sympy.pi, "e": sympy.E}
-_LONGEST, _EXPONENT = 1000, 300  # characters of a formula; decimal exponent of a number in it
+_LONGEST, _DEEPEST, _EXPONENT = 1000, 60, 300  # characters and levels of a formula; decimal exponent of a number in it
 
 
 def parse(text: str, longest: int | None = _LONGEST) -> sympy.Expr:
@@ -36,7 +36,7 @@ def parse(text: str, longest: int | None = _LONGEST) -> sympy.Expr:
     max. Decimals are exact: 0.1 is 1/10.
 
     >>> parse("-0.5*n")
-    -1/2*n
+    -n/2
 
     Raises:
         UserError: anything else, in one line.
@@ -50,13 +50,20 @@ def parse(text: str, longest: int | None = _LONGEST) -> sympy.Expr:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # 2(n): refused below in words of ours
             tree = ast.parse(shown, mode="eval")
-        return _Reader(shown).read(tree.body)
+        found = _Reader(shown).read(tree.body)
+        if _depth(found) > _DEEPEST:
+            raise RecursionError
+        return found
     except UserError:
         raise
     except (MemoryError, RecursionError):
-        raise UserError(f"the formula '{shown[:60]}…' is nested too deeply: write it with fewer parentheses") from None
+        raise UserError(f"the formula '{shown[:60]}…' is nested too deeply: write it with fewer levels") from None
     except (SyntaxError, ValueError):
         raise UserError(f"the formula '{shown}' does not parse: write products as 2*n and powers as n**2") from None
+
+
+def _depth(e: sympy.Expr) -> int:
+    return 1 + max(map(_depth, e.args), default=0)
 
 
 class _Reader:
@@ -98,10 +105,9 @@ class _Reader:
         if not isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow):
             raise self._refused(node)
         left, right = self.read(node.left), self.read(node.right)
-        if isinstance(node.op, ast.Add):
-            return sympy.Add(left, right, evaluate=False)
-        if isinstance(node.op, ast.Sub):
-            return sympy.Add(left, self._negative(right), evaluate=False)
+        if isinstance(node.op, ast.Add | ast.Sub):
+            terms = left.args if left.is_Add else (left,)  # a long sum is one level
+            return sympy.Add(*terms, right if isinstance(node.op, ast.Add) else self._negative(right), evaluate=False)
         if isinstance(node.op, ast.Pow):
             return sympy.Pow(left, right, evaluate=False)
         if isinstance(node.op, ast.Mult):

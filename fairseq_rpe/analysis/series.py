@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,10 @@ import mpmath
 import sympy
 
 from .asymptotics import ONE, Expansion, Later, Monomial, Scale, Unknown, compare, level, sure_sign, times, upper
-from .enclosures import PRECISION, Balls, Undefined, iv, number
+from .enclosures import PRECISION, Balls, Undefined, ends, iv, number
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
-_STARTS = (64, 1024, 1 << 20)  # ln n from which on inequalities are tried
+STARTS = (64, 1024, 1 << 20)  # ln n from which on inequalities are tried
 ORDERS = (1, 4)
 Thin = list[tuple[Monomial, sympy.Expr]]
 
@@ -36,7 +37,7 @@ def decide(f: sympy.Expr) -> Decision:
     """
     reason = "its growth cannot be compared with ln n, ln ln n, …"
     for order in ORDERS:
-        for start in _STARTS:
+        for start in STARTS:
             try:
                 found = _judge(Scale(start, order)(f))
             except Later:
@@ -93,7 +94,8 @@ def _judge(e: Expansion) -> Decision:
     if up[0] is None or low[0] is None:
         return Decision(UNDECIDED, f"f = {_sum(_logs(4))} + …: beyond four nested logarithms")
     return Decision(
-        UNDECIDED, f"f lies between {_sum(_lead(below))} and {_sum(_lead(above))} (leading terms): comparison decides neither"
+        UNDECIDED,
+        f"f lies between {_sum(_lead(below))} and {_sum(_lead(above))} (leading terms): comparison decides neither",
     )
 
 
@@ -103,7 +105,9 @@ def _why_converges(rank: tuple[str | None, int, Monomial | None, sympy.Expr], ex
         return f"comparison with n^-2: f < {_sum([(m, c)])} from some n on"
     sign, rest = ("=" if exact else "<="), "" if exact else ", the oscillating part is bounded"
     if m == level(k):
-        name, letter = ("p-series test", "p") if k == 1 else ("Bertrand's test", "q") if k == 2 else ("De Morgan's test", "r")
+        name, letter = (
+            ("p-series test", "p") if k == 1 else ("Bertrand's test", "q") if k == 2 else ("De Morgan's test", "r")
+        )
         return f"{name}: f {sign} {_sum([*_logs(k - 1), (m, c)])} + …, {letter} = {show(-c)} > 1{rest}"
     if k == 1:
         return f"comparison with n^-2: f {sign} {_sum([(m, c)])} + … falls faster than any multiple of ln n{rest}"
@@ -154,12 +158,16 @@ def _log(k: int) -> str:
 def show(c: sympy.Expr) -> str:
     """A number with six digits, or with as many as tell it from 1."""
     value = number(c)
-    middle = float(mpmath.mpf(value.mid)) if c.is_finite else float(c)
+    middle = float(ends(value)[0]) if c.is_finite else float(c)
+    if math.isinf(middle) and c.is_finite:
+        return mpmath.nstr(ends(value)[0], 6)
     for digits in (6, 12, 17):
         text = f"{middle:.{digits}g}"
         if text not in ("1", "-1") or c in (1, -1):
             return text
-    return f"{'-' if middle < 0 else ''}1 {'+' if sure_sign(abs(c) - 1) > 0 else '-'} {mpmath.nstr(mpmath.mpf(number(abs(abs(c) - 1)).mid), 3)}"
+    apart = abs(c) - 1
+    size = mpmath.nstr(ends(number(abs(apart)))[0], 3)
+    return f"{'-' if middle < 0 else ''}1 {'+' if sure_sign(apart) > 0 else '-'} {size}"
 
 
 def _sum(items: Thin) -> str:
@@ -249,7 +257,11 @@ def _integral(a: Any, s: Any, p: Any, q: Any, r: Any, t: Any, harmonic: bool, tw
             value = t ** (1 - q) / (q - 1)
             swing += 1 / abs(q - 1)
         elif a == 0:
-            value = mpmath.exp((1 - p) * t) / (p - 1) if q == 0 else (p - 1) ** (q - 1) * mpmath.gammainc(1 - q, (p - 1) * t)
+            value = (
+                mpmath.exp((1 - p) * t) / (p - 1)
+                if q == 0
+                else (p - 1) ** (q - 1) * mpmath.gammainc(1 - q, (p - 1) * t)
+            )
             swing += (1 + abs(q)) / abs(p - 1)
         else:
             z, x = (1 - p) / s, a * mpmath.exp(s * t)
@@ -287,7 +299,9 @@ def _rate(e: Expansion, scale: Scale, side: int, k: int) -> tuple[Any, Any]:
         return -iv.inf, iv.mpf(0)
     size = abs(number(c))
     rising = m != ONE and not scale.falls(m)
-    return iv.mpf(((size.a - others) * (scale.size(m).a if rising else 1)).a), iv.inf if rising else iv.mpf((size + others).b)
+    return iv.mpf(((size.a - others) * (scale.size(m).a if rising else 1)).a), iv.inf if rising else iv.mpf(
+        (size + others).b
+    )
 
 
 def _slopes(e: Expansion, scale: Scale, k: int) -> Callable[[Any], Any] | None:

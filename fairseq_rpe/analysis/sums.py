@@ -4,10 +4,10 @@ For an analytic f the tail from j on is, with b = exp f,
 
     Σ_{n=j}^{X-1} b(n) = ∫_j^X b dx + (b(j) - b(X))/2 - Σ_{k<=16} B_2k/(2k)! (b^(2k-1)(j) - b^(2k-1)(X)) + R
 
-plus what :func:`.series.beyond` proves about n >= X. The integral is Gauss-Legendre's with the error bound for functions
-analytic in an ellipse (Trefethen, Approximation Theory and Practice, Thm. 19.3), R and the derivatives have Cauchy's
-bounds; each needs only the largest \\|b\\| in a complex box, which interval arithmetic gives. Where f is not analytic, or
-oscillates too fast, a million terms are added up and the rest stays an interval.
+plus what :func:`.series.beyond` proves about n >= X. The integral is Gauss-Legendre's with the error bound for
+functions analytic in an ellipse (Trefethen, Approximation Theory and Practice, Thm. 19.3), R and the derivatives have
+Cauchy's bounds; each needs only the largest size of b in a complex box, which interval arithmetic gives. Where f is not
+analytic, or oscillates too fast, a million terms are added up and the rest stays an interval.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,20 +24,24 @@ import mpmath
 import numpy as np
 import sympy
 
-from .enclosures import PRECISION, Balls, Undefined, enclose, iv, number, precision, ranges
+from .enclosures import PRECISION, Balls, Undefined, enclose, ends, iv, number, precision, ranges
 from .series import beyond
 
 NODES, _RHO = 28, 2.6  # of Gauss-Legendre; sum of the half axes of its ellipse
 _ORDER, _RADIUS, _CIRCLE, _POINTS = 32, 24, 10, 64
 _FLOATS = np.polynomial.legendre.leggauss(NODES)
 _TOLERANCE = iv.mpf(10) ** -22
-_BLOCKS, _FIRST = 800, (64, 256, 1024, 4096)
+_BLOCKS, _FIRST = 260, (64, 256, 1024, 4096)
 _FARTHEST = 2200  # doublings
 ROUGH = 1 << 20
 
 
 class NotSmooth(ArithmeticError):
-    """Euler-Maclaurin does not apply, or not within its budget."""
+    """Euler-Maclaurin does not apply from here on."""
+
+
+class TooLong(ArithmeticError):
+    """It does, but takes more blocks than are worth their time."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ class Smooth:
         first: number of terms that are added up one by one.
 
     Raises:
-        NotSmooth: f is not analytic from ``first`` on, oscillates too fast, or has no known bound far out.
+        NotSmooth: f is not analytic from ``first`` on.
+        TooLong: it oscillates too fast, or nothing is known about its far end.
     """
 
     def __init__(self, f: sympy.Expr, level: int, first: int) -> None:
@@ -105,12 +111,20 @@ class Smooth:
         if j < self.first:
             return self.partial[-1] - self.partial[j] + self.tail(self.first)
         if j not in self._tails:
-            self._tails[j] = self.far(iv.log(iv.mpf(j))) if j >= self.end else self._euler(j)
+            if j >= self.end:
+                self._tails[j] = self.far(iv.log(iv.mpf(j)))
+            elif j - 1 in self._tails:  # a neighbour costs one term
+                self._tails[j] = self._tails[j - 1] - self.weight(j - 1)
+            elif j + 1 in self._tails:
+                self._tails[j] = self._tails[j + 1] + self.weight(j)
+            else:
+                self._tails[j] = self._euler(j)
         return self._tails[j]
 
     def near(self, target: Any) -> int:
         """About the j whose tail is ``target``: a guess in double precision."""
-        want = mpmath.mpf(target.mid)
+        with mpmath.workprec(PRECISION):
+            want = mpmath.mpf(target.mid)
         i = bisect.bisect_left(self.areas, -want, key=lambda area: -mpmath.mpf(area.mid))
         if i == 0:
             return self.first // 2
@@ -125,15 +139,22 @@ class Smooth:
             logs, _ = ranges(self.f, x, x)
             enough = half * float(np.sum(_FLOATS[1] * np.exp(logs - scale))) > missing
             low, high = (middle, high) if enough else (low, middle)
+        for _ in range(2 if high > 1 << 30 else 0):  # Newton: doubles cannot tell such numbers apart
+            with mpmath.workprec(PRECISION):
+                step = (mpmath.mpf(self.tail(high).mid) - want) / mpmath.mpf(self.weight(high).mid)
+                high = min(max(high + int(step), block.low), block.high)
         return high
 
     def _extend(self, level: int) -> None:
         """Blocks from ``first`` on, up to where what is left is known well enough; sets end, far and far_sum."""
         x, sofar, found = self.first, self.partial[-1], None
         for doubling in range(_FARTHEST):
-            for block in self._blocks(x, 2 * x, sofar):
-                self.blocks.append(block)
-                sofar += block.area
+            try:
+                blocks = self._blocks(x, 2 * x, sofar)
+            except TooLong:
+                break
+            self.blocks += blocks
+            sofar += sum((block.area for block in blocks), iv.mpf(0))
             x *= 2
             if doubling < 12 or doubling % 4 == 0:
                 far = beyond(self.f, iv.log(iv.mpf(x)).a, level)
@@ -145,7 +166,7 @@ class Smooth:
                 if found and doubling > 96 and found[2].a > 0:
                     break
         if not found:
-            raise NotSmooth
+            raise TooLong
         self.end, self.far, self.far_sum = found
         reach = iv.mpf([self.end - _RADIUS, self.end + _RADIUS])
         # bounds b(X)/2 and the derivatives at X, by Cauchy in this box, which lies in that of the last block
@@ -156,7 +177,7 @@ class Smooth:
         done, todo = [], [(low, high)]
         while todo:
             if len(self.blocks) + len(done) + len(todo) > _BLOCKS:
-                raise NotSmooth
+                raise TooLong
             a, b = todo.pop()
             block = self._block(a, b)
             if block is None or (block.rest + block.area.delta) > _TOLERANCE * max(sofar.a, block.area.a):
@@ -177,7 +198,7 @@ class Smooth:
             area = self._area(low, high, most)
         except Undefined:
             return None
-        rest = 4 * iv.mpf(mpmath.factorial(_ORDER)) / (2 * iv.pi * _RADIUS) ** _ORDER * (high - low) * most
+        rest = 4 * iv.mpf(math.factorial(_ORDER)) / (2 * iv.pi * _RADIUS) ** _ORDER * (high - low) * most
         return Block(low, high, area, iv.mpf(most), iv.mpf(rest.b))
 
     def _area(self, low: int, high: int, most: Any) -> Any:
@@ -223,7 +244,7 @@ class Rough:
     """B and tails of any convergent series from its first terms: as exact as what is known about the rest.
 
     Raises:
-        NotSmooth: nothing is known about the rest, or the terms leave the range of doubles.
+        TooLong: nothing is known about the rest, or the terms leave the range of doubles.
     """
 
     def __init__(self, f: sympy.Expr, level: int) -> None:
@@ -233,14 +254,14 @@ class Rough:
         for k in np.flatnonzero(np.isnan(low) | np.isnan(high)):
             value = enclose(f, int(k))
             low, high = low.copy(), high.copy()
-            low[k], high[k] = float(mpmath.mpf(value.a)), np.nextafter(float(mpmath.mpf(value.b)), np.inf)
+            low[k], high[k] = (np.nextafter(float(e), w) for e, w in zip(ends(value), (-np.inf, np.inf), strict=True))
         far = beyond(f, iv.log(iv.mpf(ROUGH)).a, level)
         if far is None or not high.max() < 690:
-            raise NotSmooth
+            raise TooLong
         eps = float(np.finfo(np.longdouble).eps) * ROUGH + 1e-17
         self.far, self.far_sum = far, far(iv.log(iv.mpf(ROUGH)))
         if not self.far_sum.b < iv.inf:
-            raise NotSmooth
+            raise TooLong
         self.low, self.high = (
             np.concatenate([[0], np.cumsum(np.exp(side.astype(np.longdouble))) * (1 + sign * eps)])
             for side, sign in ((low, -1), (high, 1))
@@ -276,7 +297,7 @@ class Geometric:
 
     def digits(self) -> contextlib.AbstractContextManager[None]:
         """As many more bits as 1 - e^-k loses."""
-        return precision(PRECISION + 3 * max(0, -int(mpmath.mag(mpmath.mpf(number(self.k).a)))))
+        return precision(PRECISION + 3 * max(0, -int(mpmath.mag(ends(number(self.k))[0]))))
 
 
 class Finite:
@@ -296,9 +317,11 @@ def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:
             return Smooth(f, level, first)
         except (NotSmooth, Undefined):
             continue
+        except TooLong:
+            break
     try:
         return Rough(f, level)
-    except (NotSmooth, Undefined):
+    except (TooLong, Undefined):
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,11 +11,14 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import Balls, iv, number, sign
+from .enclosures import Balls, ends, iv, number, sign
 from .sums import Finite, Geometric, Rough, Smooth, rational
 
 Sum = Smooth | Rough | Geometric | Finite
+_COARSE = 12  # bits that are looked for where B is known to few digits only
 _WHOLE = 100  # bits of j up to which it is looked for as a whole number
+_PRINTED = 31  # digits
+_SHOWN = 10**9  # brackets of larger numbers are shown in scientific notation
 _FARTHEST = iv.mpf(10) ** 40  # ln j beyond which it is not looked for
 
 
@@ -24,7 +27,7 @@ class Trf:
     """TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }, exact where both ends agree.
 
     Attributes:
-        low, high: whole numbers that it surely lies between, ends included; None: see ``log10``.
+        low, high: whole numbers that it surely lies between, ends included; both None: see ``log10``.
         log10: where it has more than 30 digits, an interval of its common logarithm; an open end is inf.
     """
 
@@ -39,15 +42,16 @@ class Trf:
     @property
     def logarithms(self) -> tuple[float, float]:
         """Common logarithms of both ends, for a plot."""
-        ends = self.log10 or (math.log10(self.low), math.log10(self.high) if self.high is not None else math.inf)
-        return float(ends[0]), float(ends[1])
+        low, high = self.log10 or (math.log10(self.low), math.log10(self.high))
+        return float(low), float(high)
 
     def __str__(self) -> str:
         if self.low is not None:
-            if self.high is None:
-                return f">= {self.low}"
-            return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
-        low, high = self.log10
+            if self.low == self.high or self.low < _SHOWN:
+                return " to ".join(map(_whole_number, dict.fromkeys((self.low, self.high))))
+            low, high = mpmath.log10(self.low), mpmath.log10(self.high)
+        else:
+            low, high = self.log10
         if not mpmath.isfinite(high):
             return f"> {power_of_ten(low, 3)}"
         for digits in (4, 3, 2, 1):
@@ -56,11 +60,15 @@ class Trf:
         return f"{power_of_ten(low, 2)} to {power_of_ten(high, 2)}"
 
 
+def _whole_number(j: int) -> str:
+    return str(j) if j < 10**_PRINTED else power_of_ten(mpmath.log10(j), 5)
+
+
 def power_of_ten(log10: Any, digits: int) -> str:
     """10^log10 in scientific notation, as a power where even its exponent is large.
 
     >>> power_of_ten(3010.3, 3), power_of_ten(10**12, 3)
-    ('2e3010', '10^(1e+12)')
+    ('2e3010', '10^(1.0e+12)')
     """
     log10 = mpmath.mpf(log10)
     if log10 > 10**6:
@@ -92,7 +100,7 @@ def _geometric(total: Geometric, epsilon: Fraction) -> Trf:
     """Eq. 46: the tail is e^(-kj)·B, so j > ln(1/ε)/k."""
     with total.digits():
         bound = iv.log(1 / rational(epsilon)) / number(total.k)
-    low, high = (int(mpmath.floor(mpmath.mpf(end))) + 1 for end in (bound.a, bound.b))
+    low, high = (mpmath.libmp.to_int(end, "f") + 1 for end in bound._mpi_)
     if low < high:  # ln(1/ε)/k is a whole number, or too close to one for intervals
         above = sign(sympy.log(1 / sympy.Rational(epsilon.numerator, epsilon.denominator)) - low * total.k)
         if above is not None:
@@ -109,13 +117,20 @@ def _whole(tail: Callable[[int], Any], side: Callable[[Any], int], low: int, hig
             seen[j] = side(tail(j))
         return seen[j]
 
-    least = _first(lambda j: at(j) >= 0, low, high, guess)
-    return Trf(least, least if at(least) > 0 else _first(lambda j: at(j) > 0, least, high, least + 1))
+    wide = guess + (guess >> _COARSE)
+    coarse = low < guess < wide < high and at(guess) == at(wide) == 0
+    short, least = _between(lambda j: at(j) >= 0, low, high, guess, coarse)
+    if at(least) > 0:
+        return Trf(short + 1, least)
+    return Trf(short + 1, _between(lambda j: at(j) > 0, least, high, least + 1, coarse)[1])
 
 
-def _first(holds: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """The first j at which what fails at ``low`` and holds at ``high`` does: in growing steps from ``guess``, then halving."""
-    at, step = min(max(guess, low + 1), high), 1
+def _between(holds: Callable[[int], bool], low: int, high: int, guess: int, coarse: bool) -> tuple[int, int]:
+    """The last j that fails and the first that holds, of what fails at ``low`` and holds at ``high``.
+
+    In growing steps from ``guess``, then halving; with ``coarse`` only until the two agree to a few digits.
+    """
+    at, step = min(max(guess, low + 1), high), 1 + (guess >> _COARSE if coarse else 0)
     up = at < high and not holds(at)
     low, high = (at, high) if up else (low, at)
     while high - low > 1:
@@ -127,10 +142,10 @@ def _first(holds: Callable[[int], bool], low: int, high: int, guess: int) -> int
         if found == up:
             break
         step *= 8
-    while high - low > 1:
+    while high - low > 1 + (low >> _COARSE if coarse else 0):
         at = (low + high) // 2
         low, high = (low, at) if holds(at) else (at, high)
-    return high
+    return low, high
 
 
 def _far(total: Smooth | Rough, side: Callable[[Any], int]) -> Trf:
@@ -141,17 +156,17 @@ def _far(total: Smooth | Rough, side: Callable[[Any], int]) -> Trf:
         low = high if side(total.far(high)) < 0 else low
         high = 2 * high
         if high > _FARTHEST:
-            return Trf(log10=(mpmath.mpf((low / iv.log(10)).a), mpmath.inf))
+            return Trf(log10=(ends(low / iv.log(10))[0], mpmath.inf))
     if high.a < _WHOLE * math.log(2):
-        top = int(mpmath.ceil(mpmath.mpf(Balls.exp(high).b)))
+        top = mpmath.libmp.to_int(Balls.exp(high)._mpi_[1], "c")
         return _whole(total.tail, side, total.end - 1, top, total.end)
     least, most = _halved(total.far, side, low, high, -1), _halved(total.far, side, low, high, 1)
-    return Trf(log10=(mpmath.mpf((least / iv.log(10)).a), mpmath.mpf((most / iv.log(10)).b)))
+    return Trf(log10=(ends(least / iv.log(10))[0], ends(most / iv.log(10))[1]))
 
 
 def _halved(far: Callable[[Any], Any], side: Callable[[Any], int], low: Any, high: Any, sure: int) -> Any:
     """The last T that is surely too short (``sure`` -1) or the first that is surely long enough (1)."""
-    for _ in range(160):
+    for _ in range(100):
         middle = iv.mpf(((low + high) / 2).mid)
         if not low < middle < high:
             break
@@ -161,20 +176,3 @@ def _halved(far: Callable[[Any], Any], side: Callable[[Any], int], low: Any, hig
         else:
             low = middle
     return low if sure < 0 else high
-
-
-def quantised(weights: Sequence[float], points: int = 50) -> list[tuple[float, float]]:
-    """The appendix's curve of arXiv 2307.10156: (ε, TRF / m) for ``points`` values of ε from 1 down to 0.
-
-    Its sum runs over the m given weights instead of all distances, and compares with >= where Eq. 22 has >: an index is
-    the first j whose partial sum of j terms is at least total·(1-ε). One index is recorded per j; what is left is m.
-    """
-    m, total = len(weights), math.fsum(weights)
-    levels = [1 - i / (points - 1) for i in range(points)]
-    found, sofar = [], 0.0
-    for j, weight in enumerate(weights):
-        while len(found) < points - 1 and sofar >= total * (1 - levels[len(found)]):
-            found.append(j)
-        sofar += weight
-    found += [m] * (points - len(found))
-    return [(level, j / m) for level, j in zip(levels, found, strict=True)]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import corpus, erf_figure
-from fairseq_rpe.cli.files import atomic_write, replace_with
+from fairseq_rpe.cli.files import atomic_write, check_folder, make_folder, replace_with
 from fairseq_rpe.cli.options import load_rpe_module, positive_int
 from fairseq_rpe.cli.report import align
-from fairseq_rpe.cli.subjects import Subject, add_subjects, find_subjects, load, make_folder, read_stream
+from fairseq_rpe.cli.subjects import Subject, add_subjects, find_subjects, load, read_stream
 from fairseq_rpe.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
     subjects = find_subjects(args.checkpoints)
     corpus.check_folder(args.data, args.subset)
     length, rows = sizes(args, max(subject.train_length for subject in subjects))
-    make_folder(args.out, (*FILES, QUANTISED))
+    check_folder(args.out, (*FILES, QUANTISED))
+    make_folder(args.out)
     load_rpe_module(args.rpe_module)
     found = [measure(args, subject, length, rows) for subject in subjects]
     atomic_write(args.out / "erf.csv", _csv(_receptive(found, args.epsilon)))

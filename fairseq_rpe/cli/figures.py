@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import checkpoints, report
-from fairseq_rpe.cli.files import read_json, replace_with
+from fairseq_rpe.cli.files import check_folder, make_folder, read_json, replace_with
 from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
 
@@ -88,7 +88,8 @@ class Skip(Exception):
 def run(args: argparse.Namespace) -> int:
     subjects = _subjects(args)
     folder = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
-    _make_folder(folder)
+    check_folder(folder, ())
+    make_folder(folder)
     drawn, skipped = [], []
     for name, make in FIGURES.items():
         try:
@@ -161,13 +162,6 @@ def _of_sweep(folder: Path, seed: int) -> Subjects:
     return subjects
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be made ({error.strerror}): name another folder") from None
-
-
 def draw_heat_maps(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
     from fairseq_rpe.analysis import encoding_figures
     from fairseq_rpe.analysis.bias_figures import bias_map
@@ -188,6 +182,20 @@ def draw_profiles(subjects: Subjects, args: argparse.Namespace) -> dict[str, Fig
         "profiles": encoding_figures.profiles(values),
         "profiles_compared": encoding_figures.compared(one, subjects.head),
     }
+
+
+def draw_theory(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
+    from fairseq_rpe.analysis import trf_figures
+    from fairseq_rpe.analysis.convergence import verdict
+    from fairseq_rpe.cli import trf
+
+    sources = {
+        name: [((None, None), verdict(encoding)[subjects.head - 1])] for name, encoding in subjects.biased.items()
+    }
+    _, _, lines = trf.exact({name: rows for name, rows in sources.items() if rows[0][1].total is not None})
+    if not lines:
+        raise Skip("no series converges")
+    return {"trf": trf_figures.fields(lines, title=f"Theoretical receptive field, head {subjects.head}")}
 
 
 def draw_perplexity(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
@@ -276,6 +284,7 @@ def _some(found: dict[str, Encoding]) -> dict[str, Encoding]:
 FIGURES: dict[str, Callable[[Subjects, argparse.Namespace], dict[str, Any]]] = {
     "heat maps of exp(bias)": draw_heat_maps,
     "bias over distance": draw_profiles,
+    "theoretical receptive field": draw_theory,
     "perplexity": draw_perplexity,
     "empirical receptive field": draw_receptive_field,
     "learned biases of single queries": draw_queries,

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,29 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def append_json_line(path: Path, row: dict[str, Any]) -> None:
     rows = [*read_json_lines(path), row]
     atomic_write(path, "".join(json.dumps(r) + "\n" for r in rows))
+
+
+def check_folder(folder: Path, names: Iterable[str]) -> None:
+    """Refuse what would fail after some files were written."""
+    try:
+        for part in (folder, *folder.parents):
+            if os.path.lexists(part) and not part.is_dir():
+                raise UserError(f"--out {folder}: {part} is not a folder, name another one")
+        for name in names:
+            if (folder / name).is_dir():
+                raise UserError(f"--out {folder}: {name} in it is a folder, move it away or name another --out")
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be used ({error.strerror}): name another folder") from None
+
+
+def make_folder(folder: Path) -> None:
+    """The folder of --out, made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made ({error.strerror}): name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out {folder} cannot be written to: name another folder")
 
 
 def file_digest(*paths: Path) -> str:

@@ -23,10 +23,27 @@ from fairseq_rpe.cli import (
     sliding,
     sweep,
     train,
+    trf,
+    verdict,
 )
 from fairseq_rpe.core.errors import UserError
 
-_COMMANDS = (prepare, train, evaluate, sliding, accuracy, sweep, report, figures, erf, sensitivity, fire_fit, inspect)
+_COMMANDS = (
+    prepare,
+    train,
+    evaluate,
+    sliding,
+    accuracy,
+    sweep,
+    report,
+    figures,
+    verdict,
+    trf,
+    erf,
+    sensitivity,
+    fire_fit,
+    inspect,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = _formulas(sys.argv[1:] if argv is None else list(argv))
     # What follows a lone -- belongs to fairseq; argparse cannot keep it apart from our positionals.
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = build_parser()
@@ -75,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" while writing {error.filename}" if error.filename else ""
         print(f"error: no space left on the disk{where}: free some and run this again", file=sys.stderr)
         return 2
+
+
+def _formulas(argv: list[str]) -> list[str]:
+    """``--formula X`` as ``--formula=X``: nearly every X begins with a minus, which argparse takes for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--formula":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ import argparse
 import csv
 import io
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.files import atomic_write, replace_with
+from fairseq_rpe.cli.files import atomic_write, check_folder, make_folder, replace_with
 from fairseq_rpe.cli.options import positive_float, positive_int
 from fairseq_rpe.cli.report import align
 from fairseq_rpe.core.errors import UserError
@@ -82,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     folder = args.out
     names = [f"{stem}.{ending}" for stem in FIGURES for ending in ("png", "pdf")]
-    _check_folder(folder, [*names, "sensitivity.csv"])
+    check_folder(folder, [*names, "sensitivity.csv"])
     rows = table(args)
     figures = {stem: draw(args) for stem, draw in FIGURES.items()}
-    _make_folder(folder)
+    make_folder(folder)
 
     from fairseq_rpe.analysis.sensitivity_figures import save
 
@@ -250,28 +249,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--width {args.width}: choose an even number from 2 to {WIDEST}, or leave it out")
     if not BASES[0] <= args.base <= BASES[1]:
         raise UserError(f"--base {args.base:g}: choose a number from {BASES[0]:g} to {BASES[1]:g}")
-
-
-def _check_folder(folder: Path, names: list[str]) -> None:
-    """Refuse what would fail after some files were written."""
-    try:
-        for part in (folder, *folder.parents):
-            if os.path.lexists(part) and not part.is_dir():
-                raise UserError(f"--out {folder}: {part} is not a folder, name another one")
-        for name in names:
-            if (folder / name).is_dir():
-                raise UserError(f"--out {folder}: {name} in it is a folder, move it away or name another --out")
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be used ({error.strerror}): name another folder") from None
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be made ({error.strerror}): name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out {folder} cannot be written to: name another folder")
 
 
 def _rope(n: Tensor, width: int | None, base: float) -> Tensor:

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import corpus
-from fairseq_rpe.cli.files import append_json_line, atomic_write, file_digest, read_json_lines, replace_with
+from fairseq_rpe.cli.files import (
+    append_json_line,
+    atomic_write,
+    check_folder,
+    file_digest,
+    make_folder,
+    read_json_lines,
+    replace_with,
+)
 from fairseq_rpe.cli.options import int_list, load_rpe_module, positive_int
 from fairseq_rpe.cli.report import align
-from fairseq_rpe.cli.subjects import Subject, add_subjects, device_of, find_subjects, load, make_folder, read_stream
+from fairseq_rpe.cli.subjects import Subject, add_subjects, device_of, find_subjects, load, read_stream
 from fairseq_rpe.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     subjects = find_subjects(args.checkpoints)
     corpus.check_folder(args.data, args.subset)
     total = _check(args)
-    make_folder(args.out, FILES)
+    check_folder(args.out, FILES)
+    make_folder(args.out)
     load_rpe_module(args.rpe_module)
     rows = []
     for subject in subjects:

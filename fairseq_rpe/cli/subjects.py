@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fairseq_rpe.cli import checkpoints
 from fairseq_rpe.cli.evaluate import as_fairseq_command, log_to
 from fairseq_rpe.cli.options import add_rpe_module, package_folder
+from fairseq_rpe.cli.trained import not_ours
 from fairseq_rpe.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def find_subjects(paths: list[Path]) -> list[Subject]:
         header = checkpoints.load_header(path)
         model, task = (header["cfg"].get(part) or {} for part in ("model", "task"))
         if "rpe" not in model:
-            name = model.get("arch") or model.get("_name")
-            raise UserError(f"{path} is not of this plugin (its model is '{name}'): name a transformer_rpe_lm")
+            raise not_ours(path, model)
         if task.get("algorithm"):
             raise UserError(f"{path} was trained on an algorithmic task: this command is for text")
         odd = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
@@ -119,14 +119,3 @@ def read_stream(args: argparse.Namespace, dictionary: Any, tokens: int) -> Tenso
     if stream.eq(dictionary.pad()).any() or int(stream.max()) >= len(dictionary):
         raise UserError(f"{args.data}/{args.subset} holds padding or numbers beyond its dictionary: binarise it again")
     return stream
-
-
-def make_folder(folder: Path, names: tuple[str, ...]) -> None:
-    """Make the folder for results now, so that no measurement is lost for want of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be made ({error.strerror}): name another folder") from None
-    taken = [name for name in names if (folder / name).is_dir()]
-    if taken:
-        raise UserError(f"--out {folder}: {taken[0]} in it is a folder, move it away or name another --out")

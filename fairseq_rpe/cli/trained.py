@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import checkpoints
 from fairseq_rpe.core.errors import UserError
@@ -25,8 +25,14 @@ class Trained:
     positions: str
 
 
+def not_ours(path: Path, model: dict[str, Any]) -> UserError:
+    """What to say of a checkpoint of another model; ``model``: its config."""
+    name = model.get("arch") or model.get("_name")
+    return UserError(f"{path} is not of this plugin (its model is '{name}'): name a transformer_rpe_lm")
+
+
 def load_encodings(path: Path) -> Trained:
-    """Read the encodings of a checkpoint of this plugin.
+    """Read the encodings of a checkpoint of this plugin. One of the user's own is to be loaded before.
 
     Raises:
         UserError: the file is missing, damaged or of another model.
@@ -36,8 +42,7 @@ def load_encodings(path: Path) -> Trained:
     state = checkpoints.load_header(path)
     model = state["cfg"].get("model") or {}
     if "rpe" not in model:
-        name = model.get("arch") or model.get("_name")
-        raise UserError(f"{path} is not of this plugin (its model is '{name}'): name a transformer_rpe_lm")
+        raise not_ours(path, model)
     spec, heads, width = str(model["rpe"]), model["decoder_attention_heads"], model["decoder_embed_dim"]
     length = int(model["rpe_train_length"])
     values = {key.removeprefix(_PREFIX): value for key, value in state["model"].items() if key.startswith(_PREFIX)}

@@ -87,7 +87,7 @@ class Fire(PairBias):
 
     def series(self) -> list[LogWeight]:
         note = (
-            "an MLP of a ratio in [0, 1] is bounded, so Σ_j exp b(i,j) = Θ(i) grows with the query's position i, on which "
-            "the bias depends as well (not Toeplitz)"
+            "an MLP of a ratio in [0, 1] is bounded, so Σ_j exp b(i,j) = Θ(i) grows with the query's position i, on "
+            "which the bias depends as well (not Toeplitz)"
         )
         return [LogWeight("0", note, at_least=True)] * self.heads

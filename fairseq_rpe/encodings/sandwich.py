@@ -52,8 +52,8 @@ class Sandwich(DistanceBias):
     def series(self) -> list[LogWeight]:
         shift = 0 if self.config.form == "paper" else self.terms + 1e-4
         note = (
-            f"{self.terms} cosines are at least -{self.terms}, so the bias is bounded below (the paper's bound for Raabe's "
-            "test ends at 15 708 tokens, and the test wants > 1 where it prints < 1)"
+            f"{self.terms} cosines are at least -{self.terms}, so the bias is bounded below (the bound in the paper's "
+            "Raabe test ends at 15 708 tokens, and that test wants > 1 where it prints < 1)"
         )
         return [
             LogWeight(f"-{exact((self.terms + shift) * self.heads / (8 * h))}", note, at_least=True)

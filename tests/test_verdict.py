@@ -1,0 +1,482 @@
+"""Verdicts on Σ exp(bias): convergence, limits, receptive fields, what cannot be decided, and both commands."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import mpmath
+import pytest
+import sympy
+import torch
+from conftest import ALL_SPECS, SPECS, make_model, model_args
+
+from fairseq_rpe import encodings
+from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict, verdict_of_formula
+from fairseq_rpe.analysis.enclosures import ranges
+from fairseq_rpe.analysis.erf import quantised
+from fairseq_rpe.analysis.formula import N, parse
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import LogWeight, UserError
+from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
+from fairseq_rpe.encodings.alibi import alibi_slopes
+
+EXPECTED = {
+    "alibi": CONVERGES,
+    "type1": CONVERGES,
+    "type2": CONVERGES,
+    "window": CONVERGES,
+    "kerple_power": CONVERGES,
+} | dict.fromkeys(
+    ["nope", "sinusoidal", "learned", "rope", "xpos", "inv_n", "inv_nlnn", "sandwich", "t5_bias", "fire"], DIVERGES
+)
+SLOPES = alibi_slopes(8)
+EPSILONS = (0.5, 0.1, 0.01)
+
+
+def limits(head) -> float:
+    """B, checked to lie in a narrow bracket."""
+    low, high = head.limit
+    assert low <= high and (high - low) / low < 1e-9
+    return float(low)
+
+
+def test_every_registered_encoding_has_a_verdict():
+    assert set(EXPECTED) | {"kerple_log"} == set(SPECS)
+    for name in encodings.names():
+        if name not in SPECS:  # registered by another test
+            continue
+        for spec in SPECS[name]:
+            heads = verdict(spec)
+            assert len(heads) == 8
+            for head in heads:
+                assert "\n" not in head.reason and head.reason
+                if name in EXPECTED:
+                    assert head.decision == EXPECTED[name], spec
+                assert (head.limit is not None) == (head.decision == CONVERGES), spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("sandwich", "64 cosines are at least -64, so the bias is bounded below"),
+        ("kerple_log:p=0.9", "p = 0.9 < 1; kerple_log converges iff p > 1"),
+        ("kerple_log:p=1", "harmonic series (p = 1)"),
+        ("alibi", "B = 1/(1 - e^-k)"),
+        ("fire", "not Toeplitz"),
+        ("t5_bias", "last bucket"),
+        ("xpos", "scores decay to 0"),
+        ("rope", "no additive bias"),
+        ("inv_nlnn", "Bertrand"),
+    ],
+)
+def test_reasons_name_what_decides(spec, words):
+    assert all(words in head.reason for head in verdict(spec))
+
+
+@pytest.mark.parametrize("spec", [s for s in ALL_SPECS if s.partition(":")[0] not in ("sandwich", "t5_bias", "fire")])
+def test_formulas_are_the_biases(spec):
+    """What is decided is what the model adds: the formula of each head at distances 0 to 2000, and at 9215."""
+    torch.manual_seed(3)
+    encoding = encodings.build(spec, 8, 512, 512)
+    n = torch.cat([torch.arange(2001), torch.tensor([9215])]).double()
+    if isinstance(encoding, DistanceBias):
+        expected = encoding.bias(n).detach()
+    else:
+        assert encoding.form(None) is None
+        expected = torch.zeros(8, len(n))
+    for weight, row in zip(encoding.series(), expected, strict=True):
+        weight = weight if isinstance(weight, LogWeight) else LogWeight(weight)
+        low, high = ranges(parse(weight.formula), n.numpy(), n.numpy())
+        kept = n < (weight.keys or math.inf)
+        assert not weight.at_least
+        assert torch.allclose(torch.tensor((low + high) / 2)[kept], row[kept].double(), rtol=1e-6, atol=1e-9)
+        assert (row[~kept] == -math.inf).all()
+
+
+@pytest.mark.parametrize("spec", ["sandwich", "sandwich:form=evo", "t5_bias:init_std=1"])
+def test_bounds_are_below_the_biases(spec):
+    encoding = encodings.build(spec, 8, 512)
+    bias = encoding.bias(torch.arange(128, 40_000).double()).detach()
+    for weight, row in zip(encoding.series(), bias, strict=True):
+        assert weight.at_least and float(row.min()) >= float(parse(weight.formula)) - 1e-9
+
+
+def test_limits_of_closed_forms():
+    for slope, alibi, type1 in zip(SLOPES, verdict("alibi"), verdict("type1"), strict=True):
+        assert limits(alibi) == pytest.approx(1 / -math.expm1(-slope), rel=1e-12)
+        coth = 1 / math.tanh(math.pi / slope)
+        assert limits(type1) == pytest.approx((1 + math.pi / slope * coth) / 2, rel=1e-12)
+    assert limits(verdict("type1:form=paper")[0]) == pytest.approx(math.pi**2 / 6, rel=1e-12)
+    assert limits(verdict("type2:form=paper")[0]) == pytest.approx(2.2381813068, rel=1e-9)
+    assert limits(verdict("type2")[0]) == pytest.approx(1.0627248643, rel=1e-9)
+    assert limits(verdict("type2")[7]) == pytest.approx(115.8696539748, rel=1e-9)
+    assert verdict("alibi")[0].digits() == "2.54149408254"
+    assert verdict("window:window=5")[0].digits() == "5"
+
+
+def _tanh_less_one(n):
+    return (n + 1) ** (-2 * mpmath.tanh(n + 1)) - (n + 1) ** mpmath.mpf(-2)
+
+
+@pytest.mark.parametrize(
+    ("formula", "exact"),
+    [
+        ("-1.5*log(n+1)", lambda: mpmath.zeta(1.5)),
+        ("-3*log(n+1)", lambda: mpmath.zeta(3)),
+        ("-1.0001*log(n+1)", lambda: mpmath.zeta(mpmath.mpf("1.0001"))),
+        ("-2*log(n+0.5)", lambda: mpmath.zeta(2, mpmath.mpf("0.5"))),
+        ("-n**2", lambda: (1 + mpmath.jtheta(3, 0, mpmath.exp(-1))) / 2),
+        ("-0.01*n**2", lambda: (1 + mpmath.jtheta(3, 0, mpmath.exp(mpmath.mpf("-0.01")))) / 2),
+        ("-log((n+1)*(n+2))", lambda: 1),
+        ("-log(1 + exp(-n)) - n", lambda: mpmath.fsum(1 / (1 + mpmath.exp(n)) for n in range(120))),
+        ("-2*log(n+1)*tanh(n+1)", lambda: mpmath.zeta(2) + mpmath.nsum(_tanh_less_one, [0, mpmath.inf], method="d")),
+        ("-n + log(n+1)", lambda: 1 / (1 - mpmath.exp(-1)) ** 2),
+        ("log(2 + cos(pi*n)) - n", lambda: 2 / (1 - mpmath.exp(-1)) + 1 / (1 + mpmath.exp(-1))),
+        ("-log(1 + (n - 4)**2)", lambda: (1 + mpmath.pi * mpmath.coth(mpmath.pi)) / 2 + mpmath.mpf(73) / 85),
+        ("-0.1*sqrt(n)", lambda: mpmath.nsum(lambda n: mpmath.exp(-mpmath.sqrt(n) / 10), [0, mpmath.inf], method="e")),
+    ],
+)
+def test_limits_of_formulas(formula, exact):
+    low, high = verdict_of_formula(formula).limit
+    with mpmath.workdps(30):
+        value = exact()
+        assert low - mpmath.mpf(10) ** -24 * abs(low) <= value <= high + mpmath.mpf(10) ** -24 * abs(high)
+        assert (high - low) / low < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("spec", "head", "fields"),
+    [
+        ("kerple_power:p=1,a=1", 0, (1, 3, 5)),  # ALiBi with k = 1
+        ("alibi", 0, (2, 5, 10)),
+        ("alibi", 7, (178, 590, 1179)),
+        ("type1:form=paper", 0, (1, 6, 61)),
+        ("type2:form=paper", 0, (2, 4, 9)),
+        ("type1", 0, (3, 12, 111)),
+        ("type1", 7, (257, 1615, 16277)),
+        ("type2", 0, (3, 8, 19)),
+        ("type2", 7, (280, 1039, 2467)),
+        ("window:window=10", 0, (6, 10, 10)),
+    ],
+)
+def test_receptive_fields_of_the_table(spec, head, fields):
+    found = verdict(spec)[head]
+    assert tuple(found.trf(e).exact for e in EPSILONS) == fields
+
+
+@pytest.mark.parametrize("formula", ["-2*log(n+1)", "-0.3*n", "-0.5*sqrt(n)", "-n/(1+log(n+1))", "-log(1+n)**2"])
+def test_receptive_fields_are_the_definition(formula):
+    """Against partial sums with many digits."""
+    head = verdict_of_formula(formula)
+    with mpmath.workdps(40):
+        bias = sympy.lambdify(N, parse(formula), "mpmath")
+        for epsilon in (0.7, 0.3, 0.05, 0.02):
+            target, partial, j = head.limit[0] * (1 - mpmath.mpf(repr(epsilon))), mpmath.mpf(0), 0
+            while not partial > target:
+                partial += mpmath.exp(bias(mpmath.mpf(j)))
+                j += 1
+            assert head.trf(epsilon).exact == j, epsilon
+
+
+def test_a_field_is_strict_where_both_sides_are_equal():
+    assert verdict_of_formula("-log(2)*n").trf(0.25).exact == 3  # the tail from 2 on is B/4 itself
+    telescope = verdict_of_formula("-log((n+1)*(n+2))").trf(0.1)  # tail 1/(j+1): equal to B/10 at 9
+    assert (telescope.low, telescope.high) == (9, 10) and telescope.exact is None and str(telescope) == "9 to 10"
+
+
+@pytest.mark.parametrize(
+    ("formula", "decision", "words"),
+    [
+        ("-2*log(n+1)", CONVERGES, "p = 2 > 1"),
+        ("-log(n+1)", DIVERGES, "harmonic"),
+        ("-log(n+3)-log(log(n+3))", DIVERGES, "Bertrand"),
+        ("-log(n+2)-2*log(log(n+2))", CONVERGES, "Bertrand"),
+        ("-log(n+3)-log(log(n+3))-1.5*log(log(log(n+20)))", CONVERGES, "De Morgan"),
+        ("-0.1*sqrt(n)", CONVERGES, "faster than any multiple of ln n"),
+        ("-1.0001*log(1+n)", CONVERGES, "p = 1.0001 > 1"),
+        ("-0.9999*log(1+n)", DIVERGES, "p = 0.9999 < 1"),
+        ("-1.5*log(n+1)+0.5*log(n+2)", DIVERGES, "harmonic"),
+        ("-1.5*log(n+1)+0.4999999*log(n+2)", CONVERGES, "p = 1.0000001 > 1"),
+        ("sin(n)-log(1+n**2)", CONVERGES, "oscillating"),
+        ("(-1)**n-log(n+1)", DIVERGES, "oscillating"),
+        ("-sqrt(log(n+1))", DIVERGES, "slower than ln n"),
+        ("-n*sin(1/(n+1))*log(n+1)", DIVERGES, "harmonic"),
+        ("-atan(n)*log(n+1)", CONVERGES, "p = 1.5708 > 1"),
+        ("-log(1+n**3+n**7-n**2)", CONVERGES, "p = 7 > 1"),
+        ("-exp(-n)", DIVERGES, "does not go to 0"),
+        ("-5", DIVERGES, "f -> -5"),
+        ("-1e-9*n", CONVERGES, "geometric"),
+        ("-(1.5+sin(n))*log(n+1)", UNDECIDED, "between -2.5·ln n and -0.5·ln n"),
+        ("-abs(sin(n))*n", UNDECIDED, "decides neither"),
+        ("-(1-(-1)**n)*n", UNDECIDED, "decides neither"),
+    ],
+)
+def test_formulas(formula, decision, words):
+    head = verdict_of_formula(formula)
+    assert head.decision == decision and words in head.reason, head
+    assert (head.limit is not None) == (decision == CONVERGES)
+
+
+def test_slow_convergence_gives_brackets_in_seconds():
+    start = time.monotonic()
+    heads = verdict("kerple_log:p=1.0001,a=1")
+    assert heads[0].digits() == "10000.5772229"
+    half = heads[0].trf(0.5)
+    assert half.exact is None and str(half) == "≈ 1.12e3010"
+    # the tail from j on is j^-0.0001 / 0.0001 but for less than one term
+    assert half.logarithms[0] == pytest.approx((math.log10(2) - math.log10(1.00005772229)) / 1e-4, abs=1e-4)
+    slow = verdict_of_formula("-log(n+3)-log(log(n+3))-2*log(log(log(n+30)))")
+    assert str(slow.trf(0.001)).startswith("> 10^(")
+    unknown = verdict_of_formula("-log(n+1)**1.0000001")
+    assert unknown.decision == CONVERGES and " to " in unknown.digits()
+    assert time.monotonic() - start < 30
+
+
+def test_oscillation_leaves_a_bracket_that_is_said():
+    head = verdict_of_formula("sin(n)-log(1+n**2)")
+    low, high = head.limit
+    partial = math.fsum(math.exp(math.sin(n) - math.log1p(n * n)) for n in range(200_000))
+    assert partial + math.exp(-1) / 200_001 < high and low < partial + math.e / 199_999
+    assert head.digits().startswith("3.05337") and "±" in head.digits()
+
+
+@pytest.fixture
+def registered():
+    """Encodings of somebody else, by class; gone afterwards."""
+    from fairseq_rpe.encodings.base import registry
+
+    before = dict(registry._table)
+    yield encodings.register
+    registry._table.clear()
+    registry._table.update(before)
+
+
+def test_outside_encodings(registered):
+    @registered("opaque")
+    class Opaque(DistanceBias):
+        def bias(self, d):
+            return -d[None].expand(self.heads, -1)
+
+    @registered("told")
+    class Told(DistanceBias):
+        def bias(self, d):
+            return -2 * torch.log1p(d)[None].expand(self.heads, -1)
+
+        def series(self):
+            return ["-2*log(1 + n)"] * self.heads
+
+    @registered("turned")
+    class Turned(Rotary):
+        def angles(self, at, pos):
+            return at[..., None] * torch.ones(self.rotated // 2)
+
+        def form(self, pos):
+            return None
+
+    @registered("bare")
+    class Bare(Encoding):
+        pass
+
+    for name in ("opaque", "turned", "bare"):  # a profile at finitely many distances is no proof
+        assert {(h.decision, h.limit) for h in verdict(name)} == {(UNDECIDED, None)}
+        assert "no formula" in verdict(name)[0].reason
+    assert verdict("told", heads=2)[1].trf(0.1).exact == 6
+
+
+def test_parameters_are_exact_numbers():
+    assert {h.decision for h in verdict("kerple_log:p=1")} == {DIVERGES}
+    encoding = encodings.build("kerple_log:a=0.5", 4, 64)
+    just_above, one = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)), torch.tensor(1.0)
+    encoding.p = lambda dtype=torch.float32: torch.stack([just_above, one, one * 0.9, one * 1.1])
+    with torch.no_grad():
+        encoding.raw_p += 1
+    above, exactly, below, far = verdict(encoding)
+    assert [h.decision for h in (above, exactly, below, far)] == [CONVERGES, DIVERGES, DIVERGES, CONVERGES]
+    assert float(above.limit[0]) == pytest.approx(2**23 * 2, rel=1e-5)
+    assert "p = 1.00000011921 > 1" in above.reason and "iff p > 1" in above.reason
+
+
+def save(path: Path, task, rpe: str, change=None, **changes) -> Path:
+    """What fairseq leaves behind, as far as the command reads it."""
+    model = make_model(task, rpe, **changes)
+    if change:
+        with torch.no_grad():
+            change(model.decoder.encodings)
+    settings = {**vars(model_args(rpe, **changes)), "rpe_train_length": 64}
+    settings = {k: v for k, v in settings.items() if isinstance(v, str | int | float | None)}
+    torch.save({"cfg": {"model": settings}, "model": model.state_dict()}, path)
+    return path
+
+
+def raw(values: list[float]) -> torch.Tensor:
+    from fairseq_rpe.encodings.constraints import positive_inverse
+    from fairseq_rpe.encodings.kerple import FLOOR
+
+    return positive_inverse(torch.tensor(values, dtype=torch.float64), FLOOR).float()
+
+
+def test_checkpoint_head_by_head_and_layer_by_layer(task, tmp_path, capsys):
+    def shared(encodings):
+        encodings[0].raw_p.copy_(raw([0.9, 1.1, 2.0, 0.5]))
+
+    def layers(encodings):
+        for layer, encoding in enumerate(encodings):
+            encoding.raw_p.copy_(raw([1.1, 0.9, 3.0, 2.0] if layer else [0.9, 1.1, 0.9, 0.9]))
+
+    path = save(tmp_path / "shared.pt", task, "kerple_log", shared)
+    assert main(["verdict", "--checkpoint", str(path), "--csv", str(tmp_path / "deep/shared.csv")]) == 0
+    with open(tmp_path / "deep/shared.csv") as file:
+        rows = list(csv.DictReader(file))
+    found = {row["head"]: row["verdict"] for row in rows}
+    assert found == {"1": DIVERGES, "2": CONVERGES, "3": CONVERGES, "4": DIVERGES}
+    assert {row["layer"] for row in rows} == {""} and len(rows) == 16
+    for row in rows:
+        assert (row["limit"] == "") == (row["trf"] == "") == (row["verdict"] == DIVERGES)
+    assert "p = 0.9 < 1" in rows[0]["reason"]
+    two = [row for row in rows if row["head"] == "3"]
+    low, high = (mpmath.mpf(two[0][f"limit_{end}"]) for end in ("low", "high"))
+    assert low <= high and [row["epsilon"] for row in two] == ["0.5", "0.1", "0.01", "0.001"]
+
+    path = save(tmp_path / "layers.pt", task, "kerple_log", layers, rpe_share="layer")
+    capsys.readouterr()
+    assert main(["verdict", "--checkpoint", str(path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layer")]
+    assert [("diverges" in line) for line in lines] == [True, False, True, False, True, False, False]
+    assert lines[2].startswith("layer 0 head 3-4") and "p = 0.9 < 1" in lines[2]  # they share all but a
+    assert lines[3].startswith("layer 1 head 1") and "p = 1.1 > 1" in lines[3]
+
+
+def test_checkpoints_of_fixed_and_bucketed_biases(task, tmp_path, capsys):
+    for rpe, words in (("alibi", "converges"), ("t5_bias", "last bucket"), ("fire", "bounded")):
+        path = save(tmp_path / f"{rpe}.pt", task, rpe)
+        assert main(["verdict", "--checkpoint", str(path), "--epsilon", "0.1"]) == 0
+        assert words in capsys.readouterr().out
+
+
+def refused(capsys, *argv: object) -> str:
+    assert main([str(a) for a in argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("command", ["verdict", "trf"])
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        ("-2*log(n+1", "does not parse"),
+        ("-2 log(n)", "does not parse"),
+        ("-n^2", "write ** for powers"),
+        ("", "is empty"),
+        ("-k*n", "unknown name 'k'"),
+        ("-lgo(n+1)", "did you mean 'log'"),
+        ("__import__('os').system('true')", "cannot stand in a formula"),
+        ("(lambda: n)()", "cannot stand in a formula"),
+        ("-n.real", "cannot stand in a formula"),
+        ("log(n+1, 2)", "takes one argument"),
+        ("-" * 901 + "n", "nested too deeply"),
+        ("-1e999*n", "out of range"),
+        ("-log(n)", "infinite at n = 0"),
+        ("-sqrt(5-n)", "no real value at n = 6"),
+        ("-n/(n-5)", "no real value at n = 5"),
+        ("-n-1/(n-123456)", "no real value at n = 123456"),
+        ("-n + sqrt(123456.5-n)", "no real value at n = "),
+        ("n", "grows without bound"),
+        ("log(n+1)", "grows without bound"),
+    ],
+)
+def test_bad_formulas_are_one_line(command, formula, words, capsys, tmp_path):
+    where = ["--out", tmp_path / "out"] if command == "trf" else []
+    assert words in refused(capsys, command, "--formula", formula, *where)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_bad_input_is_one_line(task, capsys, tmp_path):
+    for bad in ("0", "1", "-0.5", "2"):
+        assert "between 0 and 1" in refused(capsys, "verdict", "alibi", f"--epsilon={bad}")
+    for argv in (["alibi", "--formula", "-n"], ["alibi", "--checkpoint", "x.pt"], []):
+        assert "either SPEC…, or --formula, or --checkpoint" in refused(capsys, "verdict", *argv)
+    assert "does not exist" in refused(capsys, "verdict", "--checkpoint", tmp_path / "none.pt")
+    assert "unknown encoding 'alibbi'" in refused(capsys, "verdict", "alibbi")
+    assert "given twice" in refused(capsys, "verdict", "type1", "type1:form=heads")
+    for rpe in ("rope", "sinusoidal"):
+        path = save(tmp_path / "plain.pt", task, rpe)
+        assert "adds no bias" in refused(capsys, "verdict", "--checkpoint", path)
+    torch.save({"cfg": {"model": {"_name": "transformer_lm"}}, "model": {}}, tmp_path / "stock.pt")
+    assert "is not of this plugin" in refused(capsys, "verdict", "--checkpoint", tmp_path / "stock.pt")
+    broken = save(tmp_path / "nan.pt", task, "kerple_log", lambda e: e[0].raw_p.fill_(math.nan))
+    assert "not finite" in refused(capsys, "verdict", "--checkpoint", broken)
+    assert "nothing to draw" in refused(capsys, "trf", "inv_n", "--out", tmp_path / "out")
+    assert "at most" in refused(capsys, "trf", "alibi", "--quantised", 10**9, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("mine")
+    for bad in (tmp_path, tmp_path / "file/below.csv"):
+        assert "--csv" in refused(capsys, "verdict", "alibi", "--csv", bad)
+    with pytest.raises(SystemExit):
+        main(["verdict", "alibi", "--epsilon", "small"])
+    with pytest.raises(UserError):
+        verdict("alibi")[0].trf(1.5)
+
+
+def test_a_readable_table(capsys):
+    assert main(["verdict", "alibi", "inv_n", "--heads", "2", "--epsilon", "1/8", "--epsilon", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "alibi"
+    assert lines[1].split() == ["Σ", "b_n", "B", "TRF(0.125)", "TRF(0.1)", "reason"]
+    assert lines[2].split()[:6] == ["head", "1", "converges", "16.5052079943", "34", "37"]
+    (shared,) = [line for line in lines if line.startswith("head 1-2")]
+    assert shared.split()[2] == "diverges" and "harmonic" in shared
+    assert main(["verdict", "--formula", "-2*log(n+1)"]) == 0
+    assert "1.64493406685" in capsys.readouterr().out
+
+
+def test_quantised_curves_of_the_appendix():
+    def at(weights):
+        curve = quantised(torch.tensor(weights, dtype=torch.float64))
+        found = {f"{e:.4f}": y * 512 for e, y in zip(*(values.tolist() for values in curve), strict=True)}
+        assert len(found) == 50
+        return [round(found[e], 9) for e in ("1.0000", "0.4898", "0.1837", "0.0816", "0.0204", "0.0000")]
+
+    assert at([math.exp(-n / 2) for n in range(512)]) == [0, 2, 4, 6, 8, 512]
+    assert at([1 / (n + 1) ** 2 for n in range(512)]) == [0, 1, 3, 7, 28, 512]
+
+
+def test_trf_command(tmp_path, capsys):
+    folder = tmp_path / "a folder"
+    assert main(["trf", "alibi", "kerple_log:p=1.01,a=1", "inv_n", "--heads", "1", "--out", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "inv_n: no TRF for 1 of 1 heads" in said and "beyond 10^15" in said
+    assert sorted(p.name for p in folder.iterdir()) == ["trf.csv", "trf.pdf", "trf.png"]
+    assert (folder / "trf.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "trf.pdf").read_bytes().startswith(b"%PDF-")
+    with open(folder / "trf.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["source"] for row in rows} == {"alibi", "kerple_log:p=1.01,a=1"}
+    for row in rows:
+        if row["source"] == "alibi":
+            slope = alibi_slopes(1)[int(row["head"]) - 1]
+            expected = math.floor(math.log(1 / Fraction(row["epsilon"])) / slope) + 1
+            assert row["trf"] == row["trf_low"] == row["trf_high"] == str(expected)
+    assert main(["trf", "--formula", "-0.5*n", "--quantised", "512", "--out", str(tmp_path / "q")]) == 0
+    with open(tmp_path / "q/trf.csv") as file:
+        index = {row["epsilon"]: row["index"] for row in csv.DictReader(file)}
+    assert (index["0.489796"], index["0.183673"], index["0.0204082"], index["0"]) == ("2", "4", "8", "512")
+
+
+def test_curves_have_one_colour_per_encoding():
+    from fairseq_rpe.analysis import trf_figures
+    from fairseq_rpe.analysis.style import looks
+    from fairseq_rpe.cli import trf
+
+    specs = ["alibi", "type1:form=paper"]
+    sources = {spec: [((None, h), head) for h, head in enumerate(verdict(spec), 1)] for spec in specs}
+    _, rows, lines = trf.exact(sources)
+    assert len(lines) == 9 and len(rows) == 16 * len(trf.EPSILONS)
+    (axes,) = trf_figures.fields(lines).axes
+    assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
+    assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["alibi, 8 heads (thick: the first)", specs[1]]
