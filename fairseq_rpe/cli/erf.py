@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli import corpus, erf_figure
+from fairseq_rpe.cli import corpus
 from fairseq_rpe.cli.files import atomic_write, check_folder, make_folder, replace_with
 from fairseq_rpe.cli.options import load_rpe_module, positive_int
 from fairseq_rpe.cli.report import align
@@ -123,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     atomic_write(args.out / "erf_curve.csv", _csv(_curve(found)))
     if args.quantised:
         atomic_write(args.out / QUANTISED, _csv(_steps(found)))
+    from fairseq_rpe.cli import erf_figure
+
     figure = erf_figure.quantised_curves(found) if args.quantised else erf_figure.curves(found, args.epsilon)
     for name in ("erf.png", "erf.pdf"):
         replace_with(args.out / name, lambda target: figure.savefig(target, dpi=160))
