@@ -290,6 +290,11 @@ class _Override(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+def forget_overrides() -> None:
+    """A command that was run inside another program leaves its replacements to no later one."""
+    _overrides.clear()
+
+
 def flags_for_every_command() -> None:
     """Model flags exist only in training; these three have to work where a checkpoint is used as well.
 
@@ -308,7 +313,7 @@ def flags_for_every_command() -> None:
     @functools.wraps(original)
     def generate(parser: Any, dataclass_instance: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dataclass_instance, CommonConfig):
-            _overrides.clear()
+            forget_overrides()
             for flag, metavar, action, const, text in flags:
                 parser.add_argument(flag, metavar=metavar, action=action, const=const, default=None, help=text)
         return original(parser, dataclass_instance, *args, **kwargs)

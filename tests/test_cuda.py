@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import TRAIN_FLAGS, fairseq
 
+from fairseq_rpe.analysis import blocks
 from fairseq_rpe.attention import Plan, reference, sdpa
 from fairseq_rpe.core import Positions
 from fairseq_rpe.criterions.chunked import linear_cross_entropy
@@ -47,6 +48,14 @@ def test_chunked_loss():
     grads = [torch.autograd.grad(loss, x)[0] for loss in (ours, plain)]
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_from_tiles(monkeypatch):
+    monkeypatch.setattr(blocks, "TILES", {"cuda": (300, 64)})
+    x, weight = 3 * torch.randn(700, 32, device="cuda"), torch.randn(90, 32, device="cuda")
+    target = torch.randint(90, (700,), device="cuda")
+    plain = torch.nn.functional.cross_entropy(x.double() @ weight.double().T, target, reduction="none")
+    torch.testing.assert_close(blocks.target_losses(x, weight, target).double(), plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("flags", [("--fp16",), ("--bf16",), ("--amp",), ("--memory-efficient-fp16",)], ids=str)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import checkpoints
-from fairseq_rpe.cli.evaluate import as_fairseq_command, log_to
+from fairseq_rpe.cli.fairseq_setup import as_fairseq_command, log_to
 from fairseq_rpe.cli.options import add_rpe_module, package_folder
 from fairseq_rpe.cli.trained import not_ours
 from fairseq_rpe.core.errors import UserError
@@ -47,16 +47,8 @@ def find_subjects(paths: list[Path]) -> list[Subject]:
     found = []
     for path in paths:
         header = checkpoints.load_header(path)
-        model, task = (header["cfg"].get(part) or {} for part in ("model", "task"))
-        if "rpe" not in model:
-            raise not_ours(path, model)
-        if task.get("algorithm"):
-            raise UserError(f"{path} was trained on an algorithmic task: this command is for text")
-        odd = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
-        odd += ["output_dictionary_size"] if task.get("output_dictionary_size", -1) >= 0 else []
-        if odd:
-            flag = "--" + odd[0].replace("_", "-")
-            raise UserError(f"{path} was trained with {flag}, which this command does not do: train without it")
+        check_plain(path, header["cfg"])
+        model, task = _parts(header["cfg"])
         label, moved = str(model["rpe"]), model.get("positions_train") or "identity"
         if moved != "identity":
             label += f" + {moved}"
@@ -71,6 +63,30 @@ def find_subjects(paths: list[Path]) -> list[Subject]:
     ]
 
 
+def check_plain(path: Path, cfg: dict[str, Any], otherwise: str = "") -> None:
+    """Refuse a checkpoint that is not of this plugin or was not trained as a plain language model.
+
+    Args:
+        path: named in the refusal. cfg: the checkpoint's configuration.
+        otherwise: a remedy of the calling command, added to those that are named for text.
+    """
+    model, task = _parts(cfg)
+    if task.get("algorithm"):
+        raise UserError(f"{path} was trained on an algorithmic task: this command is for text")
+    if "rpe" not in model:
+        raise UserError(f"{not_ours(path, model)}{otherwise}")
+    odd = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
+    odd += ["output_dictionary_size"] if task.get("output_dictionary_size", -1) >= 0 else []
+    if odd:
+        flag = "--" + odd[0].replace("_", "-")
+        raise UserError(f"{path} was trained with {flag}, which this command does not do: train without it{otherwise}")
+
+
+def _parts(cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's and the task's settings."""
+    return cfg.get("model") or {}, cfg.get("task") or {}
+
+
 def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:
     """The model of a checkpoint in evaluation mode, on its device, and its task over the data folder."""
     log_to(None)
@@ -80,7 +96,8 @@ def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:
 
             import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
 
-            wanted = {"positions_eval": args.positions} if args.positions else {}
+            flags = {"rpe": getattr(args, "rpe", None), "positions_eval": args.positions}
+            wanted = {key: value for key, value in flags.items() if value}
             overrides = {"data": str(args.data), **wanted}
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], overrides)
     except UserError:
@@ -90,7 +107,8 @@ def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:
         raise UserError(f"{path} cannot be used with {args.data}: {type(error).__name__}: {error}") from error
     for key, value in wanted.items():
         if getattr(cfg.model, key, None) != value:
-            raise UserError(f"{path} is older than --positions: leave the flag out or train it again")
+            flag = {"rpe": "--rpe", "positions_eval": "--positions"}[key]
+            raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
     return models[0].eval().to(device_of(args)), task
 
 

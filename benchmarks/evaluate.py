@@ -1,0 +1,146 @@
+"""Evaluation over lengths: one ``fairseq-rpe eval`` against one fairseq-eval-lm process a length.
+
+    python benchmarks/evaluate.py                  # 14 lengths, a few minutes on two cores
+    python benchmarks/evaluate.py --lengths 512,9216
+
+Both score the same untrained tiny model over the same random text, binarised by fairseq-preprocess, with 50,265 types.
+Time is that of whole processes, start included, on the clock and on the processor; peak memory is the kernel's resident
+maximum of each. This process itself loads no torch: a child's maximum starts from what its parent had in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = Path(__file__).parent / "results" / "evaluate.csv"
+LENGTHS = "512,768,1024,1280,1536,1792,2048,3072,4096,5120,6144,7168,8192,9216"
+TYPES = 50265
+BATCH_TOKENS = 2048
+TINY = ["--arch", "transformer_rpe_lm_tiny", "--rpe", "alibi", "--criterion", "lm_cross_entropy", "--cpu"]
+# fairseq-eval-lm's cli_main, but its result in full: it prints two digits of the perplexity.
+EVAL_LM = """
+import json
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import eval_lm
+args = options.parse_args_and_arch(options.get_eval_lm_parser())
+result = eval_lm.main(convert_namespace_to_omegaconf(args))
+print(json.dumps({"loss_base2": float(result["loss"])}))
+"""
+
+
+def measured(*command: object) -> tuple[list[dict[str, Any]], float, float, float]:
+    """The JSON lines that a process prints, its seconds, those of the processor, and its peak memory in MiB."""
+    start = time.perf_counter()
+    argv = [sys.executable, *map(str, command)]
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        out.seek(0)
+        lines = out.read().splitlines()
+    if status:
+        raise SystemExit("\n".join([*lines, errors]))
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return found, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def prepare(folder: Path, tokens: int) -> tuple[Path, Path]:
+    """A binarised data folder and a checkpoint of one update at a learning rate of 0."""
+    words = [f"w{i}" for i in range(TYPES - 4)]
+    (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words))
+    generator = random.Random(0)
+    lines = [" ".join(generator.choices(words, k=24)) for _ in range(tokens // 25)]
+    lines += ["w0 " * (tokens % 25 - 1)] * (tokens % 25 > 0)
+    (folder / "text").write_text("\n".join(lines) + "\n")
+    flags = ["--only-source", "--srcdict", folder / "dict.txt", "--testpref", folder / "text"]
+    measured("-m", "fairseq_cli.preprocess", *flags, "--trainpref", folder / "text", "--destdir", folder / "bin")
+    flags = ["--user-dir", ROOT / "fairseq_rpe", "--task", "language_modeling", "--tokens-per-sample", "512", *TINY]
+    flags += ["--batch-size", "1", "--optimizer", "adam", "--lr", "0", "--max-update", "1", "--disable-validation"]
+    measured("-m", "fairseq_cli.train", folder / "bin", *flags, "--save-dir", folder / "run")
+    return folder / "bin", folder / "run" / "checkpoint_last.pt"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default=LENGTHS, metavar="N,N,...")
+    parser.add_argument("--tokens", type=int, default=10_000, metavar="N", help="of the text (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="default: %(default)s")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        data, checkpoint = prepare(Path(name), args.tokens)
+        fast, seconds, busy, memory = measured(
+            *("-m", "fairseq_rpe.cli.main", "eval", checkpoint, data, "--lengths", args.lengths, "--device", "cpu")
+        )
+        for found in fast:
+            length = found["length"]
+            flags = [data, "--path", checkpoint, "--user-dir", ROOT / "fairseq_rpe", "--gen-subset", "test", "--cpu"]
+            flags += ["--tokens-per-sample", length, "--max-tokens", max(length, BATCH_TOKENS), "--num-workers", 0]
+            [wanted], slow_seconds, slow_busy, slow_memory = measured("-c", EVAL_LM, *flags)
+            rows.append(
+                {
+                    "length": length,
+                    "fairseq_seconds": round(slow_seconds, 2),
+                    "fast_seconds": round(found["seconds"], 2),
+                    "fairseq_cpu_seconds": round(slow_busy, 2),
+                    "fast_cpu_seconds": None,
+                    "fairseq_peak_MiB": round(slow_memory),
+                    "fast_peak_MiB": round(found["peak_mb"]),
+                    "loss_base2": found["loss_base2"],
+                    "relative_difference": f"{abs(found['loss_base2'] / wanted['loss_base2'] - 1):.1e}",
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    total, total_busy = (sum(row[column] for row in rows) for column in ("fairseq_seconds", "fairseq_cpu_seconds"))
+    highest = max(row["fairseq_peak_MiB"] for row in rows)
+    rows.append(
+        {
+            "length": "all",
+            "fairseq_seconds": round(total, 2),
+            "fast_seconds": round(seconds, 2),
+            "fairseq_cpu_seconds": round(total_busy, 2),
+            "fast_cpu_seconds": round(busy, 2),
+            "fairseq_peak_MiB": highest,
+            "fast_peak_MiB": round(memory),
+            "relative_difference": max((row["relative_difference"] for row in rows), key=float),
+        }
+    )
+    print(json.dumps(rows[-1]))
+    print(f"time: {total / seconds:.2f} times shorter, on the processor {total_busy / busy:.2f} times")
+    print(f"peak memory: {memory / highest:.2f} of fairseq's")
+    write(args.out, rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        file.write(f"# {processor()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}\n")
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)
+    print(f"wrote {path}")
+
+
+def processor() -> str:
+    """The model name that Linux gives."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    main()

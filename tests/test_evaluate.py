@@ -1,0 +1,265 @@
+"""``fairseq-rpe eval``: the fast engine gives fairseq-eval-lm's numbers, counts every token and keeps no logits."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TRAIN_FLAGS, fairseq, make_model
+from torch.nn import functional as F
+
+from fairseq_rpe.analysis import blocks
+from fairseq_rpe.analysis.blocks import BlockLoss, target_losses
+from fairseq_rpe.cli import corpus as corpus_files
+from fairseq_rpe.cli import evaluate
+from fairseq_rpe.cli.fast import Fast
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.encodings import build
+from fairseq_rpe.modules.decoder import RPEDecoder
+
+
+@pytest.fixture(scope="module")
+def state(corpus, tmp_path_factory) -> dict:
+    """A fairseq checkpoint of 4 updates at 32 tokens, its weights made larger so that predictions differ clearly."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ["--rpe", "alibi", "--max-update", "4", "--save-dir", folder, "--disable-validation"]
+    fairseq("train", corpus, *TRAIN_FLAGS, *flags)
+    state = torch.load(folder / "checkpoint_last.pt")
+    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        state["model"][name] = 5 * state["model"][name]
+    return state
+
+
+def checkpoint_with(state: dict, folder: Path, spec: str = "alibi", dtype=torch.float32, task=None, **model) -> Path:
+    """The same model with another encoding, number type or other settings."""
+    cfg = {**state["cfg"]}
+    heads, width = cfg["model"]["decoder_attention_heads"], cfg["model"]["decoder_embed_dim"]
+    torch.manual_seed(0)
+    own = build(spec, heads, width, 32).state_dict()
+    weights = {k: v for k, v in state["model"].items() if not k.startswith("decoder.encodings.")}
+    weights |= {f"decoder.encodings.0.{k}": v for k, v in own.items()}
+    cfg["model"] = {**cfg["model"], "rpe": spec, "rpe_share": "model", **model}
+    cfg["task"] = {**cfg["task"], **(task or {})}
+    path = folder / "checkpoint.pt"
+    torch.save({**state, "cfg": cfg, "model": {k: v.to(dtype) for k, v in weights.items()}}, path)
+    return path
+
+
+def rows_of(capsys, checkpoint: Path, corpus: Path, lengths: str, *flags: object) -> list[dict]:
+    capsys.readouterr()
+    argv = ["eval", checkpoint, corpus, "--lengths", lengths, "--device", "cpu", *flags]
+    assert main([str(a) for a in argv]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def assert_same_numbers(fast: list[dict], slow: list[dict]) -> None:
+    assert len(fast) == len(slow) > 0
+    for a, b in zip(fast, slow, strict=True):
+        assert (a["engine"], b["engine"]) == ("fast", "fairseq")
+        assert evaluate.key(a) == evaluate.key(b) and a["tokens"] == b["tokens"]
+        assert a["loss_base2"] == pytest.approx(b["loss_base2"], rel=1e-6)
+        # fairseq raises 2 to a loss in float32
+        assert a["ppl"] == pytest.approx(b["ppl"], rel=1e-6 * b["loss_base2"])
+        assert a["ppl"] == pytest.approx(2 ** a["loss_base2"], rel=1e-12)
+
+
+# Odd ones, the last block short, more than half of the split.
+LENGTHS = "7,37,64,901"
+CASES = [
+    ("sinusoidal", ()),
+    ("alibi", ("--batch-size", "3")),
+    ("rope", ("--max-tokens", "1000")),
+    ("rope:scaling=yarn,factor=auto,original_length=32", ()),  # reads the row's length
+    ("fire", ()),
+    ("t5_bias:init_std=1", ()),
+    ("window:window=5", ()),
+    ("kerple_log", ("--positions", "interpolate")),
+    ("rope", ("--positions", "randomized:max=2000")),  # draws for the blocks of one batch together
+    ("alibi", ("--rpe", "type1")),
+]
+
+
+@pytest.mark.parametrize(("spec", "flags"), CASES, ids=[f"{spec} {' '.join(flags)}" for spec, flags in CASES])
+def test_fast_equals_fairseq_eval_lm(state, corpus, tmp_path, capsys, spec, flags):
+    checkpoint = checkpoint_with(state, tmp_path, spec)
+    fast = rows_of(capsys, checkpoint, corpus, LENGTHS, *flags)
+    assert_same_numbers(fast, rows_of(capsys, checkpoint, corpus, LENGTHS, *flags, "--engine", "fairseq"))
+    assert len({row["loss_base2"] for row in fast}) == len(fast)
+
+
+def test_half_precision_weights_are_read_as_fairseq_reads_them(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path, dtype=torch.float16)
+    fast = rows_of(capsys, checkpoint, corpus, "37")
+    assert_same_numbers(fast, rows_of(capsys, checkpoint, corpus, "37", "--engine", "fairseq"))
+
+
+def test_adaptive_softmax(task):
+    model = make_model(task, "alibi", adaptive_softmax_cutoff="20,40", decoder_output_dim=32)
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(4, 60, (2, 3, 17))
+    targets[0, -5:] = 1
+    found = BlockLoss(model, 20, 1)
+    found.add(inputs, targets)
+    with torch.no_grad():
+        plain = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": targets})
+    bits = -plain.gather(-1, targets[..., None])[..., 0][targets.ne(1)].double() / math.log(2)
+    assert found.tokens == len(bits) == 46
+    assert found.loss_base2() == pytest.approx(float(bits.mean()), rel=1e-6)
+
+
+def test_row_and_buckets(state, corpus, tmp_path, capsys):
+    total = corpus_files.count_tokens(corpus, "test")
+    for row in rows_of(capsys, checkpoint_with(state, tmp_path), corpus, "1,2,37,901"):
+        keys = ["encoding", "checkpoint", "data", "subset", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
+        assert list(row) == [*keys, "seconds", "engine", "peak_mb", "positions_loss"]
+        assert row["tokens"] == total and 50 < row["peak_mb"] < 50_000
+        found, length = row["positions_loss"], row["length"]
+        starts = [0, *(last + 1 for last in found["upto"][:-1])]
+        assert found["upto"][-1] == length - 1 and starts == [0, *(2**k for k in range(len(starts) - 1))]
+        blocks_of = [length] * (total // length) + [total % length]
+        for first, last, tokens in zip(starts, found["upto"], found["tokens"], strict=True):
+            assert tokens == sum(max(0, min(n, last + 1) - first) for n in blocks_of)
+        mean = sum(n * v for n, v in zip(found["tokens"], found["loss_base2"], strict=True)) / total
+        assert mean == pytest.approx(row["loss_base2"], rel=1e-12)
+
+
+def test_buckets_hold_the_losses_of_their_positions(state, corpus, tmp_path, capsys):
+    """Against one forward pass over the first two blocks, the second of them short."""
+    checkpoint = checkpoint_with(state, tmp_path)
+    total = corpus_files.count_tokens(corpus, "test")
+    length = total // 2 + 5
+    row = rows_of(capsys, checkpoint, corpus, str(length))[0]
+    args = evaluate_args(checkpoint, corpus)
+    engine = Fast(args, torch.load(checkpoint)["cfg"])
+    by_position = torch.zeros(length, dtype=torch.float64)
+    for sample in engine._batches(length, total):
+        for inputs, targets in zip(sample["net_input"]["src_tokens"], sample["target"], strict=True):
+            n = int(targets.ne(1).sum())
+            with torch.no_grad():
+                logits = engine.model(inputs[None, :n])[0][0].double()
+            by_position[:n] += F.cross_entropy(logits, targets[:n], reduction="none")
+    start, found = 0, row["positions_loss"]
+    for last, loss, tokens in zip(found["upto"], found["loss_base2"], found["tokens"], strict=True):
+        assert loss == pytest.approx(float(by_position[start : last + 1].sum()) / tokens / math.log(2), rel=1e-5)
+        start = last + 1
+
+
+def evaluate_args(checkpoint: Path, corpus: Path):
+    from fairseq_rpe.cli.main import build_parser
+
+    return build_parser().parse_args(["eval", str(checkpoint), str(corpus), "--lengths", "8", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (3, 7), (64, 90), (200, 1000)])
+def test_tiles_equal_the_plain_loss(tile, monkeypatch):
+    monkeypatch.setattr(blocks, "TILES", {"cpu": tile})
+    torch.manual_seed(0)
+    x, weight, target = 5 * torch.randn(50, 16), torch.randn(90, 16), torch.randint(90, (50,))
+    plain = F.cross_entropy((x.double() @ weight.double().T), target, reduction="none")
+    torch.testing.assert_close(target_losses(x, weight, target).double(), plain, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_never_larger_than_a_tile(state, corpus, tmp_path, capsys, monkeypatch):
+    checkpoint = checkpoint_with(state, tmp_path)
+    types = len((corpus / "dict.txt").read_text().splitlines()) + 4
+    wanted = rows_of(capsys, checkpoint, corpus, "901", "--engine", "fairseq")
+    made: list[int] = []
+    linear = F.linear
+
+    def spy(x, weight, bias=None):
+        out = linear(x, weight, bias)
+        if bias is None:
+            made.append(out.numel())
+        return out
+
+    def refuse(*_, **__):
+        raise AssertionError("the logits of all tokens were made")
+
+    monkeypatch.setattr(blocks, "TILES", {"cpu": (16, 50)})
+    monkeypatch.setattr(F, "linear", spy)
+    monkeypatch.setattr(RPEDecoder, "output_layer", refuse)
+    assert_same_numbers(rows_of(capsys, checkpoint, corpus, "901"), wanted)
+    assert sum(made) >= wanted[0]["tokens"] * types
+    assert max(made) <= 16 * torch.get_num_threads() * 50
+
+
+def test_checkpoint_is_loaded_once_and_results_are_kept(state, corpus, tmp_path, capsys, monkeypatch):
+    checkpoint, out = checkpoint_with(state, tmp_path), tmp_path / "eval.jsonl"
+    loads = []
+    load = evaluate.subjects.load
+    monkeypatch.setattr(evaluate.subjects, "load", lambda *args: loads.append(args) or load(*args))
+    slow = rows_of(capsys, checkpoint, corpus, "37", "--out", out, "--engine", "fairseq")
+    assert "positions_loss" not in slow[0] and loads == []
+    both = rows_of(capsys, checkpoint, corpus, "64,37,16", "--out", out)
+    assert [row["engine"] for row in both] == ["fast", "fairseq", "fast"] and both[1] == slow[0]
+    assert len(loads) == 1
+    older = [{k: v for k, v in row.items() if k not in ("engine", "peak_mb", "positions_loss")} for row in both]
+    out.write_text("".join(json.dumps(row) + "\n" for row in older))
+    assert rows_of(capsys, checkpoint, corpus, "37,16,64", "--out", out) == [older[1], older[2], older[0]]
+    assert len(loads) == 1 and len(out.read_text().splitlines()) == 3
+
+
+def test_tokens_that_were_not_scored_are_refused(state, corpus, tmp_path, capsys, monkeypatch):
+    add = BlockLoss.add
+    monkeypatch.setattr(BlockLoss, "add", lambda self, x, y: add(self, x[:, :-1], y[:, :-1]))
+    out = tmp_path / "eval.jsonl"
+    argv = ["eval", checkpoint_with(state, tmp_path), corpus, "--lengths", "37", "--device", "cpu", "--out", out]
+    assert main([str(a) for a in argv]) == 2
+    assert "tokens were scored, so the result is not kept" in capsys.readouterr().err and not out.exists()
+
+
+def refusal(capsys, checkpoint: Path, corpus: Path, *flags: str) -> str:
+    capsys.readouterr()
+    assert main(["eval", str(checkpoint), str(corpus), "--lengths", "64", "--device", "cpu", *flags]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_other_checkpoints_are_refused_and_fairseq_named(state, corpus, tmp_path, capsys):
+    strange = {**state, "cfg": {**state["cfg"], "model": {"_name": "transformer_lm", "arch": "transformer_lm"}}}
+    torch.save(strange, tmp_path / "stock.pt")
+    error = refusal(capsys, tmp_path / "stock.pt", corpus)
+    assert "its model is 'transformer_lm'" in error and "or use --engine fairseq" in error
+    error = refusal(capsys, checkpoint_with(state, tmp_path, task={"self_target": True}), corpus)
+    assert "trained with --self-target" in error and "or use --engine fairseq" in error
+    error = refusal(capsys, checkpoint_with(state, tmp_path, task={"algorithm": "copy"}), corpus)
+    assert "algorithmic task" in error and "--engine" not in error
+
+
+def test_failures_are_one_line(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path, "learned")
+    for engine in ("fast", "fairseq"):
+        assert "beyond the 32 positions" in refusal(capsys, checkpoint, corpus, "--engine", engine)
+    assert "did you mean 'alibi'" in refusal(capsys, checkpoint, corpus, "--rpe", "alibbi")
+    state = {**state, "model": {**state["model"]}}
+    state["model"]["decoder.embed_tokens.weight"] = torch.full_like(
+        state["model"]["decoder.embed_tokens.weight"], math.nan
+    )
+    checkpoint = checkpoint_with(state, tmp_path)
+    for engine in ("fast", "fairseq"):
+        assert "probability 0 or NaN" in refusal(capsys, checkpoint, corpus, "--engine", engine)
+
+
+def test_fairseq_engine_after_the_models_were_imported(state, corpus, tmp_path, capsys, monkeypatch):
+    """The guard that counts tokens was put around fairseq-eval-lm only if that was imported first."""
+    import fairseq_cli
+
+    import fairseq_rpe.models  # noqa: F401
+
+    monkeypatch.delitem(sys.modules, "fairseq_cli.eval_lm", raising=False)
+    monkeypatch.delattr(fairseq_cli, "eval_lm", raising=False)
+    row = rows_of(capsys, checkpoint_with(state, tmp_path), corpus, "64", "--engine", "fairseq")[0]
+    assert row["tokens"] == corpus_files.count_tokens(corpus, "test")
+
+
+def test_an_encoding_of_the_fairseq_engine_is_not_the_next_ones(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path)
+    plain = rows_of(capsys, checkpoint, corpus, "64")[0]
+    other = rows_of(capsys, checkpoint, corpus, "64", "--engine", "fairseq", "--rpe", "nope")[0]
+    again = rows_of(capsys, checkpoint, corpus, "64")[0]
+    assert again["loss_base2"] == plain["loss_base2"] != pytest.approx(other["loss_base2"], rel=1e-4)
