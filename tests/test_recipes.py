@@ -144,7 +144,7 @@ def test_scales_name_methods_that_exist(name, scale):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_published_values_are_of_methods(name):
     recipe = recipes.load(name)
-    values = {k: v for k, v in recipe.published.items() if k != "source"}
+    values = recipes.values(recipe.published)
     assert values and set(values) <= {m.name for m in recipe.methods}
     assert name not in WARPING or len(values) == len(recipe.methods)
     for row in values.values():
@@ -268,6 +268,103 @@ def test_the_command_line_wins_over_the_recipe(tmp_path, capsys):
     assert "--positions" not in measure and flag(lines[3], "--positions") == "offset:by=2"
 
 
+# published values, as they are printed
+
+EXTRAPOLATION = {
+    "extrapolation-wikitext103": {("sinusoidal", 9216): 423.92, ("type1", 512): 24.25, ("inv_nlnn", 9216): 27.63},
+    "extrapolation-books": {
+        ("sinusoidal", 512): 7.49,
+        ("sinusoidal", 9216): 34.70,
+        ("alibi", 1024): 7.09,
+        ("kerple_log", 9216): 7.01,
+        ("kerple_power", 6144): 6.98,
+        ("sandwich", 2048): 7.41,
+        ("type1", 3072): 7.00,
+        ("type2", 768): 7.22,
+        ("inv_n", 9216): 26.34,
+        ("inv_nlnn", 512): 7.35,
+    },
+    "extrapolation-github": {
+        ("sinusoidal", 9216): 143.17,
+        ("alibi", 512): 2.25,
+        ("kerple_log", 6144): 2.01,
+        ("kerple_power", 8192): 2.03,
+        ("sandwich", 1536): 2.12,
+        ("type1", 8192): 2.02,
+        ("type2", 9216): 2.03,
+        ("inv_n", 5120): 15.79,
+        ("inv_nlnn", 9216): 16.35,
+    },
+    "extrapolation-wikibook": {
+        ("sinusoidal", 1280): 65.13,
+        ("alibi", 9216): 16.33,
+        ("kerple_log", 4096): 16.14,
+        ("kerple_power", 512): 17.62,
+        ("sandwich", 7168): 16.71,
+        ("type1", 5120): 16.21,
+        ("type2", 9216): 16.33,
+        ("inv_n", 2048): 23.31,
+        ("inv_nlnn", 8192): 108.85,
+    },
+}
+LENGTHS = [512, 768, 1024, 1280, 1536, 1792, *range(2048, 9217, 1024)]
+
+
+@pytest.mark.parametrize("name", EXTRAPOLATION)
+def test_published_perplexities(name):
+    values = recipes.values(recipes.load(name).published)
+    assert {key: values[key[0]][str(key[1])] for key in EXTRAPOLATION[name]} == EXTRAPOLATION[name]
+    kinds = {"sinusoidal", "alibi", "kerple_log", "kerple_power", "sandwich", "type1", "type2", "inv_n", "inv_nlnn"}
+    assert set(values) == kinds and all([int(n) for n in row] == LENGTHS for row in values.values())
+
+
+def test_the_other_corpora_are_changes_of_the_first():
+    base = recipes.load("extrapolation-wikitext103")
+    for name in ("books", "github", "wikibook"):
+        recipe = recipes.load(f"extrapolation-{name}")
+        assert recipe.methods == base.methods and recipe.title != base.title
+        assert recipe.scale("laptop") == {**base.scale("laptop"), "data": f"data-bin/{name}"}
+        assert recipe.scale("paper") == {**base.scale("paper"), "data": f"data-bin/{name}", "arch": "base"}
+        assert recipe.published["settings"]["model"].startswith("12 layers of width 768")
+        assert name in recipe.published["source"].lower() and recipe.published["alibi"] != base.published["alibi"]
+
+
+# bases
+
+
+def test_a_recipe_takes_over_what_it_does_not_say(tmp_path):
+    written(tmp_path, GOOD).rename(tmp_path / "base.toml")
+    scales = {"laptop": {"updates": 7}, "large": {"updates": 8, "algorithms": ["sort"]}}
+    methods = {"second": {"positions_eval": "offset:by=3"}, "third": {"rpe": "nope"}}
+    path = written(tmp_path, {"base": "base.toml", "title": "Mine", "scales": scales, "methods": methods})
+    recipe = recipes.load(str(path))
+    assert (recipe.name, recipe.title, recipe.paper, recipe.kind) == ("mine", "Mine", "A paper", "algorithms")
+    assert (
+        recipe.scale("laptop") == {**GOOD["scales"]["laptop"], "updates": 7} and recipe.scale("large")["updates"] == 8
+    )
+    assert [m.name for m in recipe.methods] == ["first", "second", "third"]
+    assert recipe.methods[1] == recipes.Method("second", "alibi", "identity", "offset:by=3")
+    assert recipe.published == GOOD["published"]
+    own = {"base": "base.toml", "published": {"source": "Table 1", "second": {"copy": 1.0}}}
+    assert recipes.load(str(written(tmp_path, own))).published == own["published"]
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("mine.toml", "is a base of itself"),
+        ("none.toml", "none.toml does not exist"),
+        ("warping-ml", "unknown recipe 'warping-ml' (did you mean 'warping-lm'?)"),
+        (3, "base must be the name of a recipe, not 3"),
+    ],
+)
+def test_a_base_that_cannot_be_used_is_refused(base, words, tmp_path):
+    path = written(tmp_path, {"base": base})
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    assert words in str(caught.value)
+
+
 # malformed ones
 
 
@@ -323,6 +420,11 @@ def test_malformed_recipes_are_refused(recipe, words, tmp_path):
         ({"source": "Table 9", "first": 12.5}, "first"),
         ({"source": "Table 9", "first": {"copy": "much"}}, "first"),
         ({"source": "Table 9", "frist": {"copy": 12.5}}, "frist"),
+        ({"source": "Table 9", "url": "javascript:x"}, "javascript:x"),
+        ({"source": "Table 9", "url": 3}, "url"),
+        ({"source": "Table 9", "settings": {"token": 512}}, "did you mean 'tokens'"),
+        ({"source": "Table 9", "settings": {"updates": 0}}, "updates"),
+        ({"source": "Table 9", "settings": 3}, "settings"),
     ],
 )
 def test_malformed_published_values_are_refused(published, culprit, tmp_path):

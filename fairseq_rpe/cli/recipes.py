@@ -51,6 +51,15 @@ SCALE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "extra": (_words, "a list of flags"),
 }
 
+# What a recipe may say of the published runs; a page puts it beside what was done here.
+SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("data", "tokeniser", "model"), (lambda v: isinstance(v, str), "words")),
+    "arch": SCALE_KEYS["arch"],
+    "vocabulary": (_count, "a whole number above 0"),
+    **{key: SCALE_KEYS[key] for key in ("tokens", "batch_sentences", "updates", "lr", "warmup", "schedule")},
+}
+_ABOUT = ("source", "url", "settings")
+
 
 @dataclass(frozen=True)
 class Method:
@@ -66,7 +75,8 @@ class Method:
 class Recipe:
     """One published experiment.
 
-    ``published`` has the source and, per method, its values: by length for text, by task for algorithms.
+    ``published`` has the source (and its ``url``), what is known of the published runs (``settings``, of ``SETTINGS``)
+    and, per method, its values: by length for text, by task for algorithms.
     """
 
     name: str
@@ -108,9 +118,22 @@ def names() -> list[str]:
 def load(name: str) -> Recipe:
     """The recipe called ``name``, or the one in a TOML file of that path.
 
+    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place.
+
     Raises:
         UserError: there is none, or it does not say what a recipe must.
     """
+    path, text = _read(name, ())
+    return _recipe(path, text)
+
+
+def values(published: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The published values by method, without what is said about them."""
+    return {name: given for name, given in published.items() if name not in _ABOUT}
+
+
+def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, Any]]:
+    """The text of a recipe with what it takes over from its base; ``above``: those that it is a base of."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
@@ -118,11 +141,31 @@ def load(name: str) -> Recipe:
         raise UserError(
             f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or a .toml file"
         )
+    if path in above:
+        raise UserError(f"recipe {path} is a base of itself: drop one of the base lines")
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not TOML: {error}") from None
-    return _recipe(path, text)
+    if "base" not in text:
+        return path, text
+    base = text.pop("base")
+    if not isinstance(base, str):
+        raise UserError(f"recipe {path}: base must be the name of a recipe, not {base!r}")
+    if base.endswith(".toml"):
+        base = str(path.parent / base)
+    _, under = _read(base, (*above, path))
+    # what was published belongs to one experiment; everything else is a change of single keys
+    return path, {**_over(under, text), "published": text["published"]} if "published" in text else _over(under, text)
+
+
+def _over(under: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """``under`` with the keys of ``text`` in their place, tables key by key."""
+    both = dict(under)
+    for key, value in text.items():
+        there = both.get(key)
+        both[key] = _over(there, value) if isinstance(there, dict) and isinstance(value, dict) else value
+    return both
 
 
 def _recipe(path: Path, text: dict[str, Any]) -> Recipe:
@@ -142,11 +185,7 @@ def _recipe(path: Path, text: dict[str, Any]) -> Recipe:
             raise UserError(f"recipe {path}: method '{name}' has a blank or comma in its name")
         methods.append(Method(name, **given))
     for name, given in text["scales"].items():
-        _check(path, f"scale '{name}'", given, dict.fromkeys(SCALE_KEYS, object))
-        for key, value in given.items():
-            right, words = SCALE_KEYS[key]
-            if not right(value):
-                raise UserError(f"recipe {path}: {key} of scale '{name}' must be {words}, not {value!r}")
+        _check_keys(path, f"scale '{name}'", given, SCALE_KEYS)
     if not methods or not text["scales"]:
         raise UserError(f"recipe {path} needs at least one method and one scale")
     if "published" in text:
@@ -157,13 +196,23 @@ def _recipe(path: Path, text: dict[str, Any]) -> Recipe:
 def _check_published(path: Path, given: dict[str, Any], methods: list[str]) -> None:
     if not isinstance(given.get("source"), str):
         raise UserError(f"recipe {path}: published lacks source, the name of the table")
-    for name, values in given.items():
-        if name == "source":
-            continue
+    if not isinstance(given.get("url", ""), str) or not given.get("url", "https://").startswith("https://"):
+        raise UserError(f"recipe {path}: url of published must begin with https://, not {given['url']!r}")
+    _check_keys(path, "settings of published", given.get("settings", {}), SETTINGS)
+    for name, found in values(given).items():
         if name not in methods:
             raise UserError(f"recipe {path}: published has an unknown method '{name}'{nearest(name, methods)}")
-        if not isinstance(values, dict) or not all(_number(v, (int, float)) for v in values.values()):
-            raise UserError(f"recipe {path}: published values of '{name}' must be a table of numbers, not {values!r}")
+        if not isinstance(found, dict) or not all(_number(v, (int, float)) for v in found.values()):
+            raise UserError(f"recipe {path}: published values of '{name}' must be a table of numbers, not {found!r}")
+
+
+def _check_keys(path: Path, what: str, given: Any, known: dict[str, tuple[Callable[[Any], bool], str]]) -> None:
+    """Refuse unknown keys and values that are not what ``known`` says."""
+    _check(path, what, given, dict.fromkeys(known, object))
+    for key, value in given.items():
+        right, words = known[key]
+        if not right(value):
+            raise UserError(f"recipe {path}: {key} of {what} must be {words}, not {value!r}")
 
 
 def _check(path: Path, what: str, given: Any, wanted: dict[str, type]) -> None:
