@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         failures: list[str] = []
         if pending:
             _check_specs(args, methods, made)
+        for cell, stages in pending.items():
+            _note(state["commands"].setdefault(cell.slug, {}), stages)
         write_json(args.out / report.STATE, state)
         if pending:
             failures = runner.execute(pending, made, *_resources(args))
@@ -180,15 +182,30 @@ def _state(
     state = {
         "settings": settings,
         "recipe": args.recipe or before.get("recipe"),
+        "title": recipe.title if recipe else before.get("title"),
+        "paper": recipe.paper if recipe else before.get("paper"),
         "published": recipe.published if recipe else before.get("published"),
         "encodings": list(dict.fromkeys([*before.get("encodings", []), *(m.name for m in methods)])),
         "methods": known,
         "seeds": sorted({*before.get("seeds", []), *args.seeds}),
         "lengths": sorted({*before.get("lengths", []), *(n for c in made for n in c.lengths)}),
+        # what is carried out, by run: nothing is known of the runs of an older version
+        "commands": before.get("commands", {}),
     }
+    if args.data is not None:
+        state["data"] = str(args.data)
     if args.algorithms:
         state["algorithms"] = list(dict.fromkeys([*before.get("algorithms", []), *args.algorithms]))
     return state
+
+
+def _note(commands: dict[str, list[str]], stages: list[runner.Stage]) -> None:
+    """Add the commands of ``stages`` to those that a run has on record."""
+    for stage in stages:
+        line = shlex.join(stage.command)
+        known = commands.setdefault(stage.name, [])
+        if line not in known:
+            known.append(line)
 
 
 def _check_specs(args: argparse.Namespace, methods: list[Method], made: list[cells.Cell]) -> None:

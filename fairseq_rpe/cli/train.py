@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import checkpoints, corpus, processes
+from fairseq_rpe.cli import checkpoints, corpus, environment, processes
 from fairseq_rpe.cli.defaults import defaults_for, full_name
 from fairseq_rpe.cli.files import file_digest, lock, read_json, write_json
 from fairseq_rpe.cli.options import (
@@ -179,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
         done = _done_so_far(folder, wanted)
         if done < wanted.updates:
             write_json(folder / STATE, {"settings": wanted.settings, "updates": wanted.updates})
+            environment.record(folder, done, _threads(args), gpus=args.device != "cpu")
             code = _launch(args, wanted, held)
             if code:
                 raise UserError(f"fairseq-train ended with code {code}: its messages are above")
@@ -244,14 +245,19 @@ def _has_cuda(device: str) -> bool:
     return subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 
-def _launch(args: argparse.Namespace, wanted: Plan, held: int) -> int:
+def _threads(args: argparse.Namespace) -> str:
+    """Threads of each process."""
     threads = defaults_for(args.arch, bool(args.algorithm)).threads or max(1, processes.cores() // args.nproc)
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    return os.environ.get("OMP_NUM_THREADS", str(threads))
+
+
+def _launch(args: argparse.Namespace, wanted: Plan, held: int) -> int:
+    variables = {"OMP_NUM_THREADS": _threads(args)}
     with tempfile.TemporaryDirectory() as meeting:
         children = []
         try:
             for command in commands(args, wanted, Path(meeting)):
-                children.append(processes.spawn(command, environment, keep_open=[held]))
+                children.append(processes.spawn(command, variables, keep_open=[held]))
             return processes.wait_all(children)
         finally:
             processes.stop_all(children)
