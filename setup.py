@@ -17,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["fairseq_rpe", "fairseq_rpe.*"]),
-    package_data={"fairseq_rpe": ["recipes/*.toml"]},
+    package_data={"fairseq_rpe": ["recipes/*.toml", "templates/*"]},
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",
@@ -26,6 +26,7 @@ setup(
         "sentencepiece>=0.2",
         "tensorboard>=2.15",
         "matplotlib>=3.8",
+        "jinja2>=3.1",
         "tqdm>=4.66",
         "sympy>=1.13",
         "mpmath>=1.3",

@@ -84,6 +84,21 @@ def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
     assert judged["extrapolates"] == ("yes" if worst < 0.05 else "no") and "Definition 0.1" in table
 
 
+def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
+    out, _, module = swept
+    state = files.read_json(out / "sweep.json")
+    noted = state["commands"]
+    assert list(noted) == ["alibi-seed1", "broken-seed1"] and list(noted["alibi-seed1"]) == ["training", "evaluating"]
+    assert state["data"] == str(corpus)
+    command = sweep_command(corpus, out, "alibi", 6, "--rpe-module", str(module), "--launcher", "dry-run")
+    printed = run(*PROGRAM, *command).stdout.splitlines()
+    assert [noted["alibi-seed1"]["training"], noted["alibi-seed1"]["evaluating"]] == [[line] for line in printed]
+    [start] = files.read_json(out / "runs/alibi-seed1/checkpoints/environment.json")["starts"]
+    assert start["from_update"] == 0 and start["gpus"] == [] and start["torch"] and start["working_folder"]
+    page = (out / "report.html").read_text()
+    assert start["time"] in page and "trained at 32 tokens" in page
+
+
 def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
     out, _, module = swept
     before = {p: p.stat().st_mtime_ns for p in (out / "runs" / "alibi-seed1").rglob("*") if p.is_file()}
@@ -181,7 +196,7 @@ def test_report_table(tmp_path, capsys):
         "| type1:form=paper | 40.00 |       |          |\n"
     )
     assert "128 / 64" in capsys.readouterr().out
-    made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "results.csv", "results.md", "tensorboard"]
+    made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "report.html", "results.csv", "results.md", "tensorboard"]
     assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
 
 

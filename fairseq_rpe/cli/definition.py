@@ -113,37 +113,46 @@ def markdown(judged: list[Judged], trained_at: int, limit: float) -> str:
         f"{trained_at}; one-sided: improvements are free.\n\n{report.align(lines)}"
     )
     both, one_sided = (_two_by_two(judged, limit, side) for side in (False, True))
-    text += f"\nPredicted by the series (rows), observed at δ = {limit:g} (columns):\n\n{both}{_where(judged, False)}\n"
+    text += (
+        f"\nPredicted by the series (rows), observed at δ = {limit:g} (columns):\n\n{both}\n{where(judged, False)}\n"
+    )
     if one_sided == both:
-        return f"{text}\nOne-sided, the table is the same.{_where(judged, True)}\n"
-    return f"{text}\nThe same one-sided:\n\n{one_sided}{_where(judged, True)}\n"
+        return f"{text}\nOne-sided, the table is the same.\n{where(judged, True)}\n"
+    return f"{text}\nThe same one-sided:\n\n{one_sided}\n{where(judged, True)}\n"
+
+
+def observed(judged: list[Judged], limit: float, one_sided: bool) -> dict[str, tuple[list[str], list[str]]]:
+    """Prediction -> the methods that extrapolate and those that do not; predictions of no method are left out."""
+    found = {}
+    for said in _PREDICTIONS:
+        sides: dict[bool, list[str]] = {True: [], False: []}
+        for one in judged:
+            if one.prediction.verdict == said:
+                sides[one.found.extrapolates(limit, one_sided)].append(one.name)
+        if said in (CONVERGES, DIVERGES) or any(sides.values()):
+            found["no prediction" if said == NONE else said] = (sides[True], sides[False])
+    return found
 
 
 def _two_by_two(judged: list[Judged], limit: float, one_sided: bool) -> str:
     lines = [["", "extrapolates", "does not"], ["---"] * 3]
-    for said in _PREDICTIONS:
-        observed: dict[bool, list[str]] = {True: [], False: []}
-        for one in judged:
-            if one.prediction.verdict == said:
-                observed[one.found.extrapolates(limit, one_sided)].append(one.name)
-        if said in (CONVERGES, DIVERGES) or any(observed.values()):
-            label = "no prediction" if said == NONE else said
-            lines.append([label, *(f"{len(n)}: {', '.join(n)}" if n else "0" for n in observed.values())])
+    for label, sides in observed(judged, limit, one_sided).items():
+        lines.append([label, *(f"{len(n)}: {', '.join(n)}" if n else "0" for n in sides)])
     return report.align(lines, right=False)
 
 
-def _where(judged: list[Judged], one_sided: bool) -> str:
+def where(judged: list[Judged], one_sided: bool) -> str:
     """The δ at which prediction and observation agree for every method."""
     sides = {
         said: [one.found.worst if one_sided else one.found.largest for one in judged if one.prediction.verdict == said]
         for said in (CONVERGES, DIVERGES)
     }
     if not all(sides.values()):
-        return "\nOnly one kind of series is here, so nothing can disagree for every δ."
+        return "Only one kind of series is here, so nothing can disagree for every δ."
     found = agreeing(sides[CONVERGES], sides[DIVERGES])
     if found is None:
-        return "\nThere is no δ at which prediction and observation agree for every method."
-    return f"\nPrediction and observation agree for every method if {found[0]:.3f} < δ <= {found[1]:.3f}."
+        return "There is no δ at which prediction and observation agree for every method."
+    return f"Prediction and observation agree for every method if {found[0]:.3f} < δ <= {found[1]:.3f}."
 
 
 def to_csv(judged: list[Judged], limit: float) -> str:

@@ -1,4 +1,4 @@
-"""``report``: what a sweep found, as CSV, Markdown table and figure."""
+"""``report``: what a sweep found, as CSV, Markdown table, figure and HTML page."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fairseq_rpe.cli import recipes
 from fairseq_rpe.cli.files import atomic_write, read_json, read_json_lines
 from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_float
 from fairseq_rpe.core.errors import UserError
 
+if TYPE_CHECKING:
+    from fairseq_rpe.cli.page import Section
+
 STATE = "sweep.json"
 RESULTS = "eval.jsonl"
 BOARD = "tensorboard/evaluation"
+PAGE = "report.html"
 IDENTITY = "identity"
 _LONGEST_NAME = 80
 DELTA = 0.05
@@ -25,8 +30,14 @@ COLUMNS = ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("report", help="write the table and the figure of a sweep")
-    parser.add_argument("sweep", type=Path, metavar="DIR", help="the sweep's --out folder")
+    parser = subparsers.add_parser(
+        "report",
+        help="write the table, the figure and the page of sweeps",
+        description="Writes CSV, Markdown table, figure and a self-contained HTML page into each sweep's folder.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("sweeps", type=Path, nargs="+", metavar="DIR", help="the --out folder of a sweep")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also one HTML page on all of them, one after another")
     parser.add_argument(
         "--delta", type=positive_float, metavar="X", help=f"δ of Definition 0.1, a relative deviation ({DELTA:g})"
     )
@@ -36,36 +47,51 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     load_rpe_module(args.rpe_module)
-    write(args.sweep, redraw=True, delta=args.delta)
+    if args.out is not None and args.out.is_dir():
+        raise UserError(f"--out {args.out} is a folder: name the file of the page")
+    states = {folder: _state(folder, args.delta) for folder in args.sweeps}
+    if len(states) < len(args.sweeps):
+        raise UserError("a sweep is named twice: leave one out")
+    sections = [write(folder, redraw=True, delta=args.delta) for folder in states]
+    if args.out is not None:
+        from fairseq_rpe.cli import page
+
+        page.write([section for section in sections if section is not None], args.out)
+        print(f"page on all: {args.out}")
     return 0
 
 
-def write(folder: Path, redraw: bool, delta: float | None = None) -> None:
-    """Write results.csv, results.md, extrapolation.csv and the figure, and print the table and where things are.
-
-    Without ``redraw`` they are kept when the results are the same as before.
-    """
+def _state(folder: Path, delta: float | None) -> dict[str, Any]:
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} holds no {STATE}: name the --out folder of a sweep")
     state = read_json(folder / STATE)
+    if delta is not None and state.get("algorithms"):
+        raise UserError(f"--delta is about perplexity and {folder} counts exact answers: drop it")
+    return state
+
+
+def write(folder: Path, redraw: bool, delta: float | None = None) -> Section | None:
+    """Write a sweep's tables, figure and page, and print the table and where things are.
+
+    Without ``redraw`` they are kept when the results are the same as before; what is new on the page is returned.
+    """
+    state = _state(folder, delta)
     if state.get("algorithms"):
         from fairseq_rpe.cli import exactness
 
-        if delta is not None:
-            raise UserError(f"--delta is about perplexity and {folder} counts exact answers: drop it")
-        exactness.write(folder, state, redraw)
-        return
+        return exactness.write(folder, state, redraw)
     trained_at = state["settings"]["tokens"]
     rows = collect(folder, state)
     if not rows:
         raise UserError(f"{folder} holds no finished evaluation yet: run its sweep first")
     text = _csv(rows)
     table_path, figure_paths = folder / "results.csv", [folder / "ppl.png", folder / "ppl.pdf"]
-    text_path, verdict_path = folder / "results.md", folder / "extrapolation.csv"
+    text_path, verdict_path, page_path = folder / "results.md", folder / "extrapolation.csv", folder / PAGE
     same = table_path.exists() and table_path.read_text(encoding="utf-8") == text
-    kept = (text_path, verdict_path, *figure_paths, folder / BOARD)
+    kept = (text_path, verdict_path, page_path, *figure_paths, folder / BOARD)
+    section = None
     if redraw or not same or not all(path.exists() for path in kept):
-        from fairseq_rpe.cli import board, definition
+        from fairseq_rpe.cli import board, definition, page, page_text
         from fairseq_rpe.cli.figure import draw
 
         delta = delta or DELTA
@@ -73,6 +99,8 @@ def write(folder: Path, redraw: bool, delta: float | None = None) -> None:
         table = markdown(rows, trained_at) + definition.markdown(judged, trained_at, delta) + published(state)
         draw(rows, trained_at, figure_paths)
         board.write_text(folder, state, rows)
+        section = page_text.section(folder, state, rows, judged, delta)
+        page.write([section], page_path)
         atomic_write(verdict_path, definition.to_csv(judged, delta))
         atomic_write(text_path, table)
         # last, because the rest is taken to belong to it
@@ -82,7 +110,9 @@ def write(folder: Path, redraw: bool, delta: float | None = None) -> None:
     print(table)
     print(f"results:     {table_path}")
     print(f"figure:      {figure_paths[0]}")
+    print(f"page:        {page_path}")
     print(f"TensorBoard: {folder / 'tensorboard'}")
+    return section
 
 
 def slug(spec: str, seed: int) -> str:
@@ -168,7 +198,8 @@ def markdown(rows: list[dict[str, Any]], trained_at: int) -> str:
 
 def published(state: dict[str, Any]) -> str:
     """The published values of a recipe's methods as a table of their own, or nothing."""
-    values = state.get("published") or {}
+    known = state.get("published") or {}
+    values = recipes.values(known)
     rows = {name: values[name] for name in state["encodings"] if name in values}
     if not rows:
         return ""
@@ -176,7 +207,7 @@ def published(state: dict[str, Any]) -> str:
     head = ["published", *map(str, lengths)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     lines += [[name, *(_show(row.get(str(n)), ".2f") for n in lengths)] for name, row in rows.items()]
-    return f"\n{values['source']} (other data, tokeniser and size: compare the trends only):\n\n{align(lines)}"
+    return f"\n{known['source']} (other data, tokeniser and size: compare the trends only):\n\n{align(lines)}"
 
 
 def align(lines: list[list[str]], right: bool = True) -> str:

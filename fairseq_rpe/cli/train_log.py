@@ -1,0 +1,84 @@
+"""What the log of a training run says about it, read from fairseq's own lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+_STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
+_START = "| fairseq_cli.train | training on "
+_PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
+_VOCABULARY = re.compile(r"\| dictionary: ([\d,]+) types")
+_BACKEND = re.compile(r"\| attention backend: (\S+)")
+_DATA = re.compile(r"\| loaded [\d,]+ examples from: (.+)/train\s*$")
+
+
+@dataclass
+class TrainLog:
+    """One run. What its log does not say is ``None`` or empty.
+
+    Attributes:
+        loss: training loss in bits per token by update, each the mean since the line before.
+        valid: the same on the validation split.
+        seconds: of all starts together, validation and saving included, up to the last line of each.
+        tokens_per_second: median over the lines of the log.
+    """
+
+    loss: dict[int, float] = field(default_factory=dict)
+    valid: dict[int, float] = field(default_factory=dict)
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    parameters: int | None = None
+    vocabulary: int | None = None
+    backend: str | None = None
+    data: str | None = None
+
+
+def read(path: Path) -> TrainLog:
+    """Read a log; a missing one says nothing."""
+    found = TrainLog()
+    if not path.is_file():
+        return found
+    walls, speeds = [0.0], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if _START in line:
+            walls.append(0.0)
+            continue
+        statistics = _STATISTICS.search(line)
+        if statistics is None:
+            _facts(line, found)
+            continue
+        kind, text = statistics.groups()
+        try:
+            values = {key: float(value) for key, value in json.loads(text).items()}
+        except (TypeError, ValueError):
+            continue  # a line that a killed process has left unfinished
+        prefix = "" if kind == "train_inner" else f"{kind}_"
+        update = int(values.get(f"{prefix}num_updates", 0))
+        if kind == "valid":
+            found.valid[update] = values["valid_loss"]
+            continue
+        walls[-1] = values.get(f"{prefix}wall", walls[-1])
+        if kind == "train_inner":
+            # a resumed run repeats what it did after its last checkpoint
+            found.loss[update] = values["loss"]
+            speeds.append(values.get("wps", math.nan))
+    speeds = [speed for speed in speeds if speed > 0]
+    found.seconds = sum(walls) or None
+    found.tokens_per_second = median(speeds) if speeds else None
+    return found
+
+
+def _facts(line: str, found: TrainLog) -> None:
+    if match := _PARAMETERS.search(line):
+        found.parameters = int(match[1].replace(",", ""))
+    elif match := _VOCABULARY.search(line):
+        found.vocabulary = int(match[1].replace(",", ""))
+    elif match := _BACKEND.search(line):
+        found.backend = match[1]
+    elif match := _DATA.search(line):
+        found.data = match[1]

@@ -1,0 +1,466 @@
+"""The HTML page of a report: well-formed, self-contained, complete, and honest about what is not on record."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import run, save_checkpoint
+
+from fairseq_rpe.cli import environment, files, recipes, report, train_log
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
+LOG = """\
+2026 | INFO | fairseq.tasks.language_modeling | dictionary: 4096 types
+2026 | INFO | fairseq_rpe.attention.select | attention backend: sdpa
+2026 | INFO | fairseq_cli.train | num. shared model params: 1,445,376 (num. trained: 1,445,376)
+2026 | INFO | fairseq_cli.train | training on 1 devices (GPUs/TPUs)
+2026 | INFO | fairseq.data.data_utils | loaded 294,072 examples from: data-bin/stdlib/train
+2026 | INFO | train_inner | {"loss": "9.5", "wps": "1000", "num_updates": "25", "train_wall": "2", "wall": "3"}
+2026 | INFO | train_inner | {"loss": "7.25", "wps": "3000", "num_updates": "50", "train_wall": "2", "wall": "6"}
+2026 | INFO | train_inner | {"loss": "6.0", "wp
+2026 | INFO | fairseq_cli.train | training on 1 devices (GPUs/TPUs)
+2026 | INFO | train_inner | {"loss": "7.5", "wps": "2000", "num_updates": "50", "train_wall": "2", "wall": "8"}
+2026 | INFO | valid | {"epoch": 1, "valid_loss": "6.125", "valid_num_updates": "75"}
+2026 | INFO | train | {"train_loss": "7", "train_num_updates": "75", "train_train_wall": "9", "train_wall": "20"}
+"""
+PPL = {"alibi": {64: 50.125, 128: 49.0625, 256: 48.5}, "inv_n": {64: 49.5, 128: 52.25, 256: 55.75}}
+
+
+@pytest.fixture(autouse=True)
+def no_other_figures(monkeypatch):
+    """The PNG and PDF beside the page take most of a report's time and are tested elsewhere."""
+    monkeypatch.setattr("fairseq_rpe.cli.figure.draw", lambda rows, trained_at, paths: [p.touch() for p in paths])
+
+
+class Page(HTMLParser):
+    """A page as its reader sees it; an element that is not closed in order is an error."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.headings: list[tuple[int, str]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.values: dict[str, list[list[str]]] = {}
+        self.best: set[str] = set()
+        self._rows: list[list[str]] = []
+        self._values: list[list[str]] = []
+        self._caption = ""
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self._rows, self._values, self._caption = [], [], ""
+        elif tag == "tr":
+            self._rows.append([])
+            self._values.append([])
+        elif tag in ("th", "td"):
+            self._rows[-1].append("")
+        elif tag == "data":
+            self._values[-1].append(dict(attrs)["value"])
+        elif re.fullmatch("h[1-6]", tag):
+            self.headings.append((int(tag[1]), ""))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes another element"
+        if tag == "table":
+            assert self._caption not in self.tables
+            self.tables[self._caption], self.values[self._caption] = self._rows, self._values
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if "caption" in self.open:
+            self._caption += data
+        elif self._rows and self._rows[-1] and {"th", "td"} & set(self.open):
+            self._rows[-1][-1] += data
+            if "strong" in self.open and data != "★":
+                self.best.add(data)
+        if self.open and re.fullmatch("h[1-6]", self.open[-1]):
+            level, before = self.headings[-1]
+            self.headings[-1] = (level, before + data)
+
+    @property
+    def words(self) -> str:
+        return " ".join("".join(self.text).split())
+
+    def table(self, start: str) -> list[list[str]]:
+        """The one table whose caption begins like this."""
+        [found] = [rows for caption, rows in self.tables.items() if caption.startswith(start)]
+        return found
+
+    def chapters(self) -> list[str]:
+        return [title for level, title in self.headings if level == max(level for level, _ in self.headings)]
+
+
+def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(), **state) -> None:
+    """A finished sweep at 64 tokens (plus 2 of perplexity per further seed); ``more``: keys of every result."""
+    lengths = sorted({n for values in ppl.values() for n in values})
+    settings = {"tokens": 64, "subset": "test", "updates": 75, "batch_sentences": 16, "lr": 2e-3, "warmup": 80}
+    settings |= {"arch": "transformer_rpe_lm_tiny", "extra": []}
+    state = {"settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths, **state}
+    files.write_json(folder / "sweep.json", state)
+    for name, values in ppl.items():
+        for k, seed in enumerate(seeds):
+            place = folder / "runs" / report.run_name(report.method_of(state, name), seed)
+            files.write_json(place / "checkpoints" / "run.json", {"finished": {"checkpoint": "0123456789abcdef"}})
+            if log is not None:
+                (place / "train.log").write_text(log)
+            for n, value in values.items():
+                row = {"checkpoint": "0123456789abcdef", "subset": "test", "length": n, "ppl": value + 2 * k}
+                row |= {"loss_base2": 5.5 + n / 1024, "tokens": 99_000 + n, "seconds": 11.5, **dict(more)}
+                files.append_json_line(place / "eval.jsonl", row)
+
+
+def page_of(folder: Path, *flags: str) -> Page:
+    assert main(["report", str(folder), *flags]) == 0
+    return Page(folder / "report.html")
+
+
+def check_self_contained(page: Page) -> None:
+    """Nothing is fetched, every link leads somewhere, tables and pictures can be read aloud."""
+    identifiers = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(set(identifiers)) == len(identifiers)
+    used = {tag for tag, _ in page.tags}
+    assert not used & {"script", "link", "iframe", "object", "embed", "base", "form", "source", "video", "audio"}
+    for tag, attrs in page.tags:
+        for name, value in attrs.items():
+            assert not name.startswith("on") and name not in ("style", "srcset", "xlink:href", "background")
+            if name == "src":
+                assert tag == "img" and value.startswith("data:image/svg+xml;base64,")
+            if name == "href":
+                assert tag == "a" and (value.startswith("https://arxiv.org/abs/") or value[1:] in identifiers)
+            if name in ("aria-labelledby", "aria-describedby"):
+                assert value in identifiers
+    style = page.source.partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style and "@import" not in style and "http" not in style
+    assert "prefers-color-scheme: dark" in style and "@media print" in style
+    outside = page.source.replace("https://arxiv.org/abs/", "")
+    assert "http:" not in outside and "https:" not in outside
+    assert all(len(attrs.get("alt") or "") > 20 for tag, attrs in page.tags if tag == "img")
+    assert all(attrs.get("scope") in ("col", "row", "colgroup") for tag, attrs in page.tags if tag == "th")
+    assert page.tables and "" not in page.tables
+    levels = [level for level, _ in page.headings]
+    assert levels[0] == 1 and all(b <= a + 1 for a, b in pairwise(levels))
+    assert ("html", {"lang": "en"}) in page.tags and page.source.startswith("<!DOCTYPE html>")
+
+
+def test_every_number_of_the_csv_is_on_the_page(tmp_path):
+    write_sweep(tmp_path, seeds=(1, 2))
+    page = page_of(tmp_path)
+    check_self_contained(page)
+    with open(tmp_path / "results.csv", newline="") as file:
+        expected = list(csv.DictReader(file))
+    [caption] = [caption for caption in page.tables if caption.startswith("What results.csv holds")]
+    shown, exact = page.tables[caption][1:], page.values[caption][1:]
+    assert len(shown) == len(exact) == len(expected) == 12
+    for row, line, values in zip(expected, shown, exact, strict=True):
+        assert line[0] == row["encoding"]
+        wanted = [row[key] for key in ("seed", "length", "ppl", "loss_base2", "ratio", "tokens")]
+        assert values[:6] == wanted
+        assert line[3] == f"{float(row['ppl']):.4f}" and line[6] == f"{int(row['tokens']):,}"
+
+
+def test_perplexities_are_means_with_ranges_and_the_least_is_marked(tmp_path):
+    write_sweep(tmp_path, seeds=(1, 2))
+    page = page_of(tmp_path)
+    head, *lines = page.table("Perplexity per token by evaluation length")
+    assert head == ["", "64", "128", "256", "256 / 64"]
+    cells = {line[0]: line[1:] for line in lines}
+    assert cells["alibi"][0] == "51.1250.12–52.12" and cells["inv_n"][0] == "50.50★49.50–51.50"
+    assert cells["alibi"][1] == "50.06★49.06–51.06" and cells["alibi"][3].endswith("★")
+    assert {"50.50", "50.06", "49.50"} <= page.best and "51.12" not in page.best
+    assert "Lowest perplexity at 256 tokens: alibi, 49.50." in page.words
+    assert "At 256 tokens 1 of 2 have no higher perplexity than at 64." in page.words
+
+
+def test_chapters_and_facts(tmp_path):
+    for name in PPL:
+        save_checkpoint(tmp_path / "runs" / report.slug(name, 1), name)
+    write_sweep(tmp_path)
+    page = page_of(tmp_path, "--delta", "0.07")
+    chapters = ["Perplexity over length", "Does it extrapolate?", "Training", "Runs", "Environment", "Commands"]
+    assert page.chapters() == [*chapters, "Every measurement"]
+    lead = "2 encodings, trained at 64 tokens on data-bin/stdlib for 75 updates; "
+    assert lead + "99,064 or 99,128 or 99,256 tokens of the test split" in page.words
+    assert page.table("Predicted (rows)") == [
+        ["Σ exp(bias)", "extrapolates", "does not"],
+        ["converges", "1: alibi", "0"],
+        ["diverges", "0", "1: inv_n"],
+    ]
+    deviations = {row[0]: row[1:] for row in page.table("Relative deviation")[1:]}
+    assert deviations["inv_n"] == ["diverges", "0.126", "0.126", "+0.126", "no", "no"]
+    assert deviations["alibi"] == ["converges", "0.032", "0.000", "-0.032", "yes", "yes"]
+    assert "agree for every method if 0.032 < δ <= 0.126" in page.words and "δ = 0.07" in page.words
+    assert sum(tag == "img" for tag, _ in page.tags) == 2
+
+
+def test_costs_of_a_run_come_from_its_log(tmp_path):
+    write_sweep(tmp_path)
+    head, alibi, _ = page_of(tmp_path).table("Cost of each run")
+    shown = dict(zip(head[1:7], alibi[1:7], strict=True))
+    assert shown["parameters"] == "1,445,376" and shown["training (s)"] == "26"
+    assert alibi[3] == "2,000" and shown["training loss"] == "7.500" and shown["validation loss"] == "6.125"
+    assert shown["evaluation (s)"] == "34.5" and alibi[7] == f"{(3 * 99_000 + 448) / 34.5:,.0f}"
+    assert head[8:] == ["attention", "checkpoint"] and alibi[8:] == ["sdpa", "0123456789ab"]
+
+
+def test_memory_and_engine_are_shown_where_they_are_on_record(tmp_path):
+    write_sweep(tmp_path, more={"peak_mb": 1234.5, "engine": "blocks"})
+    page = page_of(tmp_path)
+    head, alibi, _ = page.table("Cost of each run")
+    assert head[8:10] == ["peak memory (MiB)", "engine"] and alibi[8:10] == ["1,234", "blocks"]
+    head, first, *_ = page.table("What results.csv holds")
+    assert head[-2:] == ["peak memory (MiB)", "engine"] and first[-2:] == ["1234.5", "blocks"]
+
+
+def test_loss_by_position_is_drawn_where_it_was_measured(tmp_path):
+    found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
+    write_sweep(tmp_path, more={"positions_loss": found})
+    page = page_of(tmp_path)
+    check_self_contained(page)
+    assert page.chapters()[:2] == ["Perplexity over length", "Loss by position"]
+    [alt] = [attrs["alt"] for tag, attrs in page.tags if tag == "img" and "position" in attrs["alt"]]
+    assert "blocks of 256 tokens" in alt and "alibi 6.25, inv_n 6.25" in alt
+
+
+def test_what_is_not_on_record_is_said_to_be_so(tmp_path):
+    write_sweep(tmp_path, log=None)
+    page = page_of(tmp_path)
+    check_self_contained(page)
+    assert "Training curves: not recorded." in page.words
+    assert "Environment of training: not recorded." in page.words
+    assert "Commands: not recorded." in page.words
+    assert page.table("Cost of each run")[1][1:6] == ["not recorded"] * 5
+    assert "data-bin" not in page.words
+
+
+def test_environment_and_commands_are_those_of_the_training(tmp_path, monkeypatch):
+    write_sweep(tmp_path, commands={"alibi-seed1": {"training": ["python -m x train"], "evaluating": ["y", "z"]}})
+    start = {"time": "2026-01-01T00:00:00+00:00", "from_update": 0, "torch": "9.8.7", "processor": "Abacus", "gpus": []}
+    later = {**start, "time": "2026-01-02T00:00:00+00:00", "from_update": 50, "torch": "9.9.9"}
+    files.write_json(tmp_path / "runs/alibi-seed1/checkpoints/environment.json", {"starts": [start, later]})
+    monkeypatch.setattr(environment, "describe", lambda gpus: pytest.fail("the reporting machine was asked"))
+    page = page_of(tmp_path)
+    first = dict(page.table("Recorded when training started 1 of 2")[1:])
+    assert first["torch"] == "9.8.7" and first["processor"] == "Abacus" and first["runs"] == "alibi-seed1"
+    assert first["GPUs"] == "none used" and first["started (UTC)"] == start["time"]
+    second = dict(page.table("Recorded when training started 2 of 2")[1:])
+    assert second["torch"] == "9.9.9" and second["runs"] == "alibi-seed1 (resumed after update 50)"
+    assert "Environment of training: not recorded for inv_n-seed1." in page.words
+    assert "training python -m x train evaluating y evaluating z" in page.words
+    assert "Commands: not recorded for inv_n-seed1." in page.words
+
+
+def test_starts_of_training_are_noted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment.record(tmp_path / "run", 0, "3", gpus=False)
+    environment.record(tmp_path / "run", 40, "1", gpus=False)
+    first, second = environment.starts_of(tmp_path / "run")
+    assert (first["from_update"], second["from_update"]) == (0, 40) and first["threads"] == "3"
+    assert first["working_folder"] == str(tmp_path) and first["gpus"] == [] and first["cores"] >= 1
+    assert first["torch"].startswith("2.") and "0.12" in first["fairseq"] and first["processor"]
+    assert {**first, "time": 0, "from_update": 0, "threads": 0} == {**second, "time": 0, "from_update": 0, "threads": 0}
+    assert environment.starts_of(tmp_path / "none") == []
+
+
+def test_commit_of_a_folder(tmp_path):
+    def git(*command: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return run("git", "-C", tmp_path, *author, *command).stdout.strip()
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert environment.commit(package) is None
+    git("init", "-q")
+    assert environment.commit(package) is None  # in a repository that does not track it
+    git("add", "package")
+    git("commit", "-q", "-m", "one")
+    assert environment.commit(package) == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("x = 1")
+    assert environment.commit(package) == git("rev-parse", "HEAD") + " with changes"
+
+
+def test_nothing_breaks_the_page(tmp_path):
+    """Markup in names, paths, commands and logs is text."""
+    evil = "</td><script>alert('&amp;')</script>"
+    folder = tmp_path / 'a<b>&"c'
+    log = LOG.replace("data-bin/stdlib", 'data<i>&"/x').replace("sdpa", "<u>")
+    write_sweep(
+        folder,
+        ppl={evil: {64: 50.0, 128: 49.0}, 'type1:form="&lt;"': {64: 51.0, 128: 50.0}},
+        log=log,
+        more={"engine": "<engine>"},
+        commands={report.slug(evil, 1): {"training": [f"python {evil} 'a b' > x"]}},
+        published={"source": "Table <9> & more", "url": "https://arxiv.org/abs/1", evil: {"128": 3.0}},
+    )
+    start = {"time": "<t>", "from_update": 0, "processor": '<b>"&'}
+    files.write_json(folder / "runs" / report.slug(evil, 1) / "checkpoints/environment.json", {"starts": [start]})
+    page = page_of(folder)
+    check_self_contained(page)
+    assert evil in page.words and 'type1:form="&lt;"' in page.words
+    assert f"python {evil} 'a b' > x" in page.words and 'data<i>&"/x' in page.words and '<b>"&' in page.words
+    assert "Table <9> & more" in page.words and "<engine>" in page.words and 'a<b>&"c' in page.words
+
+
+def test_published_values_stand_beside_ours_and_what_differs_is_named(tmp_path):
+    known = recipes.load("extrapolation-wikitext103").published
+    older = {key: value for key, value in known.items() if key not in ("url", "settings")}
+    for folder, published in ((tmp_path / "new", known), (tmp_path / "old", older)):
+        write_sweep(folder, recipe="extrapolation-wikitext103", published=published)
+        page = page_of(folder)
+        check_self_contained(page)
+        head, alibi, inv_n = page.table("Published: Tables 4 and 6")
+        assert head[1:3] == ["512", "768"] and head[-1] == "9216"
+        assert alibi[1] == "24.22★" and inv_n[1] == "24.67" and alibi[-1] == "22.12★"
+        assert ("a", {"href": "https://arxiv.org/abs/2307.10156"}) in page.tags
+        assert "Not comparable." in page.words and "Compare trends only" in page.words
+        same = {row[0]: row[1:] for row in page.table("What is the same")[1:]}
+        assert same["data"] == ["data-bin/stdlib", "WikiText-103", "no"]
+        assert same["tokeniser"] == ["4,096 types", "BPE, 50,265 types", "no"]
+        assert same["model"][2] == "no" and same["training length"] == ["64", "512", "no"]
+        assert same["schedule"] == ["inverse_sqrt", "inverse_sqrt", "yes"]
+        groups, head, alibi, inv_n = page.table("Trends")
+        assert groups == ["", "2 L", "4 L"] and head == ["", *["here", "published"] * 2]
+        assert alibi == ["alibi", "0.979", f"{23.06 / 24.22:.3f}", "0.968", f"{22.52 / 24.22:.3f}"]
+
+
+def test_same_names_are_not_taken_for_the_same_data(tmp_path):
+    known = recipes.load("extrapolation-wikitext103").published
+    settings = {**known["settings"], "vocabulary": 4096, "tokens": 64}
+    write_sweep(tmp_path, published={**known, "settings": settings}, data="data-bin/wikitext103")
+    same = {row[0]: row[3] for row in page_of(tmp_path).table("What is the same")[1:]}
+    assert same["data"] == "not verified: the same name" and same["tokeniser"] == "not verified"
+    assert same["training length"] == "yes" and same["updates"] == "no"
+
+
+def test_several_sweeps_on_one_page(tmp_path, capsys):
+    for name in ("one", "two"):
+        write_sweep(tmp_path / name)
+    folders, out = [str(tmp_path / "two"), str(tmp_path / "one")], tmp_path / "all" / "both.html"
+    assert main(["report", *folders, "--out", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+
+    class Both(Page):
+        def handle_endtag(self, tag):
+            if tag == "table":  # captions repeat
+                self._caption = f"{len(self.tables)} {self._caption}"
+            super().handle_endtag(tag)
+
+    page = Both(out)
+    check_self_contained(page)
+    assert [title for level, title in page.headings if level <= 2] == ["2 sweeps", "two", "one"]
+    assert all((tmp_path / name / "report.html").is_file() for name in ("one", "two"))
+    assert page.headings.count((3, "Runs")) == 2
+    for wrong, words in (
+        ([*folders, "--out", str(tmp_path)], "is a folder"),
+        ([folders[0], folders[0]], "named twice"),
+        ([*folders, str(tmp_path / "none")], "holds no sweep.json"),
+    ):
+        assert main(["report", *wrong]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def algorithmic(tmp_path) -> Path:
+    """A finished sweep over a task of up to 9 items, 3 of them in training."""
+    published = {"source": "Table A", "warping": {"copy": 43.2}, "settings": {"batch_sentences": 64, "updates": 75}}
+    state = {
+        "settings": {"subset": "test", "updates": 75, "batch_sentences": 64, "arch": "transformer_rpe_lm_tiny"},
+        "algorithms": [TASK],
+        "encodings": ["rope", "warping"],
+        "methods": {"warping": {"rpe": "rope", "positions_train": "warp", "positions_eval": "interpolate"}},
+        "seeds": [1],
+        "published": published,
+    }
+    files.write_json(tmp_path / "sweep.json", state)
+    for name, right in (("rope", 1), ("warping", 3)):
+        method = report.method_of(state, name)
+        place = tmp_path / "runs" / report.run_name(method, 1, TASK)
+        files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+        (place / "train.log").write_text(LOG)
+        for n in range(2, 10):
+            row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "unit": "items", "length": n}
+            row |= {"positions": method["positions_eval"], "examples": 8, "right": right, "accuracy": right / 8}
+            files.append_json_line(place / "eval.jsonl", {**row, "transform": "identity", "seconds": 1.0})
+    return tmp_path
+
+
+def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
+    page = page_of(algorithmic)
+    check_self_contained(page)
+    chapters = ["Exact match", "Beside the published values", "Training", "Runs", "Environment", "Commands"]
+    assert page.chapters() == [*chapters, "Every measurement"] and "erplexity" not in page.words
+    head, rope, warping = page.table(f"{TASK}: exact match in %")
+    assert any("Published: not comparable" in caption for caption in page.tables) and "Not comparable." in page.words
+    assert head == ["", "trained", "beyond", "all", "published"]
+    assert rope == ["rope", "12.5", "12.5", "12.5", ""] and warping[1:] == ["37.5★"] * 3 + ["43.2★"]
+    assert f"Most exact answers to {TASK} beyond the training range: warping, 37.5 %." in page.words
+    same = {row[0]: row[3] for row in page.table("What is the same")[1:]}
+    assert same == {"sequences an update": "yes", "updates": "yes"}
+    with open(algorithmic / "accuracy.csv", newline="") as file:
+        expected = [[r[k] for k in ("seed", "items", "examples", "right", "accuracy")] for r in csv.DictReader(file)]
+    assert page.values["What accuracy.csv holds."][1:] == expected and len(expected) == 16
+
+
+def test_delta_is_refused_for_it_before_anything_is_written(algorithmic, tmp_path_factory, capsys):
+    other = tmp_path_factory.mktemp("text")
+    write_sweep(other)
+    assert main(["report", str(other), str(algorithmic), "--delta", "0.1"]) == 2
+    assert "counts exact answers" in capsys.readouterr().err and not (other / "report.html").exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "algorithmic"])
+def test_a_report_with_nothing_new_keeps_the_page_without_torch(kind, request, tmp_path):
+    folder = request.getfixturevalue("algorithmic") if kind == "algorithmic" else tmp_path
+    if kind == "text":
+        write_sweep(folder)
+    report.write(folder, redraw=False)
+    page = folder / "report.html"
+    text, made = page.read_bytes(), page.stat().st_mtime_ns
+    code = (
+        "import sys, pathlib\nfrom fairseq_rpe.cli import report\n"
+        f"assert report.write(pathlib.Path({str(folder)!r}), redraw=False) is None\n"
+        "assert not {'torch', 'fairseq', 'matplotlib', 'jinja2'} & set(sys.modules)"
+    )
+    assert str(page) in run(sys.executable, "-c", code).stdout
+    assert page.stat().st_mtime_ns == made
+    page.unlink()
+    report.write(folder, redraw=False)
+    assert page.read_bytes() == text  # and it is the same each time
+
+
+def test_log_of_a_resumed_run(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text(LOG)
+    log = train_log.read(path)
+    assert log.loss == {25: 9.5, 50: 7.5} and log.valid == {75: 6.125}
+    assert (log.seconds, log.tokens_per_second) == (26.0, 2000.0)
+    assert (log.parameters, log.vocabulary, log.backend, log.data) == (1_445_376, 4096, "sdpa", "data-bin/stdlib")
+    assert train_log.read(tmp_path / "none") == train_log.TrainLog()
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    write_sweep(tmp_path)
+    path = tmp_path / "runs/alibi-seed1/checkpoints/environment.json"
+    path.write_text(json.dumps([1]))
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        report.write(tmp_path, redraw=True)
