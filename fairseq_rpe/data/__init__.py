@@ -1,1 +1,1 @@
-"""Corpora: the installed Python's library sources as a binarised code corpus."""
+"""Corpora: the installed Python's library sources, or any text, as binarised corpora."""

@@ -110,7 +110,7 @@ def _read(root: Path, path: str, strict: bool) -> bytes | None:
     return content
 
 
-def _hash(purpose: str, seed: int, path: str) -> float:
+def unit_hash(purpose: str, seed: int, path: str) -> float:
     """A number in [0, 1) that depends on nothing but the arguments."""
     digest = hashlib.sha256(f"{purpose}\0{seed}\0".encode() + os.fsencode(path)).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
@@ -119,7 +119,7 @@ def _hash(purpose: str, seed: int, path: str) -> float:
 def _within(files: list[SourceFile], seed: int, max_bytes: int) -> list[SourceFile]:
     kept, total = [], 0
     # Not the hash of the split, in whose order all validation files come first.
-    for file in sorted(files, key=lambda f: (_hash("order", seed, f.path), f.path)):
+    for file in sorted(files, key=lambda f: (unit_hash("order", seed, f.path), f.path)):
         if total + len(file.content) <= max_bytes:
             kept.append(file)
             total += len(file.content)
@@ -140,7 +140,7 @@ def split_files(corpus: Corpus, seed: int, valid: float, test: float) -> dict[st
     """
 
     def split_of(file: SourceFile) -> str:
-        number = _hash("split", seed, file.path)
+        number = unit_hash("split", seed, file.path)
         return "valid" if number < valid else "test" if number < valid + test else "train"
 
     splits = {name: tuple(f for f in corpus.files if split_of(f) == name) for name in SPLITS}

@@ -10,7 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ from fairseq_rpe.data.corpus import SPLITS
 
 MANIFEST = "corpus.json"
 MADE_BY = "fairseq-rpe prepare-stdlib"
+TEXT_MADE_BY = "fairseq-rpe prepare"
 FILES = ("dict.txt", "spm.model", *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")))
+# Of other tokenizers.
+_MORE_FILES = ("vocab.json", "merges.txt")
 
 
-def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+def describe_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, dict[str, Any]]:
     """Size in bytes and sha256 of each file of a corpus, for its manifest."""
-    contents = {name: (folder / name).read_bytes() for name in FILES}
-    return {
-        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
+
+    def describe(path: Path) -> dict[str, Any]:
+        with open(path, "rb") as file:
+            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    return {name: describe(folder / name) for name in names}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -37,12 +42,12 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What ``corpus.json`` says, ``None`` unless it is there and was written by this command."""
+    """What ``corpus.json`` says, ``None`` unless it is there and was written by one of these commands."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    ours = isinstance(manifest, dict) and manifest.get("made_by") == MADE_BY
+    ours = isinstance(manifest, dict) and manifest.get("made_by") in (MADE_BY, TEXT_MADE_BY)
     return manifest if ours else None
 
 
@@ -51,9 +56,10 @@ def up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     manifest = read_manifest(folder)
     if manifest is None or any(manifest.get(name) != value for name, value in key.items()):
         return None
+    files = manifest.get("files")
     try:
-        return manifest if manifest.get("files") == describe_files(folder) else None
-    except OSError:
+        return manifest if files and files == describe_files(folder, files) else None
+    except (OSError, TypeError):
         return None
 
 
@@ -70,7 +76,7 @@ def check_replaceable(dest: Path) -> None:
     names = sorted(os.listdir(dest))
     if names and read_manifest(dest) is None:
         raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
-    foreign = [name for name in names if name not in FILES and name != MANIFEST]
+    foreign = [name for name in names if name not in (*FILES, *_MORE_FILES, MANIFEST)]
     if foreign:
         raise UserError(f"{dest / foreign[0]} is not of this command and would be lost: move it or give another --dest")
 
@@ -104,7 +110,11 @@ def scratch(dest: Path) -> Iterator[Path]:
     handle = os.open(parent, os.O_RDONLY)
     try:
         # The folder itself is locked, so that no lock file stays behind.
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another preparation in {parent}", file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         _remove_leftovers(dest)
         folder = parent / f".{dest.name}.prepare-{os.getpid()}"
         try:
@@ -134,3 +144,41 @@ def publish(built: Path, dest: Path, folder: Path) -> None:
         if old.exists() and not dest.exists():
             old.rename(dest)
         raise
+
+
+def make_once(
+    dest: Path, key: Mapping[str, Any], build: Callable[[Path, Path], dict[str, Any]], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Make a corpus unless it is there already, made with the same ``key``; returns its manifest.
+
+    Args:
+        dest: its folder.
+        key: what decides its files.
+        build: fills the folder that it is given first, and may use the second; returns the manifest.
+        say: takes short lines about the progress.
+
+    Raises:
+        UserError: if ``dest`` holds something else or cannot be written; it is then untouched.
+    """
+    place = dest.resolve()
+    manifest = up_to_date(place, key)
+    if manifest is None:
+        with writing(dest):
+            check_replaceable(place)
+            with scratch(place) as folder:
+                # Another process may have made it while this one waited.
+                manifest = up_to_date(place, key)
+                if manifest is None:
+                    made, work = folder / "made", folder / "work"
+                    made.mkdir()
+                    work.mkdir()
+                    manifest = build(made, work)
+                    write_manifest(made, manifest)
+                    check_replaceable(place)
+                    publish(made, place, folder)
+                    for name, count in manifest["splits"].items():
+                        say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
+                    say(f"wrote {dest}")
+                    return manifest
+    say(f"{dest} is up to date")
+    return manifest

@@ -12,16 +12,7 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.corpus import SPLITS, Corpus, SourceFile, read_corpus, split_files
-from fairseq_rpe.data.place import (
-    MADE_BY,
-    check_replaceable,
-    describe_files,
-    publish,
-    scratch,
-    up_to_date,
-    write_manifest,
-    writing,
-)
+from fairseq_rpe.data.place import MADE_BY, describe_files, make_once
 from fairseq_rpe.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
 
 # Raised when the same sources and options give other files than before.
@@ -98,27 +89,17 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
             written, and a binarised text that is not exactly the source. The destination is then untouched.
     """
     options.check()
-    dest = options.dest.resolve()
     corpus = read_corpus(options.source, options.seed, options.max_bytes)
     splits = split_files(corpus, options.seed, options.valid_fraction, options.test_fraction)
-    key = options.key(corpus)
-    manifest = up_to_date(dest, key)
-    if manifest is None:
-        with writing(options.dest):
-            check_replaceable(dest)
-            with scratch(dest) as folder:
-                # Another process may have made it while this one waited.
-                manifest = up_to_date(dest, key)
-                if manifest is None:
-                    return _build(options, dest, folder, corpus, splits, say)
-    say(f"{options.dest} is up to date")
-    return manifest
+    return make_once(
+        options.dest, options.key(corpus), lambda made, work: _build(options, made, work, corpus, splits, say), say
+    )
 
 
 def _build(
     options: PrepareOptions,
-    dest: Path,
-    folder: Path,
+    made: Path,
+    work: Path,
     corpus: Corpus,
     splits: dict[str, tuple[SourceFile, ...]],
     say: Callable[[str], None],
@@ -129,10 +110,6 @@ def _build(
     size = sum(map(len, texts.values()))
     left_out = f", {corpus.skipped} not in UTF-8 left out" if corpus.skipped else ""
     say(f"read {len(corpus.files)} files, {size} bytes{left_out}")
-    work, made = folder / "work", folder / "made"
-    work.mkdir()
-    made.mkdir()
-
     say(f"training a tokenizer of {options.vocab_size} symbols")
     model = train_tokenizer(_lines(texts["train"]), options.vocab_size)
     (made / "spm.model").write_bytes(model)
@@ -146,14 +123,7 @@ def _build(
         check_split(made, name, texts[name], tokens[name])
 
     counts = {name: _count(splits[name], texts[name], tokens[name]) for name in SPLITS}
-    manifest = _describe(options, corpus, counts, made)
-    write_manifest(made, manifest)
-    check_replaceable(dest)
-    publish(made, dest, folder)
-    for name, count in counts.items():
-        say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
-    say(f"wrote {options.dest}")
-    return manifest
+    return _describe(options, corpus, counts, made)
 
 
 def _lines(text: bytes) -> list[str]:
@@ -176,7 +146,16 @@ def _encode(tokenizer: Tokenizer, name: str, text: bytes, path: Path, threads: i
 
 
 def _count(files: tuple[SourceFile, ...], text: bytes, tokens: int) -> dict[str, int]:
-    return {"files": len(files), "bytes": len(text), "lines": text.count(b"\n"), "tokens": tokens}
+    lines = text.count(b"\n")
+    return {
+        "files": len(files),
+        "documents": len(files),
+        "bytes": len(text),
+        "lines": lines,
+        # As in data/stream.py: a line end is a word of its own.
+        "words": len(text.decode().split()) + lines,
+        "tokens": tokens,
+    }
 
 
 def _describe(options: PrepareOptions, corpus: Corpus, counts: dict[str, dict[str, int]], made: Path) -> dict[str, Any]:

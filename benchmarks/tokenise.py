@@ -1,0 +1,156 @@
+"""Encoding a corpus: this project against fairseq's spm_encode.py, time and peak memory.
+
+    python benchmarks/tokenise.py                       # the standard library's sources, under a minute on two cores
+    python benchmarks/tokenise.py --text FILE [FILE …]  # other texts: .txt, .jsonl, compressed or not
+
+``fairseq`` is the loop of fairseq's examples: line by line, strip, EncodeAsPieces, joined by spaces into a text file,
+which fairseq-preprocess would then have to read. ``here`` writes the binarised split. Both use one sentencepiece BPE of
+16,384 symbols learned from the text. Every measurement has a process of its own; memory is the sum of the peaks of
+all its processes. The text is read from a plain file in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fairseq_rpe.data.corpus import read_corpus
+from fairseq_rpe.data.documents import Reader
+from fairseq_rpe.data.encoders import load_encoder
+from fairseq_rpe.data.pieces import cut, gather
+from fairseq_rpe.data.sourcefiles import Entry, find_entries
+from fairseq_rpe.data.stream import SplitWriter, encode_chunks
+from fairseq_rpe.data.vocabulary import BpeLearner
+
+OUT = Path(__file__).parent / "results" / "tokenise.csv"
+WAYS = {"fairseq": 0, "here, 1 process": 1, "here, 2 workers": 2}
+TYPES = 16384
+
+
+def as_fairseq(text: Path, folder: Path) -> None:
+    """The loop of spm_encode.py with its default options, from ``text`` to ``folder/train.spm``."""
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor()
+    pieces.Load(str(folder / "spm.model"))
+    with open(text, encoding="utf-8") as lines, open(folder / "train.spm", "w", encoding="utf-8") as out:
+        for line in lines:
+            line = line.strip()
+            if line:
+                print(" ".join(pieces.EncodeAsPieces(line)), file=out)
+
+
+def peak_mb(process: int | None) -> float:
+    """Most memory that a process has had; getrusage would also count what its parent had when it was forked."""
+    status = Path(f"/proc/{process or 'self'}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
+
+
+def as_here(text: Path, folder: Path, workers: int) -> float:
+    """From ``text`` to ``folder/train.bin`` and ``.idx``, checked on the way; returns the peak memory of workers."""
+    peaks: dict[int | None, float] = {}
+    found = (("train", piece) for document in Reader([Entry(text)]) for piece in cut(document.blocks()))
+    with SplitWriter(folder, "train", load_encoder("bpe", folder).dtype) as writer:
+        for _, encoded in encode_chunks(gather(found), "bpe", folder, workers):
+            writer.add(encoded)
+            for child in multiprocessing.active_children():
+                peaks[child.pid] = peak_mb(child.pid)
+    return sum(peaks.values())
+
+
+def measure(text: Path, folder: Path, workers: int) -> dict[str, float]:
+    """Seconds and peak memory of one run in this process, for :func:`in_process`."""
+    begun = time.perf_counter()
+    of_workers = 0.0
+    if workers:
+        of_workers = as_here(text, folder, workers)
+    else:
+        as_fairseq(text, folder)
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "seconds": time.perf_counter() - begun,
+        "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in spent),
+        "peak_mb": peak_mb(None) + of_workers,
+    }
+
+
+def in_process(text: Path, folder: Path, workers: int) -> dict[str, float]:
+    """:func:`measure` in a fresh process."""
+    command = [sys.executable, __file__, "--measure", str(text), str(folder), str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def write_text(sources: list[Path], path: Path, times: int) -> None:
+    """All text as one file, ``times`` times over."""
+    if sources:
+        documents = Reader(find_entries(sources, ())[0])
+        texts = ("".join(document.blocks()) for document in documents)
+    else:
+        texts = (file.text.decode() for file in read_corpus(None, 1, None).files)
+    content = "".join(text if text.endswith("\n") else text + "\n" for text in texts)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        for _ in range(times):
+            file.write(content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="files or folders (default: standard library)")
+    parser.add_argument("--name", default="standard library", help="name of the text in the results")
+    parser.add_argument("--times", type=int, default=1, help="repeat the text, to see the memory (default: 1)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each way, in turns (default: 3)")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        text, folder, workers = args.measure
+        print(json.dumps(measure(Path(text), Path(folder), int(workers))))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = folder / "text.txt"
+        write_text(args.text, text, args.times)
+        learner = BpeLearner(TYPES, 20_000_000)
+        for document in Reader([Entry(text)]):
+            learner.read(document.blocks())
+        learner.write(folder)
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for way in tqdm([way for _ in range(args.runs) for way in WAYS], unit="run"):
+            runs[way].append(in_process(text, folder, WAYS[way]))
+        size = text.stat().st_size
+    record(args.name, size, runs)
+
+
+def record(name: str, size: int, runs: dict[str, list[dict[str, float]]]) -> None:
+    """Print and append medians."""
+    median = {w: {k: statistics.median(run[k] for run in found) for k in found[0]} for w, found in runs.items()}
+    new = not OUT.exists()
+    with open(OUT, "a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(["text", "bytes", "way", "seconds", "cpu_seconds", "speedup", "peak_mb", "cores", "python"])
+        for way, found in median.items():
+            seconds, cpu = found["seconds"], found["cpu_seconds"]
+            ratio = median["fairseq"]["seconds"] / seconds
+            row = [name, size, way, f"{seconds:.3f}", f"{cpu:.3f}", f"{ratio:.2f}", f"{found['peak_mb']:.0f}"]
+            writer.writerow([*row, os.cpu_count(), platform.python_version()])
+            speed = f"{size / 1e6 / seconds:.2f} MB/s, {size / 1e6 / cpu:.2f} MB per CPU second"
+            print(f"{name}, {way}: {speed}, {ratio:.2f} times fairseq, {found['peak_mb']:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

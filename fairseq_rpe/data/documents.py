@@ -1,0 +1,181 @@
+"""Documents out of source files: text, JSON lines and parquet rows, streaming and validated."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.sourcefiles import Entry, read_blocks, readable
+
+# A JSON line has to be in memory as a whole; text files have no limit.
+MAX_JSON_LINE = 1 << 28
+_PARQUET_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: where it is from, the sha256 of its text, and its text in blocks, readable again and again."""
+
+    name: str
+    digest: str
+    blocks: Callable[[], Iterator[str]]
+
+
+class _NotUtf8(UserError):
+    """Text in another encoding."""
+
+
+@dataclass
+class Reader:
+    """The documents of files, in order.
+
+    Attributes:
+        entries: what to read; a text file is one document, a row of ``.jsonl`` or ``.parquet`` another.
+        text_field: the field of a row that holds its text.
+        rows_are_lines: take all rows of a file as the lines of one document.
+        skip_invalid: leave out text files that are not UTF-8, instead of refusing them.
+        skipped: how many documents the last pass left out, by reason.
+    """
+
+    entries: Sequence[Entry]
+    text_field: str = "text"
+    rows_are_lines: bool = False
+    skip_invalid: bool = False
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def __iter__(self) -> Iterator[Document]:
+        self.skipped.clear()
+        for entry in self.entries:
+            for name, blocks in self._texts(entry):
+                try:
+                    document = _document(name, blocks)
+                except _NotUtf8:
+                    if not self.skip_invalid:
+                        raise
+                    self.skipped["not UTF-8"] += 1
+                    continue
+                if document is None:
+                    self.skipped["without text"] += 1
+                else:
+                    yield document
+
+    def _texts(self, entry: Entry) -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
+        if entry.kind == "text":
+            yield str(entry), partial(_decoded, entry)
+            return
+        rows = partial({"jsonl": _json_rows, "parquet": _parquet_rows}[entry.kind], entry, self.text_field)
+        if self.rows_are_lines:
+            yield str(entry), lambda: (text if text.endswith("\n") else text + "\n" for _, text in rows())
+        else:
+            yield from ((name, partial(_once, text)) for name, text in rows())
+
+
+def _once(text: str) -> Iterator[str]:
+    yield text
+
+
+def _document(name: str, blocks: Callable[[], Iterator[str]]) -> Document | None:
+    digest, blank = hashlib.sha256(), True
+    for block in blocks():
+        try:
+            digest.update(block.encode())
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{name} has half a surrogate pair at character {error.start}, which is no text: repair or remove it"
+            ) from None
+        blank = blank and not block.strip()
+    return None if blank else Document(name, digest.hexdigest(), blocks)
+
+
+def _decoded(entry: Entry) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    for block in _with_end(read_blocks(entry)):
+        try:
+            yield decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            at = done + len(block) - len(error.object) + error.start
+            raise _NotUtf8(
+                f"{entry} is not UTF-8 at byte {at}: convert it, leave it out or give --skip-invalid"
+            ) from None
+        done += len(block)
+
+
+def _with_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    yield from filter(None, blocks)
+    yield b""
+
+
+def _lines(entry: Entry) -> Iterator[tuple[int, bytes]]:
+    """Offset and content of each line."""
+    parts: list[bytes] = []
+    offset = size = number = 0
+    for block in _with_end(read_blocks(entry)):
+        *ended, rest = block.split(b"\n") if block else (b"", b"")
+        for end in ended:
+            line = b"".join((*parts, end))
+            parts, size, number = [], 0, number + 1
+            yield offset, line
+            offset += len(line) + 1
+        parts.append(rest)
+        size += len(rest)
+        if size > MAX_JSON_LINE:
+            raise UserError(
+                f"{entry} line {number + 1} is over {MAX_JSON_LINE >> 20} MiB: give that document as a text file"
+            )
+
+
+def _json_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
+    for number, (offset, line) in enumerate(_lines(entry), start=1):
+        if not line.strip():
+            continue
+        name = f"{entry} line {number}"
+        try:
+            row = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name} is not UTF-8 at byte {offset + error.start}: convert the file") from None
+        except ValueError as error:
+            raise UserError(f"{name} is no JSON ({error}): repair or remove it") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{name} is no JSON object: repair or remove it")
+        yield name, _text(name, row, key)
+
+
+def _text(name: str, row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        raise UserError(f"{name} has no field '{key}' but {', '.join(row) or 'none'}: name one with --text-field")
+    text = row[key]
+    if not isinstance(text, str):
+        raise UserError(f"{name} has a '{key}' that is no string: name another with --text-field")
+    return text
+
+
+def _parquet_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{entry} needs the package pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        with readable(entry), parquet.ParquetFile(entry.path) as file:
+            names = file.schema_arrow.names
+            if key not in names:
+                raise UserError(f"{entry} has no column '{key}' but {', '.join(names)}: name one with --text-field")
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[key]):
+                for value in batch.column(0):
+                    number += 1
+                    name = f"{entry} row {number}"
+                    yield name, _text(name, {key: "" if (text := value.as_py()) is None else text}, key)
+    except pyarrow.ArrowException as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{entry} is cut short or damaged ({reason}): get it again") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{entry} row {number} is not UTF-8: convert the file") from None

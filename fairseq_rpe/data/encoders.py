@@ -1,0 +1,140 @@
+"""Text to token ids with any of the tokenizers: cut into words, each encoded once and then looked up.
+
+No tokenizer here joins across the place where a word ends, so that the ids of a text are the ids of its words in a
+row. That is checked for a sentencepiece model when it is loaded, and holds for the others by their definition.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.binarise import read_dictionary
+from fairseq_rpe.data.tokenizer import BYTE_SYMBOL, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+EOS = FAIRSEQ_SPECIALS.index("</s>")
+UNK = FAIRSEQ_SPECIALS.index("<unk>")
+# fairseq's best_fitting_int_dtype
+_SHORT_BELOW = 65500
+
+# Most pieces of our BPE are inside runs of letters, of other signs, or single digits, each with the spaces before;
+# scripts that write vowels as marks have others, but no piece goes on after a space.
+_LONG_BPE_WORD = re.compile(r" *[^ \n]+| +|\n")
+_BPE_WORD = re.compile(r" *+(?:[^\W\d_]+|\d|(?:[^\w \n]|_)+)| +|\n")
+_ASCII_BPE_WORD = re.compile(r" *+(?:[A-Za-z]+|[0-9]|[^A-Za-z0-9 \n]+)| +|\n")
+
+_CACHED_WORDS = 1 << 18
+_CACHED_LENGTH = 64
+
+
+class Encoder:
+    """Token ids of text; a newline is fairseq's end of line.
+
+    Args:
+        types: symbols of the dictionary, fairseq's specials included.
+        find: cuts a text into words; ``\\n`` is one of its own.
+        spell: the ids of each of several words.
+    """
+
+    def __init__(
+        self, types: int, find: Callable[[str], list[str]], spell: Callable[[list[str]], Iterable[Sequence[int]]]
+    ) -> None:
+        self.dtype = "<u2" if types < _SHORT_BELOW else "<u4"
+        self._find = find
+        self._spell = spell
+        self._known: dict[str, bytes] = {}
+
+    def encode(self, text: str) -> np.ndarray:
+        """(tokens,) ids of ``text``."""
+        import numpy as np
+
+        words = self._find(text)
+        known = self._known
+        missing = set(words).difference(known)
+        if len(known) + len(missing) > _CACHED_WORDS:
+            known.clear()
+            missing = set(words)
+        new = list(missing)
+        spelled = [(EOS,) if word == "\n" else None for word in new]
+        others = iter(self._spell([word for word in new if word != "\n"]))
+        for word, ids in zip(new, spelled, strict=True):
+            known[word] = np.array(ids or next(others), dtype=self.dtype).tobytes()
+        found = b"".join(map(known.__getitem__, words))
+        for word in new:
+            if len(word) > _CACHED_LENGTH:
+                del known[word]
+        return np.frombuffer(found, dtype=self.dtype)
+
+
+def load_encoder(kind: str, folder: Path) -> Encoder:
+    """The encoder of a prepared corpus, from the files in its folder.
+
+    Args:
+        kind: ``bpe`` (sentencepiece), ``gpt2`` or ``words``.
+        folder: with ``dict.txt`` and the tokenizer's own files.
+
+    Raises:
+        UserError: if they are not of one corpus.
+    """
+    symbols = read_dictionary(folder / "dict.txt")
+    ids = {symbol: number for number, symbol in enumerate(symbols)}
+    if kind == "words":
+        # The names of specials are no words, but for the <unk> of WikiText.
+        known = {word: number for word, number in ids.items() if word not in FAIRSEQ_SPECIALS}
+        return Encoder(
+            len(symbols), re.compile(r"\n|\S+").findall, lambda words: ((known.get(word, UNK),) for word in words)
+        )
+    if kind == "gpt2":
+        from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
+
+        spell = Gpt2(folder, ids).spell
+        return Encoder(len(symbols), PATTERN.findall, lambda words: map(spell, words))
+    tokenizer = Tokenizer.load(folder / "spm.model")
+    if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
+        raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
+    plain = [symbol.replace("▁", " ") for symbol in tokenizer.symbols if not BYTE_SYMBOL.fullmatch(symbol)]
+    find = _whole(plain, _BPE_WORD, _LONG_BPE_WORD)
+    find_ascii = _whole([piece for piece in plain if piece.isascii()], _ASCII_BPE_WORD, _LONG_BPE_WORD)
+    if find is None or find_ascii is None:
+        raise UserError(f"{folder}/spm.model has pieces across words: make it with fairseq-rpe prepare")
+    table = [symbol_bytes(symbol) for symbol in tokenizer.symbols]
+
+    def words_of(text: str) -> list[str]:
+        findall = (find_ascii if text.isascii() else find).findall
+        parts = split_reserved(text)
+        if len(parts) == 1:
+            return findall(text)
+        return [word for i, part in enumerate(parts) for word in ([part] if i % 2 else findall(part))]
+
+    return Encoder(len(symbols), words_of, lambda words: _spell(tokenizer, table, words))
+
+
+def _whole(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str] | None:
+    """The first pattern that takes every piece for one word: then no piece can join two of its words."""
+    return next((pattern for pattern in patterns if all(map(pattern.fullmatch, pieces))), None)
+
+
+def _spell(tokenizer: Tokenizer, table: Sequence[bytes], words: list[str]) -> Iterator[list[int]]:
+    """Dictionary ids of words, checked to stand for their bytes."""
+    for word, places in zip(words, tokenizer.encode_words(words), strict=True):
+        if b"".join(map(table.__getitem__, places)) != word.encode():
+            raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
+        yield [place + len(FAIRSEQ_SPECIALS) for place in places]
+
+
+def token_bytes(kind: str, folder: Path) -> list[bytes]:
+    """What each id of a prepared corpus stands for; a word of the kind ``words`` comes with a space after it."""
+    symbols = read_dictionary(folder / "dict.txt")
+    if kind == "gpt2":
+        from fairseq_rpe.data import gpt2
+
+        return gpt2.token_bytes(folder, symbols)
+    if kind == "words":
+        return [symbol_bytes(s) if s in FAIRSEQ_SPECIALS else s.encode() + b" " for s in symbols]
+    return [symbol_bytes(symbol) for symbol in symbols]

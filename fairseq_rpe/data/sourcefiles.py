@@ -1,0 +1,191 @@
+"""Source files of any corpus: found in folders, opened whatever their compression, read in bounded blocks."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import fnmatch
+import gzip
+import hashlib
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from fairseq_rpe.core.errors import UserError
+
+_BLOCK = 1 << 20
+_ZSTD_BLOCK = 1 << 14  # compressed bytes, which may be a hundred times that
+_BINARY_SAMPLE = 8192
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_COMPRESSED = (*_OPENERS, ".zst")
+_DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile)
+_LEFT_OUT = frozenset({"__pycache__", "node_modules"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, or a member of a zip archive."""
+
+    path: Path
+    member: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.member is None else f"{self.path}:{self.member}"
+
+    @property
+    def name(self) -> str:
+        """Its file name, without folders."""
+        return self.path.name if self.member is None else self.member.rsplit("/", 1)[-1]
+
+    @property
+    def kind(self) -> str:
+        """``jsonl``, ``parquet`` or ``text``, by its name."""
+        name = self.name.lower()
+        for ending in _COMPRESSED:
+            name = name.removesuffix(ending)
+        return {".jsonl": "jsonl", ".parquet": "parquet"}.get(os.path.splitext(name)[1], "text")
+
+
+def find_entries(paths: Sequence[Path | Entry], include: Sequence[str]) -> tuple[list[Entry], int]:
+    """The text files of folders, zip archives and files, in a repeatable order, and how many were binary.
+
+    Hidden files and folders are left out, and so are binary files (NUL among the first 8 KiB) of folders and archives.
+
+    Args:
+        paths: each a folder, a ``.zip``, a file or an entry found before.
+        include: patterns such as ``*.py`` that a name in a folder or archive must match; none takes all.
+
+    Raises:
+        UserError: if a path does not exist, or there is no text file.
+    """
+    entries, binary = [], 0
+    for path in paths:
+        if isinstance(path, Entry):
+            entries.append(path)
+            continue
+        if not path.exists():
+            raise UserError(f"{path} does not exist: give a folder or file with text")
+        several = path.is_dir() or path.suffix == ".zip"
+        inside = _inside(path) if several else iter([Entry(path)])
+        for entry in inside:
+            if several and include and not any(fnmatch.fnmatch(entry.name, pattern) for pattern in include):
+                continue
+            if not is_binary(entry):
+                entries.append(entry)
+            elif several:
+                binary += 1
+            else:
+                raise UserError(f"{path} is a binary file: give text, .jsonl or .parquet")
+    if not entries:
+        what = f"all {binary} files are binary" if binary else "there are no files that could be read"
+        raise UserError(f"{' '.join(map(str, paths))} has no text, {what}: give another source")
+    return entries, binary
+
+
+def _inside(path: Path) -> Iterator[Entry]:
+    if path.is_dir():
+        with readable(path):
+            for folder, subfolders, names in os.walk(path, onerror=_raise):
+                subfolders[:] = sorted(n for n in subfolders if not n.startswith(".") and n not in _LEFT_OUT)
+                files = (Path(folder, n) for n in sorted(names) if not n.startswith("."))
+                yield from (Entry(file) for file in files if file.is_file())
+        return
+    with readable(path), zipfile.ZipFile(path) as archive:
+        names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
+    for entry in (Entry(path, name) for name in names):
+        if entry.kind == "parquet":
+            raise UserError(f"{entry} is parquet inside an archive: unpack {path} and give the folder")
+        yield entry
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def is_binary(entry: Entry) -> bool:
+    """Whether the file is neither text nor a format read here."""
+    if entry.kind == "parquet":
+        return False
+    return b"\0" in next(read_blocks(entry), b"")[:_BINARY_SAMPLE]
+
+
+@contextlib.contextmanager
+def readable(what: Entry | Path) -> Iterator[None]:
+    """Tell a damaged or unreadable source in one line.
+
+    Raises:
+        UserError: for what reading raises.
+    """
+    try:
+        yield
+    except _DAMAGE as error:
+        raise UserError(f"{what} is cut short or damaged ({error}): get it again") from None
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or what} ({error.strerror or error}): change that") from None
+
+
+def read_blocks(entry: Entry) -> Iterator[bytes]:
+    """The decompressed bytes in blocks of about 1 MiB.
+
+    Raises:
+        UserError: if the file cannot be read or is cut short.
+    """
+    with readable(entry), contextlib.ExitStack() as stack:
+        file: BinaryIO
+        if entry.member is None:
+            file = stack.enter_context(open(entry.path, "rb"))
+        else:
+            file = stack.enter_context(_archive(entry.path, entry.path.stat().st_mtime_ns).open(entry.member))
+        ending = os.path.splitext(entry.name.lower())[1]
+        if ending == ".zst":
+            yield from _zstd(file, entry)
+            return
+        if ending in _OPENERS:
+            file = stack.enter_context(_OPENERS[ending](file))
+        while block := file.read(_BLOCK):
+            yield block
+
+
+@lru_cache(maxsize=1)
+def _archive(path: Path, changed: int) -> zipfile.ZipFile:
+    """Kept open: an archive of thousands of files has a long directory, which would be read for each."""
+    return zipfile.ZipFile(path)
+
+
+def _zstd(file: BinaryIO, entry: Entry) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{entry} needs the package zstandard: pip install zstandard") from None
+    # Not its stream_reader, which ends a file cut short as if it were whole.
+    decoder = None
+    try:
+        while block := file.read(_ZSTD_BLOCK):
+            while block:
+                if decoder is None or decoder.eof:
+                    decoder = zstandard.ZstdDecompressor().decompressobj()
+                yield decoder.decompress(block)
+                block = decoder.unused_data
+    except zstandard.ZstdError as error:
+        raise EOFError(error) from None
+    if decoder is not None and not decoder.eof:
+        raise EOFError("no end of its last frame")
+
+
+def digest_entries(entries: Sequence[Entry]) -> str:
+    """sha256 over the files as they are on the disk, their formats and the members' names."""
+    digest = hashlib.sha256()
+    last = None
+    for entry in entries:
+        if entry.path != last:
+            with readable(entry.path), open(entry.path, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+            last = entry.path
+        digest.update(os.fsencode(f"{entry.kind}:{entry.member or ''}") + b"\0")
+    return digest.hexdigest()

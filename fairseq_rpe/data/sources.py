@@ -1,0 +1,157 @@
+"""Known corpora: where they are, how they are divided, and what a right copy counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.corpus import SPLITS
+from fairseq_rpe.data.download import download
+from fairseq_rpe.data.hub import fetch
+from fairseq_rpe.data.sourcefiles import Entry, find_entries
+
+_SPLIT_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
+_IN_NAME = re.compile(r"(?<![a-z])(train|valid|validation|val|test)(?![a-z])")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A corpus that has a name.
+
+    Attributes:
+        about: one sentence for the user, with what it stands for.
+        hub: data sets of the hub that it consists of.
+        archives: file name and addresses of an archive with the same, best first.
+        rows_are_lines: whether rows are lines instead of documents.
+        divided: whether to divide by document even if files are named after splits.
+        fraction: expected share of documents of the valid and of the test split, where they are divided.
+        include: patterns of file names in local folders.
+        tokenizer: the usual one.
+        counts: published numbers that a right copy has, by split.
+    """
+
+    about: str
+    hub: tuple[str, ...]
+    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rows_are_lines: bool = False
+    divided: bool = False
+    fraction: float = 0.05
+    include: tuple[str, ...] = ()
+    tokenizer: str = "bpe"
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def _wikitext(variant: str, *more: str, tokenizer: str = "bpe") -> Known:
+    archive = f"wikitext-103-{variant}.zip"
+    return Known(
+        about=f"WikiText-103 ({variant}), Merity et al. 2016, CC BY-SA 3.0 and GFDL",
+        hub=(f"hub:Salesforce/wikitext/wikitext-103-{variant}",),
+        archives={archive: (f"https://wikitext.smerity.com/{archive}", *more)},
+        rows_are_lines=True,
+        tokenizer=tokenizer,
+        counts={"words": {"train": 103_227_021, "valid": 217_646, "test": 245_569}},
+    )
+
+
+KNOWN = {
+    "wikitext103": _wikitext(
+        "raw-v1", "https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"
+    ),
+    "wikitext103-words": _wikitext("v1", tokenizer="words"),
+    "books": Known(
+        about="PG-19 (Rae et al. 2019): the lawful stand-in for BookCorpus, which may not be redistributed; "
+        "perplexities on it are not those of papers that used BookCorpus",
+        hub=("hub:emozilla/pg19/data",),
+        counts={"documents": {"train": 28_602, "valid": 50, "test": 100}},
+    ),
+    "github": Known(
+        about="source code: the GitHub part of the Pile (100,000 rows of it), or your own folder of repositories",
+        hub=("hub:timaeus/pile-github",),
+        divided=True,
+        include=(
+            "*.py",
+            "*.c",
+            "*.h",
+            "*.cc",
+            "*.cpp",
+            "*.java",
+            "*.js",
+            "*.ts",
+            "*.go",
+            "*.rs",
+            "*.jsonl*",
+            "*.parquet",
+        ),
+    ),
+    "wikibook": Known(
+        about="English Wikipedia of November 2023 with PG-19's books, in place of BERT's Wikipedia with BookCorpus",
+        hub=("hub:wikimedia/wikipedia/20231101.en", "hub:emozilla/pg19/data"),
+        divided=True,
+        fraction=0.002,
+    ),
+}
+
+_GPT2_BASE = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_GPT2 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+
+
+def gpt2_vocabulary(folder: Path, say: Callable[[str], None] = print) -> Path:
+    """The folder with GPT-2's vocabulary, downloaded into ``folder`` unless it is there."""
+    for name, sha256 in _GPT2.items():
+        mirror = f"https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/{name}"
+        download([_GPT2_BASE + name, mirror], folder / name, sha256, say)
+    return folder
+
+
+def get(known: Known, downloads: Path, archive: bool, say: Callable[[str], None] = print) -> list[Path]:
+    """The files of a corpus, downloaded from the hub or as an archive into ``downloads``.
+
+    Raises:
+        UserError: without network or permission, with what to do by hand.
+    """
+    if archive and not known.archives:
+        raise UserError("--archive: there is none of this corpus, leave the option out")
+    if archive:
+        return [download(urls, downloads / name, say=say) for name, urls in known.archives.items()]
+    return [fetch(source) for source in known.hub]
+
+
+def by_split(known: Known, paths: Sequence[Path], include: Sequence[str]) -> dict[str, tuple[Entry, ...]]:
+    """Files by the split in their names; all under ``train`` if they are to be divided by document.
+
+    Raises:
+        UserError: if some splits have files and others have none.
+    """
+    entries, _ = find_entries(paths, include)
+    named: dict[str, list[Entry]] = {split: [] for split in SPLITS}
+    for entry in entries:
+        found = _IN_NAME.findall(entry.name.lower())
+        if found:
+            named[_SPLIT_NAMES[found[-1]]].append(entry)
+    if known.divided or not any(named.values()):
+        return {"train": tuple(entries)}
+    for split, files in named.items():
+        if not files:
+            raise UserError(f"{' '.join(map(str, paths))} has no file with '{split}' in its name: add or rename it")
+    return {split: tuple(files) for split, files in named.items()}
+
+
+def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> bool:
+    """Say whether the counts of a prepared corpus are the published ones; returns it, too."""
+    right = True
+    for what, published in known.counts.items():
+        for split, expected in published.items():
+            found = splits[split][what]
+            if found == expected:
+                say(f"{split}: {found} {what}, as published")
+            else:
+                right = False
+                say(f"warning: {split} has {found} {what} instead of the published {expected}: this is another text")
+    return right

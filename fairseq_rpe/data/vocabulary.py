@@ -1,0 +1,149 @@
+"""Vocabularies: learned from a stream of text (a sample for sentencepiece, counts for whole words) or given."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.binarise import write_dictionary
+from fairseq_rpe.data.pieces import cut
+from fairseq_rpe.data.place import describe_files, read_manifest
+from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, train_tokenizer
+
+# The files of each kind of tokenizer beside its dictionary.
+VOCABULARY_FILES: dict[str, tuple[str, ...]] = {
+    "bpe": ("spm.model",),
+    "gpt2": ("vocab.json", "merges.txt"),
+    "words": (),
+}
+
+# Whole words are for texts whose rare words are <unk> already; a web crawl has no end of them.
+MOST_WORDS = 4_000_000
+_PART = 8192
+_PADDING = 8
+
+
+class BpeLearner:
+    """Learns a byte-exact sentencepiece BPE from parts of the text that a hash of each part chooses.
+
+    The choice depends on the text alone. Whenever the parts are too many, half of all hashes drop out.
+
+    Args:
+        vocab_size: symbols of the dictionary, specials included.
+        sample_bytes: upper bound for the text that is learned from, in characters.
+    """
+
+    def __init__(self, vocab_size: int, sample_bytes: int) -> None:
+        self._vocab_size = vocab_size
+        self._room = sample_bytes
+        self._limit = 1 << 64
+        self._parts: list[tuple[int, str]] = []
+        self._size = 0
+
+    def read(self, blocks: Iterable[str]) -> None:
+        """Look at a document of the train split."""
+        for piece in cut(blocks, _PART):
+            number = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest(), "big")
+            if number < self._limit:
+                self._parts.append((number, piece.text))
+                self._size += len(piece.text)
+            while self._size > self._room:
+                self._limit //= 2
+                self._parts = [part for part in self._parts if part[0] < self._limit]
+                self._size = sum(len(text) for _, text in self._parts)
+
+    def write(self, folder: Path) -> None:
+        """Write ``spm.model`` and ``dict.txt``."""
+        model = train_tokenizer((line for _, text in self._parts for line in text.split("\n")), self._vocab_size)
+        (folder / "spm.model").write_bytes(model)
+        write_dictionary(folder / "dict.txt", Tokenizer(model).symbols)
+
+
+class WordLearner:
+    """Counts words between white space; the dictionary is in fairseq's order and padded as fairseq pads it.
+
+    Args:
+        vocab_size: keep the most frequent words, so many with specials and padding; ``None`` keeps all.
+    """
+
+    def __init__(self, vocab_size: int | None) -> None:
+        self._vocab_size = vocab_size
+        self._counts: Counter[str] = Counter()
+
+    def read(self, blocks: Iterable[str]) -> None:
+        """Look at a document of the train split."""
+        for piece in cut(blocks):
+            self._counts.update(piece.text.split())
+            if len(self._counts) > MOST_WORDS:
+                raise UserError(f"the text has more than {MOST_WORDS} different words: use --tokenizer bpe")
+
+    def write(self, folder: Path) -> None:
+        """Write ``dict.txt``."""
+        for special in FAIRSEQ_SPECIALS:
+            del self._counts[special]
+        words = sorted(self._counts, key=lambda word: (-self._counts[word], word))
+        if self._vocab_size is not None:
+            words = words[: self._vocab_size - len(FAIRSEQ_SPECIALS)]
+        known, number = set(words), 0
+        while (len(words) + len(FAIRSEQ_SPECIALS)) % _PADDING:
+            symbol = f"madeupword{number:04d}"
+            number += 1
+            if symbol not in known:
+                words.append(symbol)
+        write_dictionary(folder / "dict.txt", words)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A vocabulary that is not learned.
+
+    Attributes:
+        kind: of its tokenizer, a key of :data:`VOCABULARY_FILES`.
+        files: where each file of a prepared corpus comes from.
+    """
+
+    kind: str
+    files: dict[str, Path]
+
+    def digests(self) -> dict[str, str]:
+        """The sha256 of each file."""
+        return {
+            name: describe_files(path.parent, (path.name,))[path.name]["sha256"] for name, path in self.files.items()
+        }
+
+    def write(self, folder: Path) -> None:
+        """Copy it; a GPT-2 vocabulary without a dictionary gets one."""
+        for name, path in self.files.items():
+            shutil.copyfile(path, folder / name)
+        if "dict.txt" not in self.files:
+            from fairseq_rpe.data.gpt2 import dictionary_symbols
+
+            write_dictionary(folder / "dict.txt", dictionary_symbols(folder))
+
+
+def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
+    """The vocabulary of a prepared corpus or of GPT-2, ``None`` if neither is named.
+
+    Raises:
+        UserError: if files are missing.
+    """
+    if gpt2 is not None:
+        from fairseq_rpe.data.gpt2 import find_files
+
+        return Given("gpt2", find_files(gpt2))
+    if corpus is None:
+        return None
+    manifest = read_manifest(corpus)
+    if manifest is None:
+        raise UserError(f"--vocab-from {corpus} is no prepared corpus: name a folder made by fairseq-rpe prepare")
+    kind = manifest.get("tokenizer", {}).get("kind", "bpe")
+    names = ("dict.txt", *VOCABULARY_FILES[kind])
+    for name in names:
+        if not (corpus / name).is_file():
+            raise UserError(f"--vocab-from {corpus} has no {name}: prepare it again")
+    return Given(kind, {name: corpus / name for name in names})

@@ -1,0 +1,692 @@
+"""Corpora of any text: documents kept apart, byte-exact for any number of workers, bad input in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import random
+import sys
+import types
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_data import NASTY
+
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.cli.prepare_known import NAMES
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import documents, pieces, text
+from fairseq_rpe.data.binarise import read_dictionary, read_split
+from fairseq_rpe.data.corpus import SPLITS
+from fairseq_rpe.data.encoders import EOS, Encoder, load_encoder
+from fairseq_rpe.data.pieces import Piece, cut, gather
+from fairseq_rpe.data.place import read_manifest
+from fairseq_rpe.data.sourcefiles import Entry, read_blocks
+from fairseq_rpe.data.sources import KNOWN, compare
+from fairseq_rpe.data.stream import SplitWriter, decode_documents, encode_chunk
+from fairseq_rpe.data.text import TextOptions, prepare_text
+from fairseq_rpe.data.tokenizer import Tokenizer
+from fairseq_rpe.data.units import Units, read_units
+from fairseq_rpe.data.vocabulary import BpeLearner
+
+WORDS = [a + b + c for a in ("", "st", "m", "th", "un") for b in ("a", "ie", "o") for c in ("n", "ck", "ring", "lt")]
+
+
+def prose(number: int) -> str:
+    rng = random.Random(number)
+    sentences = (" ".join(rng.choice(WORDS) for _ in range(rng.randrange(3, 18))) for _ in range(30))
+    return "".join(s + rng.choice([".\n", ". ", ".\n\n", "?\n   "]) for s in sentences) + f"end {number}"
+
+
+TEXTS = [prose(number) for number in range(36)]
+# Every way to begin, end and be blank.
+TEXTS += [
+    "\n".join(NASTY).replace("\0", "(a NUL would be binary)"),
+    "\n\n\nafter blanks",
+    "before blanks\n\n\n",
+    " \n x \n",
+    "\nlast\n\n \n\nline",
+    "a",
+    "é\n",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("texts"))
+
+
+def write_folder(folder: Path) -> Path:
+    for number, content in enumerate(TEXTS):
+        path = folder / f"part{number % 3}" / f"{number:02d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode())
+    return folder
+
+
+def options(dest: Path, *train: Path, **changes: Any) -> TextOptions:
+    given = {"vocab_size": 400, "valid_fraction": 0.2, "test_fraction": 0.2, "workers": 1, **changes}
+    return TextOptions(dest=dest, train=train, **given)
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("made") / "corpus"
+    prepare_text(options(dest, folder))
+    return dest
+
+
+def finished(texts: Sequence[str]) -> list[bytes]:
+    return [(t if t.endswith("\n") else t + "\n").encode() for t in texts]
+
+
+def everything(corpus: Path, kind: str = "bpe") -> list[bytes]:
+    return [document for split in SPLITS for document in decode_documents(corpus, split, kind)]
+
+
+def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in left_out}
+
+
+def refused(options: TextOptions) -> str:
+    """The message of the refusal, after checking that it is one line and left nothing behind."""
+    before = sorted(options.dest.parent.iterdir())
+    with pytest.raises(UserError) as caught:
+        prepare_text(options, lambda _: None)
+    assert before == sorted(options.dest.parent.iterdir())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Pieces and encoding
+
+
+@pytest.mark.parametrize("size", [7, 50, 1000])
+def test_pieces_are_the_text_and_bounded(size: int) -> None:
+    for content in [*TEXTS, "x" * 999, " " * 999, "\n" * 99, "a " * 400]:
+        blocks = [content[i : i + 33] for i in range(0, len(content), 33)]
+        found = list(cut(blocks, size))
+        assert "".join(piece.text for piece in found).encode() == finished([content])[0]
+        assert max(len(piece.text) for piece in found) <= size + 1
+        assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+        assert sum(len(p.text.split()) - p.in_word for p in found) == len(content.split())
+
+
+@pytest.mark.parametrize("size", [64, 4096])
+def test_pieces_do_not_change_the_tokens_of_prose(made: Path, size: int) -> None:
+    encoder = load_encoder("bpe", made)
+    for content in TEXTS[:36]:
+        found = [encoder.encode(piece.text) for piece in cut([content], size)]
+        assert np.array_equal(np.concatenate(found), encoder.encode(content + "\n"))
+
+
+def test_words_are_encoded_as_their_lines_would_be(made: Path) -> None:
+    encoder, tokenizer = load_encoder("bpe", made), Tokenizer.load(made / "spm.model")
+    symbols = read_dictionary(made / "dict.txt")
+    for line in [*NASTY, *"\n".join(TEXTS).split("\n")]:
+        assert [symbols[i] for i in encoder.encode(line)] == tokenizer.encode(line)
+
+
+def test_scripts_with_marks_inside_words(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    syllables = ["कि", "ता", "ब", "हिं", "दी", "को", "e\u0301t", "te\u0301", "ธ์", "กี่", "ascii", "x1"]
+    texts = [" ".join("".join(rng.choices(syllables, k=3)) for _ in range(90)) + "।\n" for _ in range(40)]
+    rows = write_rows(tmp_path / "rows.jsonl", texts)
+    prepare_text(options(tmp_path / "corpus", rows), lambda _: None)
+    assert sorted(everything(tmp_path / "corpus")) == sorted(finished(texts))
+    encoder, tokenizer = load_encoder("bpe", tmp_path / "corpus"), Tokenizer.load(tmp_path / "corpus/spm.model")
+    symbols = read_dictionary(tmp_path / "corpus/dict.txt")
+    assert any(len(symbol) > 1 and "ि" in symbol[1:] for symbol in symbols)
+    for line in (line for t in texts for line in t[:-1].split("\n")):
+        assert [symbols[i] for i in encoder.encode(line)] == tokenizer.encode(line)
+
+
+def test_gather_keeps_order_and_bounds() -> None:
+    stream = [(key, Piece(f"{key}{number}")) for number in range(20) for key in "ab"]
+    chunks = list(gather(stream, 8))
+    for key in "ab":
+        assert [p.text for k, chunk in chunks if k == key for p in chunk] == [f"{key}{n}" for n in range(20)]
+    assert max(sum(len(p.text) for p in chunk) for _, chunk in chunks) < 16
+
+
+class Letters(Encoder):
+    """Each character a token, a newline the end of line: shows item boundaries."""
+
+    def __init__(self) -> None:
+        self.dtype = "<u2"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([EOS if c == "\n" else ord(c) for c in text], self.dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_only_document_boundaries_are_lone_line_ends(tmp_path: Path, size: int, chunk: int) -> None:
+    texts = ["a\n\n\nb\n", "\n\ncc\n", "d", "e\n\n\n", "\n \n\nf\n\n"]
+    stream = [("x", piece) for t in texts for piece in cut([t], size)]
+    with SplitWriter(tmp_path, "x", "<u2") as writer:
+        for _, part in gather(stream, chunk):
+            writer.add(encode_chunk(Letters(), part))
+    tokens, sizes = read_split(tmp_path, "x")
+    assert writer.counts.tokens == len(tokens) == sizes.sum() and writer.counts.documents == len(texts)
+    found, start = [""], 0
+    for length in sizes:
+        item = "".join("\n" if i == EOS else chr(i) for i in tokens[start : start + length])
+        start += length
+        if item == "\n":
+            found.append("")
+        else:
+            found[-1] += item
+    if size > 2:  # an item of nothing but empty lines is whole only if a piece can hold it
+        assert [t.encode() for t in found] == finished(texts)
+    assert writer.counts.bytes == sum(map(len, finished(texts)))
+
+
+def test_index_is_fairseqs_own(tmp_path: Path) -> None:
+    import torch
+    from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
+
+    lines = ["ab\n", "c\n", "defg\n"] * 50
+    with SplitWriter(tmp_path, "ours", "<u2") as writer:
+        writer.add(encode_chunk(Letters(), list(cut(["".join(lines)]))))
+    builder = MMapIndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for line in lines:
+        builder.add_item(torch.from_numpy(Letters().encode(line).astype(np.int64)))
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
+
+
+def test_sample_is_bounded_and_depends_on_the_text_only() -> None:
+    def chosen(texts: Sequence[str]) -> list[str]:
+        learner = BpeLearner(400, 200_000)
+        for content in texts:
+            learner.read([content])
+        return sorted(part for _, part in learner._parts)
+
+    texts = [prose(number) * 9 for number in range(100)]
+    assert 50_000 < sum(map(len, chosen(texts))) <= 200_000
+    assert chosen(texts) == chosen(texts[::-1])
+
+
+# The whole preparation
+
+
+def test_documents_come_back_byte_for_byte(made: Path) -> None:
+    assert sorted(everything(made)) == sorted(finished(TEXTS))
+    manifest = read_manifest(made)
+    assert manifest is not None
+    for split in SPLITS:
+        count = manifest["splits"][split]
+        found = decode_documents(made, split, "bpe")
+        assert count["documents"] == len(found) > 1
+        assert count["bytes"] == sum(map(len, found)) and count["unknown"] == 0
+        assert count["tokens"] == len(read_split(made, split)[0])
+        assert count["words"] == sum(len(d.decode().split()) + d.count(b"\n") for d in found)
+
+
+def test_fairseq_knows_the_documents_apart(made: Path) -> None:
+    from fairseq.data import Dictionary, TokenBlockDataset, data_utils
+
+    dictionary = Dictionary.load(str(made / "dict.txt"))
+    assert len(dictionary) == 400
+    dataset = data_utils.load_indexed_dataset(str(made / "train"), dictionary)
+    blocks = TokenBlockDataset(
+        dataset, dataset.sizes, 2**20, dictionary.pad(), dictionary.eos(), "complete_doc", document_sep_len=1
+    )
+    # fairseq drops documents of one token only, which there are none of.
+    assert len(blocks) == len(decode_documents(made, "train", "bpe"))
+
+
+def test_any_number_of_workers_and_any_size_of_pieces_per_worker(
+    folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "gather", lambda stream: gather(stream, 500))
+    prepare_text(options(tmp_path / "corpus", folder, workers=3), lambda _: None)
+    assert contents(tmp_path / "corpus") == contents(made)
+
+
+def test_a_document_keeps_its_split_whatever_else_there_is(made: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few"
+    few.mkdir()
+    for number, content in enumerate(TEXTS[::2]):
+        (few / f"renamed{number}").write_bytes(content.encode())
+    prepare_text(options(tmp_path / "corpus", few, vocab_size=350), lambda _: None)
+    for split in SPLITS:
+        assert set(decode_documents(tmp_path / "corpus", split, "bpe")) <= set(decode_documents(made, split, "bpe"))
+
+
+def write_rows(path: Path, texts: Sequence[str]) -> Path:
+    lines = "".join(json.dumps({"text": t, "meta": {"n": i}}) + "\n" for i, t in enumerate(texts)).encode()
+    if path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": texts}), path, row_group_size=7)
+    elif path.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        half = len(lines) // 2
+        path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(p) for p in (lines[:half], lines[half:])))
+    else:
+        pack = {".gz": gzip.compress, ".xz": lzma.compress, ".jsonl": bytes}[path.suffix]
+        path.write_bytes(pack(lines))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "parquet"])
+def test_formats_give_the_same_corpus(made: Path, tmp_path: Path, ending: str) -> None:
+    order = [number for part in range(3) for number in range(part, len(TEXTS), 3)]
+    path = write_rows(tmp_path / f"rows.{ending}", [TEXTS[number] for number in order])
+    prepare_text(options(tmp_path / "corpus", path), lambda _: None)
+    assert contents(tmp_path / "corpus", "corpus.json") == contents(made, "corpus.json")
+
+
+def test_zip_archives_and_patterns(folder: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for path in sorted(folder.rglob("*.txt")):
+            archive.write(path, path.relative_to(folder))
+        archive.writestr("picture.png", b"\x89PNG\0\0")
+        archive.writestr("notes.md", "not wanted")
+    said: list[str] = []
+    prepare_text(options(tmp_path / "corpus", tmp_path / "all.zip", include=("*.txt", "*.png")), said.append)
+    assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
+    assert "left out: 1 binary" in said
+
+
+def test_given_splits_and_rows_as_lines(tmp_path: Path) -> None:
+    files = {}
+    for split in SPLITS:
+        rows = [" = Title = \n", "", f" words of {split} <unk> here \n", "no newline"]
+        files[split] = write_rows(tmp_path / f"{split}.jsonl", rows)
+    given = {split: (files[split],) for split in ("valid", "test")}
+    changes: dict[str, Any] = {"tokenizer": "words", "vocab_size": None, "rows_are_lines": True}
+    prepare_text(options(tmp_path / "corpus", files["train"], **given, **changes), lambda _: None)
+    assert (
+        everything(tmp_path / "corpus", "words")[1:]
+        == [b"= Title = \n\nwords of \xef\xbf\xbd\xef\xbf\xbdhere \nno newline \n"] * 2
+    )
+    units = read_units(tmp_path / "corpus", "test")
+    assert units is not None and (units.tokens, units.words, units.documents) == (14, 14, 1)
+
+
+def test_words_have_fairseqs_own_dictionary(tmp_path: Path) -> None:
+    from fairseq.data import Dictionary
+
+    # Names of fairseq's specials would come back as what they stand for.
+    rows = write_rows(tmp_path / "rows.jsonl", [*TEXTS[:36], *TEXTS[37:]])
+    prepare_text(options(tmp_path / "corpus", rows, tokenizer="words", vocab_size=None), lambda _: None)
+    theirs = Dictionary()
+    for document in decode_documents(tmp_path / "corpus", "train", "words"):
+        for word in document.decode().split():
+            theirs.add_symbol(word)
+    theirs.finalize(padding_factor=8)
+    found = read_dictionary(tmp_path / "corpus" / "dict.txt")
+    assert len(found) == len(theirs) and len(found) % 8 == 0
+    assert found[4:] == theirs.symbols[4:]
+
+
+def test_a_vocabulary_can_be_shared(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for number in range(12):
+        (tmp_path / "other" / f"{number}.txt").write_text(prose(1000 + number) + " ©")
+    prepare_text(options(tmp_path / "corpus", tmp_path / "other", vocab_size=None, vocab_from=made), lambda _: None)
+    for name in ("dict.txt", "spm.model"):
+        assert (tmp_path / "corpus" / name).read_bytes() == (made / name).read_bytes()
+    assert len(everything(tmp_path / "corpus")) == 12
+
+    mixed = tmp_path / "mixed"
+    prepare_text(options(mixed, tmp_path / "other", vocab_size=350), lambda _: None)
+    (mixed / "dict.txt").write_bytes((made / "dict.txt").read_bytes())
+    message = refused(options(tmp_path / "new", tmp_path / "other", vocab_size=None, vocab_from=mixed))
+    assert "dict.txt is not of the same corpus as its spm.model" in message
+
+
+def test_second_call_does_nothing_and_damage_is_repaired(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dest = tmp_path / "corpus"
+    prepare_text(options(dest, folder), lambda _: None)
+    first = contents(dest)
+    (dest / "train.bin").write_bytes(b"damaged")
+    prepare_text(options(dest, folder), lambda _: None)
+    assert contents(dest) == first
+    monkeypatch.setattr(text, "_build", lambda *_: pytest.fail("built again"))
+    said: list[str] = []
+    prepare_text(options(dest, folder, workers=3), said.append)
+    assert said == [f"{dest} is up to date"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("existing", [False, True])
+def test_stopped_in_the_middle_leaves_the_old_state(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, existing: bool
+) -> None:
+    dest = tmp_path / "corpus"
+    if existing:
+        prepare_text(options(dest, folder), lambda _: None)
+    before = contents(dest) if existing else None
+
+    def stop(writer: SplitWriter, encoded: Any) -> None:
+        raise kind
+
+    monkeypatch.setattr(SplitWriter, "add", stop)
+    with pytest.raises(kind):
+        prepare_text(options(dest, folder, seed=2), lambda _: None)
+    assert (contents(dest) if existing else None) == before
+    assert list(tmp_path.iterdir()) == ([dest] if existing else [])
+
+
+def test_changing_sources_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "texts")
+    original = text._learn
+
+    def learn(*args: Any) -> int:
+        (folder / "part0" / "00.txt").write_text("something else")
+        return original(*args)
+
+    monkeypatch.setattr(text, "_learn", learn)
+    assert "changed while they were read" in refused(options(tmp_path / "corpus", folder))
+
+
+# GPT-2's BPE
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small vocabulary, with the names that GPT-2's own files have."""
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.model.save(str(folder))
+    return folder
+
+
+def test_gpt2_tokens_are_the_librarys_and_every_byte_returns(folder: Path, gpt2: Path, tmp_path: Path) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    dest = tmp_path / "corpus"
+    prepare_text(options(dest, folder, tokenizer="gpt2", gpt2=gpt2, vocab_size=None), lambda _: None)
+    assert sorted(everything(dest, "gpt2")) == sorted(finished(TEXTS))
+    symbols = read_dictionary(dest / "dict.txt")
+    assert len(symbols) == 400 + 8 and symbols[-4:] == [*(f"madeupword000{i}" for i in range(3)), "<mask>"]
+    theirs = ByteLevelBPETokenizer.from_file(str(gpt2 / "vocab.json"), str(gpt2 / "merges.txt"))
+    encoder = load_encoder("gpt2", dest)
+    for line in [*NASTY, *"\n".join(TEXTS).split("\n")]:
+        assert [symbols[i] for i in encoder.encode(line)] == [str(i) for i in theirs.encode(line).ids]
+
+
+def test_gpt2_takes_a_published_dictionary_and_file_names(folder: Path, gpt2: Path, tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "encoder.json").write_bytes((gpt2 / "vocab.json").read_bytes())
+    (published / "vocab.bpe").write_bytes((gpt2 / "merges.txt").read_bytes())
+    order = [str(number) for number in range(399, -1, -1)]
+    (published / "dict.txt").write_text("".join(f"{number} 7\n" for number in [*order, "madeupword0000"]))
+    given = {"tokenizer": "gpt2", "gpt2": published, "vocab_size": None}
+    prepare_text(options(tmp_path / "corpus", folder, **given), lambda _: None)
+    assert read_dictionary(tmp_path / "corpus" / "dict.txt")[4:] == [*order, "madeupword0000"]
+    assert sorted(everything(tmp_path / "corpus", "gpt2")) == sorted(finished(TEXTS))
+
+    (published / "dict.txt").write_text("0 1\n1 1\n")
+    message = refused(options(tmp_path / "new", folder, **given))
+    assert "dict.txt is of another vocabulary than its vocab.json" in message
+    (published / "vocab.bpe").write_text("no merges\n")
+    (published / "dict.txt").unlink()
+    assert "merges.txt does not fit its vocab.json" in refused(options(tmp_path / "new", folder, **given))
+    (published / "encoder.json").write_text('{"a": 1}')
+    assert "no GPT-2 vocabulary: it lacks the bytes" in refused(options(tmp_path / "new", folder, **given))
+    (published / "encoder.json").unlink()
+    assert "has no vocab.json or encoder.json" in refused(options(tmp_path / "new", folder, **given))
+
+
+# Known corpora
+
+
+def test_known_corpora_from_local_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip", "w") as archive:
+        for split in SPLITS:
+            archive.writestr(f"wikitext-103/wiki.{split}.tokens", f" = Title = \n \n words of {split} <unk> \n")
+    arguments = ["prepare-known", "wikitext103-words", "--dest", str(tmp_path / "corpus"), "--workers", "1", "--from"]
+    assert main([*arguments, str(tmp_path / "wikitext-103-v1.zip")]) == 0
+    out = capsys.readouterr().out
+    assert "warning: valid has 10 words instead of the published 217646: this is another text" in out
+    units = read_units(tmp_path / "corpus", "valid")
+    assert units is not None and units.tokens == units.words == 10
+
+    (tmp_path / "books").mkdir()
+    for name in ("books-train-0", "books-train-1", "validation"):
+        write_rows(tmp_path / "books" / f"{name}.jsonl", TEXTS)
+    known = ["prepare-known", "books", "--dest", str(tmp_path / "books-corpus"), "--vocab-size", "400", "--from"]
+    assert main([*known, str(tmp_path / "books")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/books has no file with 'test' in its name: add or rename it\n"
+    write_rows(tmp_path / "books" / "test.jsonl", TEXTS[:7])
+    assert main([*known, str(tmp_path / "books")]) == 0
+    splits = read_manifest(tmp_path / "books-corpus")["splits"]  # type: ignore[index]
+    assert [splits[split]["documents"] for split in SPLITS] == [86, 43, 7]
+
+    repositories = tmp_path / "repositories"
+    for number in range(40):
+        (repositories / f"r{number % 3}" / ".git").mkdir(parents=True, exist_ok=True)
+        (repositories / f"r{number % 3}" / f"test_{number}.py").write_text(prose(number))
+        (repositories / f"r{number % 3}" / ".git" / f"{number}.py").write_text("hidden")
+    known = ["prepare-known", "github", "--dest", str(tmp_path / "code"), "--vocab-size", "300"]
+    assert main([*known, "--from", str(repositories), "--valid-fraction", "0.2", "--test-fraction", "0.2"]) == 0
+    assert len(everything(tmp_path / "code")) == 40
+
+
+def test_published_counts_are_recognised() -> None:
+    said: list[str] = []
+    counts = {"train": {"documents": 28602}, "valid": {"documents": 50}, "test": {"documents": 99}}
+    assert not compare(KNOWN["books"], counts, said.append)
+    assert said[0] == "train: 28602 documents, as published" and said[2].startswith("warning: test has 99 documents")
+    counts["test"]["documents"] = 100
+    assert compare(KNOWN["books"], counts, said.append)
+    assert tuple(KNOWN) == NAMES
+
+
+class Gated(OSError):
+    pass
+
+
+class Missing(OSError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Gated("terms"), "hub:some/set/data is gated: accept its terms"),
+        (Missing("404"), "hub:some/set/data does not exist or is private"),
+        (ConnectionError("no route\nto host"), "hub:some/set/data cannot be downloaded (no route): run this again"),
+        ("empty", "has no parquet, .jsonl or .txt files (loading scripts are not run): get its files in another way"),
+        (None, "needs the package huggingface_hub: pip install huggingface_hub pyarrow, or get its files"),
+    ],
+    ids=str,
+)
+def test_trouble_with_the_hub_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: Any, words: str
+) -> None:
+    install_hub(monkeypatch, outcome, tmp_path / "cache")
+    assert main(["prepare", "hub:some/set/data", "--dest", str(tmp_path / "corpus")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert not (tmp_path / "corpus").exists()
+
+
+def install_hub(monkeypatch: pytest.MonkeyPatch, outcome: Any, cache: Path) -> list[dict[str, Any]]:
+    """Stands for the hub's library, of which ``snapshot_download`` raises ``outcome`` or returns ``cache``."""
+    calls = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        calls.append({"name": name, **options})
+        if isinstance(outcome, Exception):
+            raise outcome
+        (cache / "data").mkdir(parents=True, exist_ok=True)
+        return str(cache)
+
+    hub, errors = types.ModuleType("huggingface_hub"), types.ModuleType("huggingface_hub.errors")
+    hub.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    errors.GatedRepoError, errors.RepositoryNotFoundError = Gated, Missing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None if outcome is None else hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
+    return calls
+
+
+def test_hub_data_sets_are_files_of_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install_hub(monkeypatch, "fine", tmp_path / "cache")
+    (tmp_path / "cache/data").mkdir(parents=True)
+    write_rows(tmp_path / "cache/data/part-0.jsonl", TEXTS)
+    assert main(["prepare", "hub:some/set/data", "--dest", str(tmp_path / "corpus"), "--vocab-size", "400"]) == 0
+    assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
+    assert calls[0]["name"] == "some/set" and calls[0]["repo_type"] == "dataset"
+    assert calls[0]["allow_patterns"][0] == "data/*.parquet"
+    assert main(["prepare", "hub:nonsense", "--dest", str(tmp_path / "new")]) == 2
+
+
+# Units
+
+
+def test_units() -> None:
+    units = Units(tokens=300, bytes=1200, words=100, documents=2)
+    assert units.bits_per_byte(4.0) == 1.0
+    assert units.word_ppl(2.0) == 64.0
+    assert units.word_ppl(4000.0) == float("inf")
+
+
+def test_units_are_read_if_they_are_recorded(made: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(made)
+    assert manifest is not None
+    units = read_units(made, "valid")
+    assert units is not None and units.bytes == manifest["splits"]["valid"]["bytes"]
+    assert read_units(made, "elsewhere") is None and read_units(tmp_path, "valid") is None
+    del manifest["splits"]["valid"]["words"]
+    (tmp_path / "corpus.json").write_text(json.dumps(manifest))
+    assert read_units(tmp_path, "valid") is None and read_units(tmp_path, "test") is not None
+
+
+def test_the_standard_library_records_units_too(tmp_path: Path) -> None:
+    from fairseq_rpe.data.corpus import SourceFile
+    from fairseq_rpe.data.prepare import _count
+
+    count = _count((SourceFile("a.py", b"x = 1\n\ny = 2"),), b"x = 1\n\ny = 2\n", 11)
+    assert count == {"files": 1, "documents": 1, "bytes": 13, "lines": 3, "words": 9, "tokens": 11}
+
+
+# Bad input
+
+
+def cases(tmp_path: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    def write(name: str, content: bytes) -> tuple[Path, ...]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+        return (tmp_path / name,)
+
+    (tmp_path / "empty").mkdir()
+    rows = b'{"text": "a"}\n{"text": "caf\xe9"}\n'
+    zipped = tmp_path / "k.zip"
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("a.parquet", b"PAR1")
+    return {
+        "missing": ({"train": (tmp_path / "nowhere",)}, "nowhere does not exist"),
+        "nothing": ({"train": ()}, "no text is given"),
+        "empty": ({"train": (tmp_path / "empty",)}, "there are no files"),
+        "binary": ({"train": (write("bin/x.png", b"\x89PNG\0\0")[0].parent,)}, "all 1 files are binary"),
+        "one binary": ({"train": write("y.png", b"\x89PNG\0\0")}, "y.png is a binary file"),
+        "latin": ({"train": write("latin.txt", b"x" * 5000 + b"caf\xe9 au")}, "latin.txt is not UTF-8 at byte 5003"),
+        "cut character": ({"train": write("cut.txt", b"caf\xc3")}, "cut.txt is not UTF-8 at byte 3"),
+        "latin row": ({"train": write("a.jsonl", rows)}, "a.jsonl line 2 is not UTF-8 at byte 27"),
+        "no json": ({"train": write("b.jsonl", b'{"text": "a"}\n{"te\n')}, "b.jsonl line 2 is no JSON"),
+        "no object": ({"train": write("c.jsonl", b"[1]\n")}, "c.jsonl line 1 is no JSON object"),
+        "no field": ({"train": write("d.jsonl", b'{"body": "a"}\n')}, "has no field 'text' but body"),
+        "no string": ({"train": write("e.jsonl", b'{"text": 3}\n')}, "has a 'text' that is no string"),
+        "surrogate": ({"train": write("f.jsonl", b'{"text": "a\\ud800"}\n')}, "half a surrogate pair at character 1"),
+        "cut gz": ({"train": write("g.txt.gz", gzip.compress(b"abc" * 999)[:-9])}, "g.txt.gz is cut short or damaged"),
+        "cut xz": ({"train": write("h.txt.xz", lzma.compress(b"abc" * 999)[:-9])}, "h.txt.xz is cut short or damaged"),
+        "no zip": ({"train": write("i.zip", b"PK nonsense")}, "i.zip is cut short or damaged"),
+        "archive": ({"train": (zipped,)}, "a.parquet is parquet inside an archive: unpack"),
+        "one document": ({"train": write("j.txt", b"just this")}, "the valid split of 1 documents would be empty"),
+        "only valid": ({"valid": (folder,)}, "--valid is given without --test"),
+        "vocabulary": ({"vocab_size": 299}, "--vocab-size 299 is out of range"),
+        "large": ({"vocab_size": 10**6}, "--vocab-size 1000000 is too large for this text: the largest possible is "),
+        "fraction": ({"test_fraction": 1.0}, "--test-fraction 1.0 is out of range"),
+        "fractions": ({"valid_fraction": 0.5, "test_fraction": 0.5}, "their sum must be below 1"),
+        "workers": ({"workers": 0}, "--workers 0 is out of range"),
+        "no corpus": ({"vocab_from": tmp_path / "empty", "vocab_size": None}, "is no prepared corpus"),
+        "two sizes": ({"vocab_from": tmp_path / "empty"}, "--vocab-size has no effect"),
+        "no gpt2": ({"tokenizer": "gpt2", "vocab_size": None}, "--tokenizer gpt2 and --gpt2 FOLDER go together"),
+    }
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    for name, (changes, words) in cases(tmp_path / "bad", folder).items():
+        train = changes.pop("train", (folder,))
+        assert words in refused(options(tmp_path / "corpus", *train, **changes)), name
+
+
+def test_other_encodings_can_be_left_out(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "texts")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "blank.txt").write_bytes(b" \n\n")
+    said: list[str] = []
+    manifest = prepare_text(options(tmp_path / "corpus", folder, skip_invalid=True), said.append)
+    assert manifest["skipped"] == {"not UTF-8": 1, "without text": 1}
+    assert "left out: 1 without text, 1 not UTF-8" in said
+    assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
+
+
+def test_damage_in_zstd_and_parquet(folder: Path, tmp_path: Path) -> None:
+    for ending in ("jsonl.zst", "parquet"):
+        path = write_rows(tmp_path / f"rows.{ending}", TEXTS)
+        path.write_bytes(path.read_bytes()[:-9])
+        assert f"rows.{ending} is cut short or damaged" in refused(options(tmp_path / "corpus", path))
+
+
+def test_parquet_without_its_library_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    message = refused(options(tmp_path / "corpus", tmp_path / "a.parquet"))
+    assert message == f"{tmp_path}/a.parquet needs the package pyarrow: pip install pyarrow"
+
+
+def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("a long line " * 400_000 + "y" * 600_000)
+    (document,) = documents.Reader([Entry(path)])
+    assert max(map(len, document.blocks())) <= 1 << 20
+    lengths = [len(piece.text) for piece in cut(document.blocks())]
+    assert max(lengths) <= pieces.PIECE + 1 and sum(lengths) == 5_400_001
+    monkeypatch.setattr(documents, "MAX_JSON_LINE", 1 << 20)
+    long_row = write_rows(tmp_path / "row.jsonl", ["x" * (3 << 20)])
+    assert "row.jsonl line 1 is over 1 MiB" in refused(options(tmp_path / "corpus", long_row))
+
+
+def test_blocks_of_text_are_decoded_across_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = "é漢🙂\r\n\x85" * 9
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    blocks = [content.encode()[i : i + 1] for i in range(len(content.encode()))]
+    monkeypatch.setattr(documents, "read_blocks", lambda entry: iter(blocks))
+    (document,) = documents.Reader([Entry(tmp_path / "a.txt")])
+    assert "".join(document.blocks()) == content
+    assert b"".join(read_blocks(Entry(tmp_path / "a.txt"))) == content.encode()
+
+
+# The command line
+
+
+def test_command(folder: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["prepare", "--dest", str(made), "--vocab-size", "400", "--valid-fraction", "0.2"]
+    assert main([*arguments, "--test-fraction", "0.2", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{made} is up to date\n"
+    assert main(["prepare", str(tmp_path / "no"), "--dest", str(tmp_path / "corpus")]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {tmp_path}/no does not exist: give a folder or file with text\n"
+    assert not (tmp_path / "corpus").exists()
