@@ -13,86 +13,33 @@ with every o(·) replaced by an inequality.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import mpmath
 import sympy
 
 from .enclosures import Balls, is_whole, iv, number, sign
+from .expansions import (
+    DEPTH,
+    ONE,
+    Coefficient,
+    Expansion,
+    Later,
+    Monomial,
+    Unknown,
+    compare,
+    exactly,
+    least,
+    level,
+    product,
+    sure_sign,
+    times,
+)
 from .formula import N
 
-Monomial = tuple[sympy.Expr, ...]
-Coefficient = tuple[sympy.Expr, sympy.Expr]
-DEPTH = 5  # n, ln n, ln ln n, ln ln ln n, ln ln ln ln n
-ONE: Monomial = (sympy.S.Zero,) * DEPTH
 _FAR = sympy.Integer(24)  # exp of what falls faster than ln n is at most n^-24
 _MOST = 24  # terms
 _LARGE = 10**4  # exponents and constants beyond these many digits are left alone
-
-
-class Unknown(ArithmeticError):
-    """The expansion does not exist here, or a sign cannot be told."""
-
-
-class Later(ArithmeticError):
-    """Not from this n on; perhaps from a larger one."""
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """Terms by monomial, and the monomial and constant of the error (None: exact)."""
-
-    terms: dict[Monomial, Coefficient]
-    error: tuple[Monomial, Any] | None = None
-
-    def ordered(self) -> list[tuple[Monomial, Coefficient]]:
-        """The terms, the largest first."""
-        return sorted(self.terms.items(), key=functools.cmp_to_key(lambda a, b: -compare(a[0], b[0])))
-
-
-def level(k: int) -> Monomial:
-    """The monomial of the k-fold logarithm: 0 is n itself."""
-    if k >= DEPTH:
-        raise Unknown("more than four nested logarithms")
-    return tuple(sympy.Integer(i == k) for i in range(DEPTH))
-
-
-def sure_sign(c: sympy.Expr) -> int:
-    found = sign(c)
-    if found is None:
-        raise Unknown(f"the sign of {c} cannot be told")
-    return found
-
-
-def compare(a: Monomial, b: Monomial) -> int:
-    """-1, 0, 1: which of two monomials is the larger one in the end."""
-    return next((s for p, q in zip(a, b, strict=True) if p != q and (s := sure_sign(p - q))), 0)
-
-
-def times(a: Monomial, b: Monomial, power: sympy.Expr = sympy.S.One) -> Monomial:
-    """a · b^power."""
-    return tuple(p + q * power for p, q in zip(a, b, strict=True))
-
-
-def _least(values: list[sympy.Expr], largest: bool = False) -> sympy.Expr:
-    best = values[0]
-    for v in values[1:]:
-        if v != best and (sure_sign(v - best) > 0) == largest:
-            best = v
-    return best
-
-
-def _product(a: Coefficient, b: Coefficient) -> Coefficient:
-    if a[0] == a[1] and b[0] == b[1]:
-        return (a[0] * b[0],) * 2
-    # 0 · oo is 0 here: the other factor is finite at every n
-    corners = [sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b]
-    return _least(corners), _least(corners, largest=True)
-
-
-def _thin(c: sympy.Expr) -> Coefficient:
-    return c, c
 
 
 class Scale:
@@ -187,7 +134,7 @@ class Scale:
         return top, sum((c * self.ratio(m, top) for m, c in items), iv.mpf(0))
 
     def constant(self, c: sympy.Expr) -> Expansion:
-        return self.tidy({ONE: _thin(c)}, [])
+        return self.tidy({ONE: exactly(c)}, [])
 
     def between(self, low: sympy.Expr, high: sympy.Expr, m: Monomial = ONE) -> Expansion:
         return Expansion({m: (low, high)})
@@ -195,7 +142,7 @@ class Scale:
     def add(self, a: Expansion, b: Expansion) -> Expansion:
         terms = dict(a.terms)
         for m, (low, high) in b.terms.items():
-            old = terms.get(m, _thin(sympy.S.Zero))
+            old = terms.get(m, exactly(sympy.S.Zero))
             terms[m] = (old[0] + low, old[1] + high)
             if sympy.nan in terms[m]:
                 raise Unknown("∞ - ∞")
@@ -206,8 +153,8 @@ class Scale:
         for m, c in a.terms.items():
             for k, d in b.terms.items():
                 key = times(m, k)
-                low, high = _product(c, d)
-                old = terms.get(key, _thin(sympy.S.Zero))
+                low, high = product(c, d)
+                old = terms.get(key, exactly(sympy.S.Zero))
                 terms[key] = (old[0] + low, old[1] + high)
                 if sympy.nan in terms[key]:
                     raise Unknown("∞ - ∞")
@@ -253,7 +200,7 @@ class Scale:
         total, power = self.constant(coefficients[0]), self.constant(sympy.S.One)
         for c in coefficients[1:]:
             power = self.mul(power, u)
-            total = self.add(total, self.scaled(power, _thin(c)))
+            total = self.add(total, self.scaled(power, exactly(c)))
         top, size = self.bound(u)
         k = len(coefficients)
         if not u.terms and not u.error:
@@ -266,7 +213,7 @@ class Scale:
             raise Unknown("logarithm of a negative number")
         if c[1] == sympy.oo:
             raise Unknown("no upper bound")
-        terms = {level(k + 1): _thin(p) for k, p in enumerate(m) if p != 0}
+        terms = {level(k + 1): exactly(p) for k, p in enumerate(m) if p != 0}
         terms[ONE] = (sympy.log(c[0]), sympy.log(c[1]))
         series = [sympy.S.Zero, *(sympy.Rational((-1) ** (k + 1), k) for k in range(1, self.order + 1))]
         rest = iv.mpf(2) / (self.order + 1)
@@ -280,8 +227,8 @@ class Scale:
         if whole:
             ((m, c),) = e.terms.items()
             powers = [c[0] ** p, c[1] ** p]
-            low = sympy.S.Zero if p % 2 == 0 and sure_sign(c[0]) * sure_sign(c[1]) <= 0 else _least(powers)
-            return Expansion({times(ONE, m, p): (low, _least(powers, largest=True))})
+            low = sympy.S.Zero if p % 2 == 0 and sure_sign(c[0]) * sure_sign(c[1]) <= 0 else least(powers)
+            return Expansion({times(ONE, m, p): (low, least(powers, largest=True))})
         m, c, u = self.split(e)
         flip = sympy.S.One
         if sure_sign(c[0]) < 0:
@@ -291,7 +238,7 @@ class Scale:
         if abs(number(p)).b > _LARGE:
             raise Unknown("too large an exponent")
         ends = [self._raise(c[0], p), self._raise(c[1], p)]
-        coefficient = _product((_least(ends), _least(ends, largest=True)), _thin(flip))
+        coefficient = product((least(ends), least(ends, largest=True)), exactly(flip))
         series, k = [sympy.S.One], self.order
         for i in range(k + 1):
             series.append(series[-1] * (p - i) / (i + 1))
@@ -317,7 +264,7 @@ class Scale:
             if k is None or c[0] != c[1]:
                 raise Unknown("exp of a slow growth that is no logarithm")
             shift = times(shift, level(k - 1), c[0])
-        low, high = e.terms.get(ONE, _thin(sympy.S.Zero))
+        low, high = e.terms.get(ONE, exactly(sympy.S.Zero))
         if e.error and compare(e.error[0], ONE) == 0:
             most = upper(e.error[1])
             return Expansion({shift: (sympy.exp(-most), sympy.exp(most))})  # the constant is inside the error
@@ -351,7 +298,7 @@ class Scale:
 
     def wave(self, e: Expansion, kind: type) -> Expansion:
         """sin or cos: Taylor's series around a constant that e tends to, otherwise anything from -1 to 1."""
-        low, high = e.terms.get(ONE, _thin(sympy.S.Zero))
+        low, high = e.terms.get(ONE, exactly(sympy.S.Zero))
         small = Expansion({m: c for m, c in e.terms.items() if m != ONE}, e.error)
         grows = any(compare(m, ONE) > 0 for m in small.terms) or (e.error and compare(e.error[0], ONE) >= 0)
         if grows or low != high:
@@ -366,16 +313,16 @@ class Scale:
             _, c, _ = self.split(e)
             inverse = self.power(e, -sympy.S.One)
             return self.add(
-                self.constant(sure_sign(c[0]) * sympy.pi / 2), self.scaled(self.atan(inverse), _thin(-sympy.S.One))
+                self.constant(sure_sign(c[0]) * sympy.pi / 2), self.scaled(self.atan(inverse), exactly(-sympy.S.One))
             )
-        low, high = e.terms.get(ONE, _thin(sympy.S.Zero))
+        low, high = e.terms.get(ONE, exactly(sympy.S.Zero))
         small = Expansion({m: c for m, c in e.terms.items() if m != ONE}, e.error)
         top, size = self.bound(small)  # atan has slope 1 at most
         return self.tidy({ONE: (sympy.atan(low), sympy.atan(high))}, [(top, size)] if size.b > 0 else [])
 
     def larger(self, a: Expansion, b: Expansion) -> Expansion:
         """max(a, b)."""
-        difference = self.add(a, self.scaled(b, _thin(-sympy.S.One)))
+        difference = self.add(a, self.scaled(b, exactly(-sympy.S.One)))
         if not difference.terms and not difference.error:
             return a
         _, c, _ = self.split(difference)
@@ -384,7 +331,7 @@ class Scale:
     def size_of(self, e: Expansion) -> Expansion:
         """|e|."""
         try:
-            return self.larger(e, self.scaled(e, _thin(-sympy.S.One)))
+            return self.larger(e, self.scaled(e, exactly(-sympy.S.One)))
         except Unknown:
             m, c = self.bound(e)
             return self.between(sympy.S.Zero, upper(c), m)
@@ -392,7 +339,7 @@ class Scale:
     def __call__(self, e: sympy.Expr) -> Expansion:
         """The expansion of an expression in n."""
         if e is N:
-            return Expansion({level(0): _thin(sympy.S.One)})
+            return Expansion({level(0): exactly(sympy.S.One)})
         if not e.has(N):
             return self.constant(_value(e))
         if e.is_Add:
@@ -400,7 +347,7 @@ class Scale:
         if e.is_Mul:
             return functools.reduce(self.mul, (self(a) for a in e.args))
         if isinstance(e, sympy.Min | sympy.Max):
-            flip = _thin(sympy.S.One if isinstance(e, sympy.Max) else -sympy.S.One)
+            flip = exactly(sympy.S.One if isinstance(e, sympy.Max) else -sympy.S.One)
             parts = [self.scaled(self(a), flip) for a in e.args]
             return self.scaled(functools.reduce(self.larger, parts), flip)
         if e.is_Pow or isinstance(e, sympy.exp):
@@ -411,9 +358,9 @@ class Scale:
         if isinstance(e, sympy.sin | sympy.cos):
             return self.wave(inner, type(e))
         if isinstance(e, sympy.tanh):
-            double = self.exp(self.scaled(inner, _thin(sympy.Integer(2))))
+            double = self.exp(self.scaled(inner, exactly(sympy.Integer(2))))
             over = self.power(self.add(double, self.constant(sympy.S.One)), -sympy.S.One)
-            return self.add(self.constant(sympy.S.One), self.scaled(over, _thin(-sympy.Integer(2))))
+            return self.add(self.constant(sympy.S.One), self.scaled(over, exactly(-sympy.Integer(2))))
         if isinstance(e, sympy.atan):
             return self.atan(inner)
         if isinstance(e, sympy.Abs):

@@ -10,8 +10,9 @@ import numpy as np
 import sympy
 
 from ..core import UserError
-from .asymptotics import Later, Scale, Unknown
+from .asymptotics import Scale
 from .enclosures import Undefined, enclose, iv, ranges
+from .expansions import Later, Unknown
 from .series import ORDERS, STARTS
 
 _ONE_BY_ONE, _DOUBLES = 64, 100  # numbers; exponent of 2 up to which ranges of doubles serve

@@ -10,8 +10,9 @@ from typing import Any
 import mpmath
 import sympy
 
-from .asymptotics import ONE, Expansion, Later, Monomial, Scale, Unknown, compare, level, sure_sign, times, upper
+from .asymptotics import Scale, upper
 from .enclosures import PRECISION, Balls, Undefined, ends, iv, number
+from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, level, sure_sign, times
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
 STARTS = (64, 1024, 1 << 20)  # ln n from which on inequalities are tried
