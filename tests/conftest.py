@@ -48,6 +48,19 @@ SPECS = {
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registries_as_they_were():
+    """What the tests of a file register does not reach those of another, whichever process runs them."""
+    from fairseq_rpe import algorithms, encodings, positions
+
+    tables = [room.base.registry._table for room in (algorithms, encodings, positions)]
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
 @pytest.fixture(scope="session")
 def task():
     """fairseq's language-modelling task over a dictionary of 60 types."""
