@@ -690,3 +690,21 @@ def test_command(folder: Path, made: Path, tmp_path: Path, capsys: pytest.Captur
     error = capsys.readouterr().err
     assert error == f"error: {tmp_path}/no does not exist: give a folder or file with text\n"
     assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--valid", "a.txt", "--test", "a.txt", "--seed", "3"], "--seed has no effect"),
+        (["--valid", "a.txt", "--test", "a.txt", "--test-fraction", "0.1"], "--test-fraction has no effect"),
+        (["--tokenizer", "words", "--sample-bytes", "200000"], "--sample-bytes is for a vocabulary that bpe learns"),
+        (["--vocab-from", "other", "--sample-bytes", "200000"], "--sample-bytes is for a vocabulary that bpe learns"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(flags, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text\n")
+    assert main(["prepare", "a.txt", "--dest", "made", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+    assert not Path("made").exists()

@@ -29,7 +29,7 @@ def require_bias(encoding: Encoding, spec: str, flag: str) -> None:
     Raises:
         UserError: it has no additive bias.
     """
-    if encoding.form(Positions.arange(2)) is None:
+    if not encoding.adds_bias:
         raise UserError(f"{flag}: '{spec}' has no bias to show: drop the flag, or name an encoding with a bias")
 
 

@@ -60,13 +60,11 @@ class Subjects:
     @property
     def biased(self) -> dict[str, Encoding]:
         """The encodings with an additive bias, each layer's where they are not shared."""
-        from fairseq_rpe.core import Positions
-
         return {
             f"{name} (layer {index})" if len(encodings) > 1 else name: encoding
             for name, encodings in self.encodings.items()
             for index, encoding in enumerate(encodings)
-            if encoding.form(Positions.arange(2)) is not None
+            if encoding.adds_bias
         }
 
     def run_name(self, name: str) -> str:

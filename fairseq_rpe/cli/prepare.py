@@ -38,13 +38,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed of the split by file (default: %(default)s)"
     )
+    add_split_options(parser, "files")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this size in all")
+    parser.set_defaults(run=run)
+
+
+def add_split_options(parser: argparse.ArgumentParser, what: str) -> None:
+    """Shares of the splits, in ``what``, and the number of processes."""
     for split in ("valid", "test"):
         parser.add_argument(
             f"--{split}-fraction",
             type=float,
             default=0.05,
             metavar="X",
-            help=f"share of the files for the {split} split (default: %(default)s)",
+            help=f"share of the {what} for the {split} split (default: 0.05)",
         )
     parser.add_argument(
         "--workers",
@@ -53,8 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="processes; changes nothing but the time (default: %(default)s)",
     )
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this size in all")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

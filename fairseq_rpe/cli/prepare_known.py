@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
-from fairseq_rpe.cli.prepare_text import add_vocabulary_options, gpt2_folder
+from fairseq_rpe.cli.prepare_text import add_vocabulary_options, given_options, gpt2_folder, refuse_division
 
 # Kept here, and checked against the table by a test, so that help needs none of the data room.
 NAMES = ("wikitext103", "wikitext103-words", "books", "github", "wikibook")
@@ -40,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--text-field", default="text", metavar="NAME", help="field of rows (default: %(default)s)")
     add_vocabulary_options(parser)
     # Each corpus has its own.
-    parser.set_defaults(run=run, tokenizer=None, valid_fraction=None, test_fraction=None)
+    parser.set_defaults(run=run, tokenizer=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
     args.tokenizer = args.tokenizer or known.tokenizer
     paths = args.local or get(known, dest.parent / "downloads", args.archive)
     include = known.include if args.local else ()
-    own = {f.name: getattr(args, f.name) for f in fields(TextOptions) if hasattr(args, f.name)}
-    for split in ("valid_fraction", "test_fraction"):
-        own[split] = known.fraction if own[split] is None else own[split]
+    own = {"valid_fraction": known.fraction, "test_fraction": known.fraction, **given_options(args)}
     own |= {"dest": dest, "rows_are_lines": known.rows_are_lines, "gpt2": gpt2_folder(args, dest)}
-    manifest = prepare_text(TextOptions(**own, **by_split(known, paths, include)))
+    splits = by_split(known, paths, include)
+    if splits.get("valid"):
+        refuse_division(args)
+    manifest = prepare_text(TextOptions(**own, **splits))
     compare(known, manifest["splits"])
     return 0

@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.cli.prepare import add_split_options
+
 _DESCRIPTION = """\
 Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or in a
 .zip), or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. Documents (text files, rows) are kept apart
@@ -61,11 +63,7 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         help="symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)",
     )
     parser.add_argument(
-        "--sample-bytes",
-        type=int,
-        default=20_000_000,
-        metavar="N",
-        help="learn bpe from at most so much text (default: %(default)s)",
+        "--sample-bytes", type=int, metavar="N", help="learn bpe from at most so much text (default: 20000000)"
     )
     parser.add_argument(
         "--gpt2",
@@ -74,22 +72,35 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         help="folder with vocab.json and merges.txt of GPT-2 (default: download them)",
     )
     parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of this prepared corpus")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the division (default: %(default)s)")
-    for split in ("valid", "test"):
-        parser.add_argument(
-            f"--{split}-fraction",
-            type=float,
-            default=0.05,
-            metavar="X",
-            help=f"share of the documents for the {split} split (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=2,
-        metavar="N",
-        help="processes; changes nothing but the time (default: %(default)s)",
-    )
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the division (default: 1)")
+    add_split_options(parser, "documents")
+    # nothing given, so that what would have no effect can be refused
+    parser.set_defaults(valid_fraction=None, test_fraction=None)
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by the names of ``TextOptions``, which has the defaults of the others.
+
+    Raises:
+        UserError: ``--sample-bytes`` where nothing is learned from a sample.
+    """
+    from fairseq_rpe.core.errors import UserError
+    from fairseq_rpe.data.text import TextOptions
+
+    if args.sample_bytes is not None and (args.vocab_from or args.tokenizer != "bpe"):
+        raise UserError("--sample-bytes is for a vocabulary that bpe learns here: leave it out")
+    given = {f.name: getattr(args, f.name, None) for f in fields(TextOptions)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def refuse_division(args: argparse.Namespace) -> None:
+    """Refuse the options of a division by document where the splits are named."""
+    from fairseq_rpe.core.errors import UserError
+
+    for name in ("seed", "valid_fraction", "test_fraction"):
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} has no effect where the valid and test splits are given: leave it out")
 
 
 def gpt2_folder(args: argparse.Namespace, dest: Path) -> Path | None:
@@ -113,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.source and args.train:
         raise UserError("SOURCE and --train are both given: they are the same, give one")
-    given: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(TextOptions)}
+    if args.valid or args.test:
+        refuse_division(args)
+    given = given_options(args)
     given["train"] = args.train or args.source
     for split in ("train", "valid", "test"):
         given[split] = tuple(local(source) for source in given[split])

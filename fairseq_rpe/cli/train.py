@@ -190,9 +190,8 @@ def run(args: argparse.Namespace) -> int:
 def has_bias(spec: str) -> bool:
     """Whether an encoding, known to be spelt well, has a bias that --inspect-every can show."""
     from fairseq_rpe import encodings
-    from fairseq_rpe.core import Positions
 
-    return encodings.build(spec, heads=4, width=128, length=64).form(Positions.arange(2)) is not None
+    return encodings.build(spec, heads=4, width=128, length=64).adds_bias
 
 
 def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list[str]]:

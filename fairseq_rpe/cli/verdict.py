@@ -143,10 +143,8 @@ def unique(specs: list[str]) -> list[str]:
 
 def of_checkpoint(path: Path) -> dict[str, list[Encoding]]:
     """The encodings that a checkpoint holds, one per layer where they are not shared."""
-    from fairseq_rpe.core import Positions
-
     found = load_encodings(path)
-    if found.encodings[0].form(Positions.arange(2)) is None:
+    if not found.encodings[0].adds_bias:
         raise UserError(
             f"{path} was trained with '{found.spec}', which adds no bias: see fairseq-rpe verdict {found.spec}"
         )

@@ -75,6 +75,12 @@ class Encoding(nn.Module):
         """The additive bias, or None where there is none."""
         return None
 
+    @property
+    @torch.no_grad()
+    def adds_bias(self) -> bool:
+        """Whether there is an additive bias."""
+        return self.form(Positions.arange(2)) is not None
+
     @torch.no_grad()
     def profile(self, n: int) -> Tensor:
         """(H, n) float64 log-bias of the last of n queries over distances 0 … n-1."""
