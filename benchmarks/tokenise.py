@@ -3,10 +3,11 @@
     python benchmarks/tokenise.py                       # the standard library's sources, under a minute on two cores
     python benchmarks/tokenise.py --text FILE [FILE …]  # other texts: .txt, .jsonl, compressed or not
 
-``fairseq`` is the loop of fairseq's examples: line by line, strip, EncodeAsPieces, joined by spaces into a text file,
-which fairseq-preprocess would then have to read. ``here`` writes the binarised split. Both use one sentencepiece BPE of
-16,384 symbols learned from the text. Every measurement has a process of its own; memory is the sum of the peaks of
-all its processes. The text is read from a plain file in all of them.
+``fairseq`` is the loop of fairseq's spm_encode.py: line by line, strip, EncodeAsPieces, joined by spaces into a text
+file; ``with preprocess`` goes on to the binarised split by fairseq-preprocess with two workers. ``here`` writes the
+binarised split at once. All use one sentencepiece BPE of 16,384 symbols learned from the text. Every measurement has a
+process of its own; memory is the sum of the peaks of all its processes (of fairseq-preprocess, the largest alone). The
+text is read from a plain file in all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fairseq_rpe.data.stream import SplitWriter, encode_chunks
 from fairseq_rpe.data.vocabulary import BpeLearner
 
 OUT = Path(__file__).parent / "results" / "tokenise.csv"
-WAYS = {"fairseq": 0, "here, 1 process": 1, "here, 2 workers": 2}
+WAYS = ("fairseq", "fairseq with preprocess", "here, 1 process", "here, 2 workers")
 TYPES = 16384
 
 
@@ -52,6 +53,14 @@ def as_fairseq(text: Path, folder: Path) -> None:
             line = line.strip()
             if line:
                 print(" ".join(pieces.EncodeAsPieces(line)), file=out)
+
+
+def preprocess(folder: Path) -> None:
+    """From ``folder/train.spm`` to fairseq's binarised split."""
+    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--workers", "2"]
+    command += ["--srcdict", str(folder / "dict.txt"), "--trainpref", str(folder / "train.spm")]
+    command += ["--destdir", str(folder / "binarised"), "--dataset-impl", "mmap"]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def peak_mb(process: int | None) -> float:
@@ -72,25 +81,28 @@ def as_here(text: Path, folder: Path, workers: int) -> float:
     return sum(peaks.values())
 
 
-def measure(text: Path, folder: Path, workers: int) -> dict[str, float]:
+def measure(text: Path, folder: Path, way: str) -> dict[str, float]:
     """Seconds and peak memory of one run in this process, for :func:`in_process`."""
     begun = time.perf_counter()
-    of_workers = 0.0
-    if workers:
-        of_workers = as_here(text, folder, workers)
-    else:
+    of_others = 0.0
+    if way.startswith("fairseq"):
         as_fairseq(text, folder)
+        if way != "fairseq":
+            preprocess(folder)
+            of_others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    else:
+        of_others = as_here(text, folder, int(way.removeprefix("here, ")[0]))
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "seconds": time.perf_counter() - begun,
         "cpu_seconds": sum(usage.ru_utime + usage.ru_stime for usage in spent),
-        "peak_mb": peak_mb(None) + of_workers,
+        "peak_mb": peak_mb(None) + of_others,
     }
 
 
-def in_process(text: Path, folder: Path, workers: int) -> dict[str, float]:
+def in_process(text: Path, folder: Path, way: str) -> dict[str, float]:
     """:func:`measure` in a fresh process."""
-    command = [sys.executable, __file__, "--measure", str(text), str(folder), str(workers)]
+    command = [sys.executable, __file__, "--measure", str(text), str(folder), way]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
@@ -117,8 +129,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        text, folder, workers = args.measure
-        print(json.dumps(measure(Path(text), Path(folder), int(workers))))
+        text, folder, way = args.measure
+        print(json.dumps(measure(Path(text), Path(folder), way)))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -130,7 +142,7 @@ def main() -> None:
         learner.write(folder)
         runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for way in tqdm([way for _ in range(args.runs) for way in WAYS], unit="run"):
-            runs[way].append(in_process(text, folder, WAYS[way]))
+            runs[way].append(in_process(text, folder, way))
         size = text.stat().st_size
     record(args.name, size, runs)
 

@@ -318,12 +318,18 @@ def test_published_perplexities(name):
     assert set(values) == kinds and all([int(n) for n in row] == LENGTHS for row in values.values())
 
 
+NOTES = {"source", "url", "settings"}
+
+
 def test_the_other_corpora_are_changes_of_the_first():
     base = recipes.load("extrapolation-wikitext103")
     for name in ("books", "github", "wikibook"):
         recipe = recipes.load(f"extrapolation-{name}")
         assert recipe.methods == base.methods and recipe.title != base.title
-        assert recipe.scale("laptop") == {**base.scale("laptop"), "data": f"data-bin/{name}"}
+        laptop = recipe.scale("laptop")
+        assert laptop["data"] == f"data-bin/{name}" and laptop["arch"] == "tiny"
+        assert laptop["tokens"] == min(LENGTHS) and set(laptop["lengths"]) <= set(LENGTHS)
+        assert max(laptop["lengths"]) == max(LENGTHS) and set(laptop["methods"]) == set(recipe.published) - NOTES
         assert recipe.scale("paper") == {**base.scale("paper"), "data": f"data-bin/{name}", "arch": "base"}
         assert recipe.published["settings"]["model"].startswith("12 layers of width 768")
         assert name in recipe.published["source"].lower() and recipe.published["alibi"] != base.published["alibi"]

@@ -7,7 +7,7 @@ row. That is checked for a sentencepiece model when it is loaded, and holds for 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,43 +33,44 @@ _CACHED_WORDS = 1 << 18
 _CACHED_LENGTH = 64
 
 
+class _Words(dict[str, bytes]):
+    """The ids of words, spelled when first looked up; never more than ``_CACHED_WORDS`` of them."""
+
+    def __init__(self, spell: Callable[[str], Sequence[int]], dtype: str) -> None:
+        import numpy as np
+
+        super().__init__()
+        self._spell = spell
+        self._array, self._dtype = np.array, dtype
+
+    def __missing__(self, word: str) -> bytes:
+        ids = self._array(self._spell(word), self._dtype).tobytes()
+        if len(word) <= _CACHED_LENGTH:
+            if len(self) == _CACHED_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
 class Encoder:
     """Token ids of text; a newline is fairseq's end of line.
 
     Args:
         types: symbols of the dictionary, fairseq's specials included.
         find: cuts a text into words; ``\\n`` is one of its own.
-        spell: the ids of each of several words.
+        spell: the ids of a word.
     """
 
-    def __init__(
-        self, types: int, find: Callable[[str], list[str]], spell: Callable[[list[str]], Iterable[Sequence[int]]]
-    ) -> None:
+    def __init__(self, types: int, find: Callable[[str], list[str]], spell: Callable[[str], Sequence[int]]) -> None:
         self.dtype = "<u2" if types < _SHORT_BELOW else "<u4"
         self._find = find
-        self._spell = spell
-        self._known: dict[str, bytes] = {}
+        self._words = _Words(lambda word: (EOS,) if word == "\n" else spell(word), self.dtype)
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) ids of ``text``."""
         import numpy as np
 
-        words = self._find(text)
-        known = self._known
-        missing = set(words).difference(known)
-        if len(known) + len(missing) > _CACHED_WORDS:
-            known.clear()
-            missing = set(words)
-        new = list(missing)
-        spelled = [(EOS,) if word == "\n" else None for word in new]
-        others = iter(self._spell([word for word in new if word != "\n"]))
-        for word, ids in zip(new, spelled, strict=True):
-            known[word] = np.array(ids or next(others), dtype=self.dtype).tobytes()
-        found = b"".join(map(known.__getitem__, words))
-        for word in new:
-            if len(word) > _CACHED_LENGTH:
-                del known[word]
-        return np.frombuffer(found, dtype=self.dtype)
+        return np.frombuffer(b"".join(map(self._words.__getitem__, self._find(text))), dtype=self.dtype)
 
 
 def load_encoder(kind: str, folder: Path) -> Encoder:
@@ -87,14 +88,11 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
     if kind == "words":
         # The names of specials are no words, but for the <unk> of WikiText.
         known = {word: number for word, number in ids.items() if word not in FAIRSEQ_SPECIALS}
-        return Encoder(
-            len(symbols), re.compile(r"\n|\S+").findall, lambda words: ((known.get(word, UNK),) for word in words)
-        )
+        return Encoder(len(symbols), re.compile(r"\n|\S+").findall, lambda word: (known.get(word, UNK),))
     if kind == "gpt2":
         from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
 
-        spell = Gpt2(folder, ids).spell
-        return Encoder(len(symbols), PATTERN.findall, lambda words: map(spell, words))
+        return Encoder(len(symbols), PATTERN.findall, Gpt2(folder, ids).spell)
     tokenizer = Tokenizer.load(folder / "spm.model")
     if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
         raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
@@ -112,7 +110,7 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
             return findall(text)
         return [word for i, part in enumerate(parts) for word in ([part] if i % 2 else findall(part))]
 
-    return Encoder(len(symbols), words_of, lambda words: _spell(tokenizer, table, words))
+    return Encoder(len(symbols), words_of, lambda word: _spell(tokenizer, table, word))
 
 
 def _whole(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str] | None:
@@ -120,12 +118,12 @@ def _whole(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str]
     return next((pattern for pattern in patterns if all(map(pattern.fullmatch, pieces))), None)
 
 
-def _spell(tokenizer: Tokenizer, table: Sequence[bytes], words: list[str]) -> Iterator[list[int]]:
-    """Dictionary ids of words, checked to stand for their bytes."""
-    for word, places in zip(words, tokenizer.encode_words(words), strict=True):
-        if b"".join(map(table.__getitem__, places)) != word.encode():
-            raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
-        yield [place + len(FAIRSEQ_SPECIALS) for place in places]
+def _spell(tokenizer: Tokenizer, table: Sequence[bytes], word: str) -> list[int]:
+    """Dictionary ids of a word, checked to stand for its bytes."""
+    places = tokenizer.encode_word(word)
+    if b"".join(map(table.__getitem__, places)) != word.encode():
+        raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
+    return [place + len(FAIRSEQ_SPECIALS) for place in places]
 
 
 def token_bytes(kind: str, folder: Path) -> list[bytes]:

@@ -70,6 +70,7 @@ class Tokenizer:
         except RuntimeError:
             raise UserError("the tokenizer is no sentencepiece model: make it with prepare-stdlib") from None
         self._symbols: list[str] = [self._pieces.id_to_piece(i) for i in range(self._pieces.vocab_size())]
+        self._places = {symbol: place for place, symbol in enumerate(self.symbols)}
         self._check()
 
     @classmethod
@@ -105,14 +106,12 @@ class Tokenizer:
                 raise ValueError("a line to encode contains a newline")
             yield from self._encode_batch(batch, threads)
 
-    def encode_words(self, words: list[str]) -> Iterator[list[int]]:
-        """Positions in :attr:`symbols` of the symbols of each of many short texts, the fast way."""
-        safe = [not _UNSAFE.search(word) for word in words]
-        ids = iter(self._pieces.encode([word for word, plain in zip(words, safe, strict=True) if plain], out_type=int))
-        places = {symbol: place for place, symbol in enumerate(self.symbols)}
-        for word, plain in zip(words, safe, strict=True):
-            # sentencepiece has its own <unk> before all symbols.
-            yield [i - 1 for i in next(ids)] if plain else [places[symbol] for symbol in self.encode(word)]
+    def encode_word(self, word: str) -> list[int]:
+        """Positions in :attr:`symbols` of the symbols of a short text, the fast way."""
+        if _UNSAFE.search(word):
+            return [self._places[symbol] for symbol in self.encode(word)]
+        # sentencepiece has its own <unk> before all symbols.
+        return [i - 1 for i in self._pieces.encode(word, out_type=int)]
 
     def _encode_batch(self, lines: list[str], threads: int) -> Iterator[list[str]]:
         # Splitting with a group alternates: safe, unsafe, safe, ...
