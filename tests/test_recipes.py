@@ -137,7 +137,9 @@ def test_scales_name_methods_that_exist(name, scale):
     recipe = recipes.load(name)
     settings = recipe.scale(scale)
     chosen = recipe.choose(settings.get("methods", ["all"]))
-    assert {m.name for m in chosen} <= {m.name for m in recipe.methods} and len(chosen) >= 3
+    assert {m.name for m in chosen} <= {m.name for m in recipe.methods} and len(chosen) >= (
+        1 if "rpe_share" in settings else 3
+    )
     assert set(settings) <= set(recipes.SCALE_KEYS)
 
 
@@ -222,11 +224,14 @@ def test_algorithm_scales_resolve(name, scale, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("name", "scale"), scales_of("text"))
 def test_text_scales_resolve(name, scale, corpus, tmp_path, capsys, monkeypatch):
-    """With DATA given; lengths beyond the small corpus are replaced."""
+    """With DATA given; what goes beyond the small corpus is replaced."""
     monkeypatch.chdir(tmp_path)
     recipe = recipes.load(name)
-    settings = recipe.scale(scale)
+    settings = dict(recipe.scale(scale))
     given = [] if max(settings["lengths"]) < 1500 else ["--lengths", "600,1200"]
+    if settings["tokens"] > 600:
+        given += ["--tokens", "600"]
+        settings["tokens"] = 600
     lines = dry_run(capsys, corpus, "--recipe", name, "--scale", scale, *given)
     methods = recipe.choose(settings.get("methods", ["all"]))
     trainings = [line for line in lines if line[3] == "train"]
@@ -335,6 +340,35 @@ def test_the_other_corpora_are_changes_of_the_first():
         assert name in recipe.published["source"].lower() and recipe.published["alibi"] != base.published["alibi"]
 
 
+def test_fire_and_its_ablations():
+    """Tables 3 to 7: each ablation is another network, and FIRE-S has its parameters once."""
+    recipe = recipes.load("fire-lm")
+    assert recipe.published["measure"] == "log_ppl" and recipes.decimals(recipe.published) == ".3f"
+    values = recipes.values(recipe.published)
+    assert values["fire"]["8192"] == 3.056 and values["fire-no-log"]["8192"] == 3.334 and values["rope"]["512"] == 3.178
+    assert set(values) == {m.name for m in recipe.methods}
+    methods = {m.name: encodings.build(m.rpe, heads=12, width=768, length=2048) for m in recipe.methods}
+    sizes = {name: sum(p.numel() for p in made.parameters()) for name, made in methods.items() if "fire" in name}
+    assert sizes == {
+        "fire": 1518,
+        "fire-no-threshold": 1517,
+        "fire-no-log": 1516,
+        "fire-linear": 26,
+        "fire-1-layer": 462,
+        "fire-gelu": 1518,
+        "fire-output-relu": 462,
+    }
+    shared = recipes.load("fire-lm-shared")
+    assert shared.scale("paper") == {**recipe.scale("paper"), "rpe_share": "model", "methods": ["fire"]}
+    assert recipes.values(shared.published)["fire"]["2048"] == 3.10
+
+
+def test_a_recipe_may_share_parameters_and_the_command_line_wins(corpus, tmp_path, capsys):
+    for given, share in (([], "model"), (["--rpe-share", "layer"], "layer")):
+        train = dry_run(capsys, corpus, "--recipe", "fire-lm-shared", "--out", tmp_path / "x", *given)[0]
+        assert flag(train, "--rpe-share") == share
+
+
 # bases
 
 
@@ -431,6 +465,7 @@ def test_malformed_recipes_are_refused(recipe, words, tmp_path):
         ({"source": "Table 9", "settings": {"token": 512}}, "did you mean 'tokens'"),
         ({"source": "Table 9", "settings": {"updates": 0}}, "updates"),
         ({"source": "Table 9", "settings": 3}, "settings"),
+        ({"source": "Table 9", "measure": "bits"}, "ppl or log_ppl, not 'bits'"),
     ],
 )
 def test_malformed_published_values_are_refused(published, culprit, tmp_path):
@@ -452,6 +487,7 @@ def test_malformed_published_values_are_refused(published, culprit, tmp_path):
         ("seeds", [0]),
         ("seeds", [1, 1]),
         ("schedule", "cosine"),
+        ("rpe_share", "head"),
         ("updates", 0),
         ("batch_sentences", -1),
         ("update_freq", 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -341,6 +342,18 @@ def test_published_values_stand_beside_ours_and_what_differs_is_named(tmp_path):
         groups, head, alibi, inv_n = page.table("Trends")
         assert groups == ["", "2 L", "4 L"] and head == ["", *["here", "published"] * 2]
         assert alibi == ["alibi", "0.979", f"{23.06 / 24.22:.3f}", "0.968", f"{22.52 / 24.22:.3f}"]
+
+
+def test_published_logarithms_are_shown_as_printed_and_compared_as_perplexities(tmp_path):
+    values = {"alibi": {"64": 3.32, "128": 3.248}, "inv_n": {"64": 3.1, "128": 3.4}}
+    known = {"source": "Table <4>", "measure": "log_ppl", "settings": {"tokens": 64}, **values}
+    write_sweep(tmp_path, published=known)
+    page = page_of(tmp_path)
+    head, alibi, inv_n = page.table("Published: Table")
+    assert head == ["", "64", "128"] and alibi == ["alibi", "3.320", "3.248★"] and inv_n == ["inv_n", "3.100★", "3.400"]
+    _, _, alibi, inv_n = page.table("Trends")
+    assert alibi[2] == f"{math.exp(3.248 - 3.32):.3f}" and inv_n[2] == f"{math.exp(0.3):.3f}"
+    assert "| 3.248 |" in (tmp_path / "results.md").read_text()
 
 
 def test_same_names_are_not_taken_for_the_same_data(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import PurePath
 from typing import Any
 
@@ -49,11 +50,12 @@ def blocks(state: dict[str, Any], rows: list[dict[str, Any]], made: list[Run], d
     if settings:
         shown.append(differences(state, made, data, settings))
     trained = (state["settings"]["tokens"], settings.get("tokens"))
-    if trained[1] and (trends := _trends(rows, values, trained)):
+    if trained[1] and (trends := _trends(rows, _perplexities(known, values), trained)):
         shown.append(trends)
     lengths = sorted({n for found in values.values() for n in found})
+    form = recipes.decimals(known)
     best = {n: least([found.get(n) for found in values.values()]) for n in lengths}
-    lines = [Row(name, [number(v.get(n), ".2f", best[n]) for n in lengths]) for name, v in values.items()]
+    lines = [Row(name, [number(v.get(n), form, best[n]) for n in lengths]) for name, v in values.items()]
     shown.append(Table(f"Published: {known['source']}. ★: least of its column.", ["", *map(str, lengths)], lines))
     return shown
 
@@ -100,6 +102,12 @@ def differences(state: dict[str, Any], made: list[Run], data: str | None, settin
             lines.append((title, value, settings[key], same))
     rows = [Row(title, [_said(own), _said(there), words(same)]) for title, own, there, same in lines]
     return Table("What is the same and what is not.", ["", "here", "published", "same?"], rows, words=True)
+
+
+def _perplexities(known: dict[str, Any], values: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    if known.get("measure") != "log_ppl":
+        return values
+    return {name: {n: math.exp(value) for n, value in found.items()} for name, found in values.items()}
 
 
 def _said(value: Any) -> Cell:

@@ -15,6 +15,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 IDENTITY = "identity"
 KINDS = ("text", "algorithms")
 SCHEDULES = ("inverse_sqrt", "linear")
+SHARES = ("auto", "model", "layer")
+MEASURES = ("ppl", "log_ppl")
 
 
 def _number(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -45,6 +47,7 @@ SCALE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "lr": (lambda v: _number(v, float) and v > 0, "a number above 0 with a decimal point"),
     "schedule": (lambda v: v in SCHEDULES, " or ".join(SCHEDULES)),
+    "rpe_share": (lambda v: v in SHARES, ", ".join(SHARES)),
     "dropout": (lambda v: _number(v, float) and 0 <= v < 1, "a number with a decimal point from 0 to below 1"),
     "lengths": (_counts, "a list of different whole numbers above 0"),
     "seeds": (_counts, "a list of different whole numbers above 0"),
@@ -58,7 +61,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "vocabulary": (_count, "a whole number above 0"),
     **{key: SCALE_KEYS[key] for key in ("tokens", "batch_sentences", "updates", "lr", "warmup", "schedule")},
 }
-_ABOUT = ("source", "url", "settings")
+_ABOUT = ("source", "url", "settings", "measure")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Recipe:
     """One published experiment.
 
     ``published`` has the source (and its ``url``), what is known of the published runs (``settings``, of ``SETTINGS``)
-    and, per method, its values: by length for text, by task for algorithms.
+    and, per method, its values: by length for text (perplexities, or their natural logarithms where ``measure`` is
+    ``log_ppl``), by task for algorithms.
     """
 
     name: str
@@ -130,6 +134,12 @@ def load(name: str) -> Recipe:
 def values(published: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The published values by method, without what is said about them."""
     return {name: given for name, given in published.items() if name not in _ABOUT}
+
+
+def decimals(published: dict[str, Any]) -> str:
+    """How to print its values: with as many decimals as the most precise of them, at least two."""
+    given = [str(value) for row in values(published).values() for value in row.values()]
+    return f".{max([2, *(len(text.partition('.')[2]) for text in given)])}f"
 
 
 def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, Any]]:
@@ -198,6 +208,8 @@ def _check_published(path: Path, given: dict[str, Any], methods: list[str]) -> N
         raise UserError(f"recipe {path}: published lacks source, the name of the table")
     if not isinstance(given.get("url", ""), str) or not given.get("url", "https://").startswith("https://"):
         raise UserError(f"recipe {path}: url of published must begin with https://, not {given['url']!r}")
+    if given.get("measure", "ppl") not in MEASURES:
+        raise UserError(f"recipe {path}: measure of published is {' or '.join(MEASURES)}, not {given['measure']!r}")
     _check_keys(path, "settings of published", given.get("settings", {}), SETTINGS)
     for name, found in values(given).items():
         if name not in methods:

@@ -206,7 +206,7 @@ def published(state: dict[str, Any]) -> str:
     lengths = sorted({int(n) for row in rows.values() for n in row})
     head = ["published", *map(str, lengths)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    lines += [[name, *(_show(row.get(str(n)), ".2f") for n in lengths)] for name, row in rows.items()]
+    lines += [[name, *(_show(row.get(str(n)), recipes.decimals(known)) for n in lengths)] for name, row in rows.items()]
     return f"\n{known['source']} (other data, tokeniser and size: compare the trends only):\n\n{align(lines)}"
 
 

@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--launcher", choices=("local", "dry-run"), default="local", help="dry-run prints the commands")
     train.add_model_options(parser)
     # nothing given, rather than train's defaults: a recipe may say otherwise
-    parser.set_defaults(run=run, extra=[], arch=None, update_freq=None, positions_train=None)
+    parser.set_defaults(run=run, extra=[], arch=None, update_freq=None, rpe_share=None, positions_train=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,6 +118,7 @@ def _resolve(args: argparse.Namespace) -> tuple[list[Method], recipes.Recipe | N
     if args.out is None:
         raise UserError("--out is missing: name the folder of the sweep")
     args.arch, args.seeds, args.update_freq = args.arch or "tiny", args.seeds or [1], args.update_freq or 1
+    args.rpe_share = args.rpe_share or "auto"
     return methods, recipe
 
 
