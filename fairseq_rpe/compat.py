@@ -296,7 +296,7 @@ def forget_overrides() -> None:
 
 
 def flags_for_every_command() -> None:
-    """Model flags exist only in training; these three have to work where a checkpoint is used as well.
+    """Model flags exist only in training; these four have to work where a checkpoint is used as well.
 
     fairseq makes each command's parser right after importing the plugin, with this one function.
     """
@@ -308,6 +308,7 @@ def flags_for_every_command() -> None:
         ("--rpe-module", "FILE", _LoadModule, None, "Python file that registers encodings of your own"),
         ("--rpe-eval", "SPEC", _Override, "rpe", "evaluate with this encoding in place of the checkpoint's"),
         ("--positions-eval", "SPEC", _Override, "positions_eval", "position transform in evaluation"),
+        ("--compute-dtype", "NAME", _Override, "compute_dtype", "matrix products in fp32 or bf16"),
     )
 
     @functools.wraps(original)

@@ -105,7 +105,7 @@ def _cell(
     argv += ["--log-format", "json", "--log-interval", _LOG_INTERVAL]
     for flag in ("arch", "rpe_share", "attention_backend", "device", "nproc", "update_freq", "rpe_module"):
         argv += _flag(args, flag)
-    for flag in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout"):
+    for flag in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout", "compute_dtype"):
         argv += _flag(args, flag)
     argv += _flag(args, "inspect_every") if inspected else []
     wanted = train.plan(train.parse(argv, args.extra), digest or "")

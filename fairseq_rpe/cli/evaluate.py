@@ -44,6 +44,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help=f"a batch (default: {_BATCH_TOKENS})")
     parser.add_argument("--rpe", metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's")
     parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), help="of matrix products (default: the checkpoint's)"
+    )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
     parser.add_argument(
         "--engine",
@@ -60,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two results the same measurement: not the engine."""
-    return tuple(row.get(k) for k in ("checkpoint", "data", "subset", "length", "rpe", "positions"))
+    return tuple(row.get(k) for k in ("checkpoint", "data", "subset", "length", "rpe", "positions", "compute_dtype"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         )
     same = {"checkpoint": file_digest(args.checkpoint), "data": corpus.digest(args.data), "subset": args.subset}
     same |= {"rpe": args.rpe, "positions": args.positions}
+    if args.compute_dtype:
+        same["compute_dtype"] = args.compute_dtype
     known = {key(row): row for row in (read_json_lines(args.out) if args.out else [])}
     encoding, engine = None, None
     for length in args.lengths:
@@ -148,6 +153,8 @@ def score(args: argparse.Namespace, length: int, batch_tokens: int) -> tuple[int
         flags += ["--rpe-eval", args.rpe]
     if args.positions:
         flags += ["--positions-eval", args.positions]
+    if args.compute_dtype:
+        flags += ["--compute-dtype", args.compute_dtype]
     if args.rpe_module:
         flags += ["--rpe-module", str(args.rpe_module)]
     if args.device == "cpu":

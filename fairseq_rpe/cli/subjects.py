@@ -87,6 +87,10 @@ def _parts(cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return cfg.get("model") or {}, cfg.get("task") or {}
 
 
+# settings of a checkpoint that a command's option replaces
+_OVERRIDES = {"rpe": "rpe", "positions_eval": "positions", "compute_dtype": "compute_dtype"}
+
+
 def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:
     """The model of a checkpoint in evaluation mode, on its device, and its task over the data folder."""
     log_to(None)
@@ -96,8 +100,7 @@ def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:
 
             import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
 
-            flags = {"rpe": getattr(args, "rpe", None), "positions_eval": args.positions}
-            wanted = {key: value for key, value in flags.items() if value}
+            wanted = {key: value for key, name in _OVERRIDES.items() if (value := getattr(args, name, None))}
             overrides = {"data": str(args.data), **wanted}
             models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], overrides)
     except UserError:
@@ -107,7 +110,7 @@ def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:
         raise UserError(f"{path} cannot be used with {args.data}: {type(error).__name__}: {error}") from error
     for key, value in wanted.items():
         if getattr(cfg.model, key, None) != value:
-            flag = {"rpe": "--rpe", "positions_eval": "--positions"}[key]
+            flag = "--" + _OVERRIDES[key].replace("_", "-")
             raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
     return models[0].eval().to(device_of(args)), task
 

@@ -78,6 +78,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (default: fp32)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"
@@ -124,6 +127,8 @@ def plan(args: argparse.Namespace, data_digest: str) -> Plan:
             raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
         task = build(args.algorithm)
         settings |= {"data": task.spec, "tokens": task.tokens(task.longest("train"))}
+    if args.compute_dtype != "fp32":
+        settings["compute_dtype"] = args.compute_dtype
     if chosen("schedule") == "linear":
         # the learning rate depends on the last update, so a run cannot be prolonged
         settings |= {"schedule": "linear", "last_update": chosen("updates")}
@@ -206,6 +211,8 @@ def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list
     command += ["--user-dir", package_folder(), "--arch", s["arch"]]
     command += ["--rpe", s["rpe"], "--rpe-share", s["rpe_share"], "--attention-backend", args.attention_backend]
     command += ["--positions-train", s["positions_train"]]
+    if "compute_dtype" in s:
+        command += ["--compute-dtype", s["compute_dtype"]]
     if s["positions_eval"]:
         command += ["--positions-eval", s["positions_eval"]]
     if args.rpe_module:

@@ -1,5 +1,6 @@
 """The criterion ``lm_cross_entropy``."""
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass
@@ -52,9 +53,14 @@ class LMCrossEntropy(FairseqCriterion):
             return self._adaptive_forward(model, sample, reduce)
         features = model(**sample["net_input"], features_only=True)[0]
         target = sample["target"]
-        loss = linear_cross_entropy(
-            features.flatten(0, 1), model.decoder.output_projection.weight, target.flatten(), self.padding_idx, reduce
-        )
+        with _computing(model, features.device):
+            loss = linear_cross_entropy(
+                features.flatten(0, 1),
+                model.decoder.output_projection.weight,
+                target.flatten(),
+                self.padding_idx,
+                reduce,
+            )
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
         logging_output = {
             "loss": loss.detach(),
@@ -91,6 +97,12 @@ class LMCrossEntropy(FairseqCriterion):
     def logging_outputs_can_be_summed():
         """They can: everything logged is a sum or is divided by ``rpe_count``."""
         return True
+
+
+def _computing(model, device):
+    """The logits in the model's --compute-dtype in training; a validation is computed as an evaluation is."""
+    computing = getattr(model.decoder, "computing", None)
+    return computing(device) if computing and model.training else contextlib.nullcontext()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from omegaconf import II
 
 from ..core import UserError
 from ..encodings import build, load_module
-from ..modules.decoder import RPEDecoder
+from ..modules.decoder import COMPUTE, RPEDecoder
 from ..modules.moves import Moves
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,10 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
         },
     )
     attention_backend: str = field(default="auto", metadata={"help": "auto, reference or sdpa"})
+    compute_dtype: Optional[str] = field(
+        default=None,
+        metadata={"help": "fp32, or bf16: matrix products in bfloat16, all else in float32 (default: fp32)"},
+    )
     positions_train: str = field(
         default="identity", metadata={"help": "position transform in training: name or name:key=value,key=value"}
     )
@@ -69,6 +73,7 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         Raises:
             UserError: an encoding, option or fairseq feature that does not exist here, in one line.
         """
+        args.compute_dtype = getattr(args, "compute_dtype", None) or "fp32"
         _refuse_unsupported(args)
         if args.rpe_module:
             load_module(args.rpe_module)
@@ -84,7 +89,13 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         encodings = _encodings(args)
         moves = _moves(args, encodings)
         decoder = RPEDecoder(
-            cfg, task.target_dictionary, cls._embedding(args, task), encodings, moves, str(args.attention_backend)
+            cfg,
+            task.target_dictionary,
+            cls._embedding(args, task),
+            encodings,
+            moves,
+            str(args.attention_backend),
+            args.compute_dtype,
         )
         if args.rpe_inspect_every:
             # here, so that a model that is not inspected loads nothing that draws
@@ -151,6 +162,8 @@ def _refuse_unsupported(args):
         raise UserError("--tie-adaptive-weights needs --adaptive-input")
     if str(args.rpe_share) not in SHARES:
         raise UserError(f"--rpe-share is one of {', '.join(SHARES)}, not '{args.rpe_share}'")
+    if args.compute_dtype not in COMPUTE:
+        raise UserError(f"--compute-dtype is one of {', '.join(COMPUTE)}, not '{args.compute_dtype}'")
     if args.rpe_inspect_every < 0:
         raise UserError(f"--rpe-inspect-every is 0 (off) or a number of updates, not {args.rpe_inspect_every}")
     if args.rpe_inspect_every and not args.rpe_tensorboard:
@@ -210,6 +223,7 @@ def _register_size(name, layers, width, heads, ffn, activation):
             "rpe": "sinusoidal",
             "rpe_share": "auto",
             "attention_backend": "auto",
+            "compute_dtype": "fp32",
             "positions_train": "identity",
             "positions_eval": None,
             "rpe_module": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ..encodings import Encoding
 from .attention import RPEDecoderLayer
 from .moves import Moves
 
+# what --compute-dtype names: the dtype of matrix products, parameters and residual stream stay in float32
+COMPUTE = {"fp32": None, "bf16": torch.bfloat16}
 UNLIMITED = 2**31 - 1  # positions; fairseq drops longer blocks in silence, so the model names no smaller limit
 
 
@@ -28,16 +31,25 @@ class RPEDecoder(TransformerDecoderBase):
         encodings: one encoding for all layers, or one per layer.
         moves: the position transforms for training and evaluation.
         backend: name of the attention backend.
+        compute: a key of :data:`COMPUTE`.
     """
 
     def __init__(
-        self, cfg: Any, dictionary: Any, embed_tokens: nn.Module, encodings: list[Encoding], moves: Moves, backend: str
+        self,
+        cfg: Any,
+        dictionary: Any,
+        embed_tokens: nn.Module,
+        encodings: list[Encoding],
+        moves: Moves,
+        backend: str,
+        compute: str = "fp32",
     ) -> None:
         self._built_layers = 0
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
         self.encodings = nn.ModuleList(encodings)
         self.moves = moves
         self.reads_length = any(e.reads_length for e in encodings)
+        self.compute = COMPUTE[compute]
         self.attend = choose(backend, remaps=any(e.remap is not None for e in encodings))
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
@@ -50,6 +62,18 @@ class RPEDecoder(TransformerDecoderBase):
     def set_num_updates(self, num_updates: int) -> None:
         """fairseq calls this before every training batch."""
         self.moves.set_num_updates(num_updates)
+
+    def computing(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Matrix products in the chosen dtype; evaluation computes its logits outside, in float32.
+
+        Raises:
+            UserError: the parameters are in half precision already.
+        """
+        if self.compute is None:
+            return nullcontext()
+        if next(self.parameters()).dtype != torch.float32:
+            raise UserError("--compute-dtype bf16 keeps parameters in float32: drop --fp16, --bf16 or the flag")
+        return torch.autocast(device.type, self.compute)
 
     def max_positions(self) -> int:
         return UNLIMITED
@@ -92,6 +116,12 @@ class RPEDecoder(TransformerDecoderBase):
             or alignment_heads is not None
         ):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
+        with self.computing(prev_output_tokens.device):
+            return self._features(prev_output_tokens, incremental_state)
+
+    def _features(
+        self, prev_output_tokens: Tensor, incremental_state: dict[str, Any] | None
+    ) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
         positions, padding = self.positions(prev_output_tokens, tokens.shape[1])
         if self.moves.active(self.training) is not None:
@@ -121,6 +151,8 @@ class RPEDecoder(TransformerDecoderBase):
         x = x.transpose(0, 1)
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
+        if self.compute is not None:
+            x = x.float()
         return x, {"attn": [None], "inner_states": states}
 
     def _cached(self, incremental_state: dict[str, Any] | None) -> int:

@@ -1,0 +1,128 @@
+"""``--compute-dtype bf16``: matrix products in bfloat16, everything that is kept in float32."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import ALL_SPECS, make_model, model_args, run
+
+from fairseq_rpe.cli import checkpoints
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
+from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy
+
+
+def pair_of_models(task, spec, **options):
+    """The same parameters, computed in float32 and in bfloat16."""
+    plain = make_model(task, spec, **options)
+    half = make_model(task, spec, compute_dtype="bf16", **options)
+    half.load_state_dict(plain.state_dict())
+    return plain, half
+
+
+def tokens_of(n: int, batch: int = 2) -> torch.Tensor:
+    return torch.randint(4, 60, (batch, n), generator=torch.Generator().manual_seed(0))
+
+
+def sample_of(tokens: torch.Tensor) -> dict:
+    inputs = tokens[:, :-1]
+    lengths = torch.full((len(tokens),), inputs.shape[1])
+    return {
+        "net_input": {"src_tokens": inputs, "src_lengths": lengths},
+        "target": tokens[:, 1:].contiguous(),
+        "ntokens": inputs.numel(),
+    }
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_close_to_float32_and_not_it(task, spec):
+    plain, half = pair_of_models(task, spec)
+    tokens = tokens_of(37)
+    with torch.no_grad():
+        a, b = plain(tokens)[0], half(tokens)[0]
+    assert a.dtype == b.dtype == torch.float32
+    error = (a - b).norm() / a.norm()
+    assert 1e-5 < error < 2e-2, f"{error:.1e}"
+
+
+@pytest.mark.parametrize("spec", ["kerple_log", "rope", "fire", "t5_bias"])
+def test_gradients_stay_in_float32_and_point_the_same_way(task, spec):
+    gradients = []
+    for model in pair_of_models(task, spec):
+        loss = LMCrossEntropy(task, False)(model.train(), sample_of(tokens_of(33)))[0]
+        loss.backward()
+        found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        assert all(p.dtype == g.dtype == torch.float32 for p, g in zip(model.parameters(), found, strict=False))
+        gradients.append(torch.cat(found))
+    a, b = gradients
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999 and not torch.equal(a, b)
+
+
+def test_a_validation_is_what_evaluation_computes(task):
+    """Both have float32 logits of the features, so that a valid loss is a test loss on the same text."""
+    _, half = pair_of_models(task, "alibi")
+    sample = sample_of(tokens_of(33))
+    with torch.no_grad():
+        validated = LMCrossEntropy(task, False)(half.eval(), sample)[0]
+        logits = half(sample["net_input"]["src_tokens"])[0]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), sample["target"].flatten(), reduction="sum")
+    torch.testing.assert_close(validated, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("spec", ["alibi", "rope", "sinusoidal"])
+def test_incremental_decoding(task, spec):
+    _, half = pair_of_models(task, spec)
+    tokens = tokens_of(19)
+    with torch.no_grad():
+        whole = half(tokens)[0]
+        state: dict = {}
+        steps = [half(tokens[:, : n + 1], incremental_state=state)[0] for n in range(tokens.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=2e-2 * float(whole.abs().max()))
+
+
+def test_activation_checkpoints(task):
+    results = []
+    for checkpointed in (False, True):
+        model = make_model(task, "kerple_log", compute_dtype="bf16", checkpoint_activations=checkpointed).train()
+        loss = LMCrossEntropy(task, False)(model, sample_of(tokens_of(33)))[0]
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_refusals(task):
+    from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
+
+    with pytest.raises(UserError, match="one of fp32, bf16, not 'bfloat'"):
+        TransformerRPELanguageModel.build_model(model_args("alibi", compute_dtype="bfloat"), task)
+    model = make_model(task, "alibi", compute_dtype="bf16").half()
+    with pytest.raises(UserError, match="drop --fp16, --bf16 or the flag"):
+        model(tokens_of(9))
+
+
+def test_train_and_both_engines(corpus, tmp_path, capsys):
+    """The flag from the command line to the checkpoint; evaluation follows it, or what it is told instead."""
+    folder = tmp_path / "run"
+    command = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder, "--tokens", "32", "--updates", "4"]
+    run("fairseq-rpe", *command, "--compute-dtype", "bf16", "--device", "cpu")
+    settings = json.loads((folder / "run.json").read_text())["settings"]
+    assert settings["compute_dtype"] == "bf16"
+    checkpoint = folder / checkpoints.LAST
+    assert checkpoints.load_header(checkpoint)["cfg"]["model"]["compute_dtype"] == "bf16"
+    losses = {}
+    for engine in ("fast", "fairseq"):
+        for flags in ([], ["--compute-dtype", "fp32"]):
+            capsys.readouterr()
+            argv = ["eval", checkpoint, corpus, "--lengths", "40", "--device", "cpu", "--engine", engine, *flags]
+            assert main([str(a) for a in argv]) == 0
+            [row] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            assert row.get("compute_dtype") == (flags[-1] if flags else None)
+            losses[engine, bool(flags)] = row["loss_base2"]
+    for replaced in (False, True):
+        assert losses["fast", replaced] == pytest.approx(losses["fairseq", replaced], rel=1e-6)
+    assert math.isclose(losses["fast", True], losses["fast", False], rel_tol=1e-3)
+    assert losses["fast", True] != losses["fast", False]
