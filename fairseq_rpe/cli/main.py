@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fairseq_rpe import __version__
 from fairseq_rpe.cli import (
     accuracy,
+    bench,
     erf,
     evaluate,
     figures,
@@ -46,6 +47,7 @@ _COMMANDS = (
     erf,
     sensitivity,
     fire_fit,
+    bench,
     inspect,
 )
 

@@ -1,0 +1,85 @@
+"""``fairseq-rpe bench``: what is timed, what is refused, what is written."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from fairseq_rpe.attention import BACKENDS
+from fairseq_rpe.cli import bench
+from fairseq_rpe.cli.main import main
+
+SMALL = ["--heads", "2", "--width", "32", "--repeats", "1", "--device", "cpu"]
+
+
+def rows_of(folder):
+    text = (folder / "bench.csv").read_text()
+    head, _, table = text.partition("\n")
+    return head, list(csv.DictReader(table.splitlines()))
+
+
+def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
+    names = ["--backends", "reference sdpa", "--encodings", "nope alibi fire"]
+    assert main(["bench", "--lengths", "17,32", *names, *SMALL, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    head, rows = rows_of(tmp_path)
+    assert "2 heads of 32" in head and "medians of 1" in head
+    cells = {(r["encoding"], r["backend"], r["pass"], r["length"]) for r in rows}
+    expected = {(e, b) for e in ("nope", "alibi", "fire") for b in ("reference", "sdpa")} | {(bench.LIMIT, "sdpa")}
+    assert cells == {(*key, kind, n) for key in expected for kind in ("forward", "training") for n in ("17", "32")}
+    for row in rows:
+        limit = next(
+            r
+            for r in rows
+            if r["encoding"] == bench.LIMIT and r["pass"] == row["pass"] and r["length"] == row["length"]
+        )
+        assert float(row["milliseconds"]) > 0
+        assert float(row["ratio"]) == pytest.approx(float(row["milliseconds"]) / float(limit["milliseconds"]), rel=0.1)
+    assert (tmp_path / "bench.md").read_text().strip() in said and "no bias, milliseconds" in said
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.csv", "bench.md", "bench.png"]
+
+
+def test_turns_alternate():
+    seen = []
+    ways = {name: lambda name=name: seen.append(name) for name in ("a", "b")}
+    assert set(bench.in_turns(ways, 3, "cpu")) == {"a", "b"}
+    assert seen == ["a", "b"] * 3
+
+
+def test_what_does_not_fit_is_named_and_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "_DENSE_COPIES", 1 << 50)
+    names = ["--backends", "reference sdpa", "--encodings", "alibi", "--passes", "forward"]
+    assert main(["bench", "--lengths", "16", *names, *SMALL, "--out", str(tmp_path)]) == 0
+    assert "alibi on reference, 16 tokens: needs about" in capsys.readouterr().err
+    assert [r["backend"] for r in rows_of(tmp_path)[1]] == ["sdpa", "sdpa"]
+
+
+def test_what_a_backend_refuses_is_named_and_left_out(capsys, monkeypatch):
+    from fairseq_rpe.core import UserError
+
+    def refuses(*_):
+        raise UserError("not today: use sdpa")
+
+    monkeypatch.setitem(BACKENDS, "sometimes", refuses)
+    assert main(["bench", "--lengths", "16", "--encodings", "alibi", "--passes", "forward", *SMALL]) == 0
+    said = capsys.readouterr()
+    assert "alibi on sometimes, 16 tokens: not today: use sdpa" in said.err and "alibi, sdpa" in said.out
+    assert "sometimes" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--backends", "sdpb"], "unknown 'sdpb'; known: reference, sdpa"),
+        (["--encodings", "rope"], "'rope' has no bias"),
+        (["--encodings", "alibbi"], "did you mean 'alibi'"),
+        (["--encodings", ""], "at least one"),
+        (["--out", __file__], "is a file"),
+    ],
+)
+def test_bad_input(flags, words, capsys):
+    assert main(["bench", "--lengths", "16", *SMALL, *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
