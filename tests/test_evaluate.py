@@ -19,7 +19,8 @@ from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli import evaluate
 from fairseq_rpe.cli.fast import Fast
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.data.place import TEXT_MADE_BY
+from fairseq_rpe.core import UserError
+from fairseq_rpe.data.place import TEXT_MADE_BY, describe_files
 from fairseq_rpe.encodings import build
 from fairseq_rpe.modules.decoder import RPEDecoder
 
@@ -67,6 +68,32 @@ def assert_same_numbers(fast: list[dict], slow: list[dict]) -> None:
         # fairseq raises 2 to a loss in float32
         assert a["ppl"] == pytest.approx(b["ppl"], rel=1e-6 * b["loss_base2"])
         assert a["ppl"] == pytest.approx(2 ** a["loss_base2"], rel=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["fast", "fairseq"])
+def test_data_of_another_vocabulary_are_refused(engine, state, corpus, tmp_path, capsys):
+    """Of the same size, so that nothing but the numbers would be wrong."""
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    lines = (data / "dict.txt").read_text().splitlines()
+    lines[0], lines[1] = lines[1], lines[0]
+    (data / "dict.txt").write_text("\n".join(lines) + "\n")
+    path = checkpoint_with(state, tmp_path)
+    assert len(rows_of(capsys, path, corpus, "32", "--engine", engine)) == 1
+    assert main(["eval", str(path), str(data), "--lengths", "32", "--device", "cpu", "--engine", engine]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "another vocabulary" in error and "--vocab-from" in error
+
+
+def test_a_dictionary_that_its_corpus_was_not_made_with_is_refused(corpus, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    described = describe_files(data, ["dict.txt"])
+    (data / "corpus.json").write_text(json.dumps({"made_by": TEXT_MADE_BY, "files": described}))
+    corpus_files.check_folder(data, "test")
+    (data / "dict.txt").write_text((data / "dict.txt").read_text() + "more 1\n")
+    with pytest.raises(UserError, match="dict.txt is not the one"):
+        corpus_files.check_folder(data, "test")
 
 
 def test_corpora_that_know_their_text_give_bits_per_byte(state, corpus, tmp_path, capsys):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from fairseq_rpe.cli.files import file_digest
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.place import describe_files, read_manifest
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQ")  # version, code of the number type, number of lines
 
 
 def check_folder(data: Path, *splits: str) -> None:
-    """Refuse a folder that ``fairseq-preprocess`` has not filled."""
+    """Refuse a folder that ``fairseq-preprocess`` has not filled, or whose dictionary was exchanged."""
     if os.pathsep in str(data):
         raise UserError(f"'{data}' contains '{os.pathsep}', where fairseq splits paths: rename the folder")
     if not data.is_dir():
@@ -22,6 +23,9 @@ def check_folder(data: Path, *splits: str) -> None:
     for name in ("dict.txt", *(f"{s}.{end}" for s in splits for end in ("idx", "bin"))):
         if not (data / name).is_file():
             raise UserError(f"{data} has no {name}: it is not a binarised data folder with {' and '.join(splits)}")
+    made = ((read_manifest(data) or {}).get("files") or {}).get("dict.txt")
+    if made is not None and made != describe_files(data, ["dict.txt"])["dict.txt"]:
+        raise UserError(f"{data}/dict.txt is not the one that the corpus was made with: prepare {data} again")
 
 
 def count_tokens(data: Path, split: str) -> int:

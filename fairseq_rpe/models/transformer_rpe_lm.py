@@ -1,5 +1,6 @@
 """The language model ``transformer_rpe_lm`` and its sizes."""
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Optional
@@ -60,6 +61,9 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     # its own copy of the training length: --model-overrides may change tokens_per_sample when a checkpoint is evaluated
     rpe_train_length: Optional[int] = II("task.tokens_per_sample")
     rpe_seed: int = II("common.seed")
+    rpe_vocabulary: Optional[str] = field(
+        default=None, metadata={"help": "set by training: the dictionary's digest, which an evaluation compares"}
+    )
 
 
 @register_model("transformer_rpe_lm", dataclass=TransformerRPELMConfig)
@@ -81,6 +85,7 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if not args.rpe_train_length:
             args.rpe_train_length = args.tokens_per_sample
+        _check_vocabulary(args, task.source_dictionary)
         if args.max_target_positions not in (None, args.tokens_per_sample):
             logger.warning("max_target_positions=%s has no effect: any length is accepted", args.max_target_positions)
 
@@ -170,6 +175,18 @@ def _refuse_unsupported(args):
         raise UserError("--rpe-inspect-every writes for TensorBoard: give --tensorboard-logdir DIR too")
 
 
+def _check_vocabulary(args, dictionary):
+    """Note the dictionary of a training; refuse another one of the same size, which would only give wrong numbers."""
+    digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
+    known = getattr(args, "rpe_vocabulary", None)
+    if known and known != digest:
+        raise UserError(
+            "the checkpoint was trained with another vocabulary than this data folder's dict.txt: prepare the text "
+            "again with --vocab-from and the folder that it was trained on"
+        )
+    args.rpe_vocabulary = digest
+
+
 def _encodings(args):
     """One encoding for the model, or one per layer."""
     spec, share = str(args.rpe), str(args.rpe_share)
@@ -231,6 +248,7 @@ def _register_size(name, layers, width, heads, ffn, activation):
             "rpe_tensorboard": getattr(args, "tensorboard_logdir", None),
             "rpe_train_length": None,
             "rpe_seed": getattr(args, "seed", 1),
+            "rpe_vocabulary": None,
             "max_target_positions": None,
             "decoder_xformers_att_config": None,
         }
