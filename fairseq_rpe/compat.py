@@ -45,6 +45,7 @@ def apply() -> None:
     atomic_copies()
     full_disks()
     bf16_is_not_tpu()
+    no_fully_sharded()
     flags_for_every_command()
     guard_workers()
     guard_data()
@@ -233,8 +234,12 @@ def atomic_copies() -> None:
         if os.path.exists(dst_path) and not overwrite:
             return False
         temporary = f"{dst_path}.copying"
-        shutil.copyfile(src_path, temporary)
-        os.replace(temporary, dst_path)
+        try:
+            shutil.copyfile(src_path, temporary)
+            os.replace(temporary, dst_path)
+        except OSError as error:
+            Path(temporary).unlink(missing_ok=True)
+            raise not_written(dst_path, error) from None
         return True
 
     PathManager.copy = staticmethod(copy)
@@ -252,13 +257,38 @@ def full_disks() -> None:
             original(obj, filename, async_write)
         except (OSError, RuntimeError) as error:
             Path(f"{filename}.tmp").unlink(missing_ok=True)
-            first = str(error).split("\n")[0]
-            raise UserError(
-                f"checkpoint {filename} could not be written ({first}): make room and start the same command again"
-            ) from None
+            raise not_written(filename, error) from None
 
     checkpoint_utils._torch_persistent_save = lambda obj, file: torch.save(obj, file)
     checkpoint_utils.torch_persistent_save = save
+
+
+def not_written(path: str, error: Exception) -> UserError:
+    """What to say of a checkpoint that the disk did not take."""
+    first = str(error).split("\n")[0]
+    return UserError(f"checkpoint {path} could not be written ({first}): make room and start the same command again")
+
+
+def no_fully_sharded() -> None:
+    """fairseq's FSDP is fairscale's, whose last release is of 2022: it fails without a GPU (in its own code, with torch
+    2.13), and on GPUs it was never tried with these models, whose parameters are read outside the forward pass.
+    """
+    from fairseq import options
+
+    original = options.parse_args_and_arch
+
+    @functools.wraps(original)
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        namespace = result[0] if isinstance(result, tuple) else result
+        if getattr(namespace, "ddp_backend", None) == "fully_sharded":
+            raise UserError(
+                "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on processors and was "
+                "never tried with these models; drop it and, for memory, lower --batch-size and raise --update-freq"
+            )
+        return result
+
+    options.parse_args_and_arch = parse
 
 
 def bf16_is_not_tpu() -> None:

@@ -183,6 +183,17 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old"
+    (tmp_path / "target.copying").unlink(missing_ok=True)
+
+    def full(source: str, target: str) -> None:
+        Path(target).write_text("ha")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat.shutil, "copyfile", full)
+        with pytest.raises(UserError, match="could not be written .*No space left.*make room"):
+            PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_text() == "old" and not list(tmp_path.glob("*.copying"))
     assert PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "new"
 
@@ -236,6 +247,15 @@ def test_bf16_is_not_tpu(monkeypatch):
     args = options.parse_args_and_arch(parser, flags)
     assert args.bf16 and not args.tpu
     assert options.parse_args_and_arch(options.get_training_parser(), [*flags, "--tpu"]).tpu
+
+
+def test_fully_sharded_is_refused(corpus, tmp_path):
+    flags = ["--user-dir", PACKAGE, corpus, "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny", "--cpu"]
+    flags += ["--rpe", "alibi", "--ddp-backend", "fully_sharded", "--save-dir", tmp_path / "run"]
+    done = fairseq("train", *flags, ok=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("error: --ddp-backend fully_sharded is refused: "), done.stderr
+    assert "raise --update-freq" in last and "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_context_window_with_workers_is_refused(task):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _FIRST_PORT, _PORTS = 20000, 10000
 # what SLURM is asked when the job has begun; the same that ``here`` finds out
 _NODE_RANK = "$SLURM_NODEID"
-_MASTER = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):PORT'
+_MASTER = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,13 @@ def here(args: argparse.Namespace) -> Node:
 
 def in_slurm(args: argparse.Namespace) -> Node:
     """What ``here`` will find in a SLURM job, as the words of a shell."""
-    return Node(_NODE_RANK, _MASTER) if args.nodes > 1 else Node()
+    port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
+    return Node(_NODE_RANK, f"{_MASTER}:{port}") if args.nodes > 1 else Node()
+
+
+def shown(words: list[str]) -> str:
+    """A command as a line for a shell, which fills in what ``in_slurm`` left to it."""
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
 
 
 def _slurm_master() -> str | None:
