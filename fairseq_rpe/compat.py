@@ -39,6 +39,7 @@ def apply() -> None:
     one_line_errors()
     numpy_compat()
     namespace_checkpoints()
+    broadcast_checkpoints()
     literal_eval_only()
     safe_checkpoints()
     whole_batches()
@@ -78,6 +79,21 @@ def numpy_compat() -> None:
 def namespace_checkpoints() -> None:
     """Models without a dataclass save an argparse.Namespace, a mere record, which torch's safe loading refuses."""
     torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def broadcast_checkpoints() -> None:
+    """Rank 0 sends the checkpoint that it has loaded to the others, whose ``torch.load`` refuses its configuration.
+
+    So no run of several processes could be resumed. What comes from a process of the same run needs no suspicion.
+    """
+    from fairseq.distributed import utils
+
+    def broadcast(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
+        return box[0]
+
+    utils._broadcast_object_slow = broadcast
 
 
 def literal_eval_only() -> None:
@@ -283,8 +299,8 @@ def no_fully_sharded() -> None:
         namespace = result[0] if isinstance(result, tuple) else result
         if getattr(namespace, "ddp_backend", None) == "fully_sharded":
             raise UserError(
-                "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on processors and was "
-                "never tried with these models; drop it and, for memory, lower --batch-size and raise --update-freq"
+                "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on processors and "
+                "was never tried with these models; drop it and, for memory, lower --batch-size and raise --update-freq"
             )
         return result
 

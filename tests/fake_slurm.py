@@ -1,6 +1,6 @@
 """As much of SLURM as submitit needs, on one machine: sbatch, srun, scontrol and sacct as a folder of programs.
 
-Jobs run one after another; each of their nodes is a process here. ``$FAKE_SLURM`` holds what was submitted and the states.
+Jobs run one after another, each of their nodes as a process. ``$FAKE_SLURM`` holds what was submitted and the states.
 """
 
 from __future__ import annotations
@@ -60,18 +60,20 @@ def daemon(state: Path, number: str) -> None:
 
 def srun(state: Path, *words: str) -> None:
     given = list(words)
-    files = {}
+    patterns = {}
     while given[0].startswith("--"):
         option = given.pop(0)
         if option in ("--output", "--error"):
-            files[option] = given.pop(0)
+            patterns[option] = given.pop(0)
     jobs = []
     for node in range(int(os.environ["SLURM_NNODES"])):
+        files = dict(patterns)
         names = {"%A": os.environ.get("SLURM_ARRAY_JOB_ID", ""), "%a": os.environ.get("SLURM_ARRAY_TASK_ID", "")}
         names |= {"%j": os.environ["SLURM_JOB_ID"], "%t": str(node)}
-        outputs = [re.sub("%[Aajt]", lambda found: names[found[0]], files[key]) for key in ("--output", "--error")]
+        for sign, value in names.items():
+            files = {key: name.replace(sign, value) for key, name in files.items()}
         own = {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
-        with open(outputs[0], "a") as out, open(outputs[1], "a") as error:
+        with open(files["--output"], "a") as out, open(files["--error"], "a") as error:
             jobs.append(subprocess.Popen(given, env={**os.environ, **own}, stdout=out, stderr=error))
     sys.exit(max(abs(job.wait()) for job in jobs))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGE, make_model
+from conftest import PACKAGE, fairseq, make_model
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat, guards
