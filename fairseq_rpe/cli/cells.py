@@ -79,18 +79,17 @@ class Cell:
         node = launch.in_slurm(args) if on_slurm else launch.Node()
         return launch.shown(launch.command(args, self.wanted, node, gpus))
 
-    def save(self, device: str, nproc: int) -> None:
+    def save(self) -> None:
         """Leave all that a job needs to know in the run's folder; see ``load``."""
-        write_json(self.folder / _FILE, {**asdict(self), "folder": None, "device": device, "nproc": nproc})
+        write_json(self.folder / _FILE, {**asdict(self), "folder": None})
 
 
-def load(folder: Path) -> tuple[Cell, str, int]:
-    """The cell that was saved in ``folder``, with its device and processes per node."""
-    there = read_json(folder / _FILE)
-    device, nproc = there.pop("device"), there.pop("nproc")
-    there |= {"folder": folder, "wanted": train.Plan(**there["wanted"])}
+def load(folder: Path) -> Cell:
+    """The cell that was saved in ``folder``."""
+    there = {**read_json(folder / _FILE), "folder": folder}
+    there["wanted"] = train.Plan(**there["wanted"])
     there["evaluations"] = [Evaluation(**given) for given in there["evaluations"]]
-    return Cell(**there), device, nproc
+    return Cell(**there)
 
 
 def record(method: Method) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from omegaconf import DictConfig
 
 from fairseq_rpe.cli import cells, processes, runner
 from fairseq_rpe.cli.files import lock
-from fairseq_rpe.cli.places import places
 from fairseq_rpe.core.errors import UserError
+
+# the one place of a job: cores and GPUs are those that SLURM gave to it
+_PLACE: list[dict[str, str]] = [{}]
 
 
 def carry_out(folder: Path) -> None:
@@ -20,15 +22,14 @@ def carry_out(folder: Path) -> None:
 
     A failed run is told in the job's log and is no exception, so that the launcher waits for the other jobs.
     """
-    cell, device, nproc = cells.load(folder)
-    place = places(device, nproc, jobs=1)
+    cell = cells.load(folder)
     try:
         if int(os.environ.get("SLURM_NODEID", "0")) > 0:
-            _train_along(cell, place)
+            _train_along(cell)
             return
         with lock(cell.lock, f"another job is busy with {cell.slug}"):
             stages = cell.work_left()
-            for line in runner.execute({cell: stages}, [cell], place) if stages else []:
+            for line in runner.execute({cell: stages}, [cell], _PLACE) if stages else []:
                 print(f"error: {line}", file=sys.stderr)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -37,12 +38,12 @@ def carry_out(folder: Path) -> None:
         sys.exit(143)
 
 
-def _train_along(cell: cells.Cell, place: list[dict[str, str]]) -> None:
+def _train_along(cell: cells.Cell) -> None:
     """A further node of a run takes part in its training alone."""
     stages = [stage for stage in cell.work_left() if stage.name == "training"]
     if stages:
         log = cell.folder / f"train-node{os.environ['SLURM_NODEID']}.log"
-        runner.execute({cell: [runner.Stage("training", stages[0].command, log)]}, [cell], place)
+        runner.execute({cell: [runner.Stage("training", stages[0].command, log)]}, [cell], _PLACE)
 
 
 @hydra.main(version_base="1.3", config_path=None)

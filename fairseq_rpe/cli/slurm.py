@@ -115,7 +115,7 @@ def execute(args: argparse.Namespace, pending: Mapping[Cell, list[runner.Stage]]
     told = ""
     if mine:
         for cell in mine:
-            cell.save(args.device, args.nproc)
+            cell.save()
         told = _submit(args, [cell.slug for cell in mine])
     failures = [f"{cell.slug} is not finished: another job is busy with it, see squeue" for cell in busy]
     for cell, before in mine.items():
