@@ -43,6 +43,7 @@ def apply() -> None:
     literal_eval_only()
     safe_checkpoints()
     whole_batches()
+    same_batches_when_resumed()
     atomic_copies()
     full_disks()
     bf16_is_not_tpu()
@@ -240,6 +241,29 @@ def whole_batches() -> None:
         return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
 
     data_utils.batch_by_size = batch_by_size
+
+
+def same_batches_when_resumed() -> None:
+    """A run keeps the batches that it made in epoch 1. One resumed in a later epoch made others, of another seed.
+
+    So it met some blocks of that epoch twice and others never, and its end was not that of an uninterrupted run.
+    """
+    from fairseq.tasks.fairseq_task import FairseqTask
+
+    original = FairseqTask.get_batch_iterator
+
+    @functools.wraps(original)
+    def get_batch_iterator(self: Any, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
+        kept = not any(kwargs.get(flag) for flag in ("disable_iterator_cache", "update_epoch_batch_itr"))
+        kept = kept and not getattr(self.cfg, "rebuild_batches", False) and not self.has_sharded_data("train")
+        if not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+            return original(self, dataset, *args, epoch=epoch, **kwargs)
+        iterator = original(self, dataset, *args, epoch=1, **kwargs)
+        iterator.epoch = max(epoch, 1)
+        dataset.set_epoch(epoch)
+        return iterator
+
+    FairseqTask.get_batch_iterator = get_batch_iterator
 
 
 def atomic_copies() -> None:

@@ -165,6 +165,41 @@ def test_loading_checkpoints(task, tmp_path, monkeypatch):
     assert not (tmp_path / PAYLOAD).exists()
 
 
+def test_resumed_in_a_later_epoch_meets_the_same_batches(tmp_path):
+    code = """
+from argparse import Namespace
+import numpy as np
+from fairseq.data import FairseqDataset
+from fairseq.tasks import FairseqTask
+
+class Rows(FairseqDataset):
+    sizes = np.ones(12, dtype=np.int64)
+    def __len__(self): return 12
+    def __getitem__(self, i): return int(i)
+    def collater(self, rows): return rows
+    def size(self, i): return 1
+    def num_tokens(self, i): return 1
+    def num_tokens_vec(self, indices): return np.ones(len(indices), dtype=np.int64)
+    def ordered_indices(self): return np.random.permutation(12)
+
+def iterator(epoch):
+    return FairseqTask(Namespace(data="x")).get_batch_iterator(Rows(), max_sentences=2, seed=1, epoch=epoch)
+
+straight = iterator(1)
+epochs = [list(straight.next_epoch_itr()) for _ in range(3)]
+resumed = iterator(3)
+resumed.load_state_dict({"epoch": 3, "iterations_in_epoch": 2, "version": 2, "shuffle": True})
+at_its_start = iterator(3)
+at_its_start.load_state_dict({"epoch": 3, "iterations_in_epoch": 0, "version": 2, "shuffle": True})
+print(list(resumed.next_epoch_itr()) == epochs[2][2:], list(at_its_start.next_epoch_itr()) == epochs[2])
+print(sorted(sum(epochs[2], [])) == list(range(12)), epochs[0] != epochs[1] != epochs[2])
+"""
+    alone = without_plugin(code, tmp_path).stdout.split()
+    assert alone == ["False", "False", "True", "True"]
+    repaired = without_plugin("import fairseq_rpe.models\n" + code, tmp_path)
+    assert repaired.stdout.split() == ["True"] * 4, repaired.stderr
+
+
 def test_copies_are_atomic(tmp_path, monkeypatch):
     from fairseq.file_io import PathManager
 
