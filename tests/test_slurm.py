@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import fake_slurm
 import pytest
 from conftest import PACKAGE, run
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_sweep import BROKEN
 
 from fairseq_rpe.cli import files, report, slurm
@@ -62,16 +64,25 @@ def test_a_dry_run_prints_the_multirun_and_torchrun_and_needs_no_launcher(corpus
         "additional_parameters.mail-type=END",
     ]
     settings += ["--slurm", "setup=[module load cuda]", "--nproc", "8", "--nodes", "2", "--jobs", "3"]
-    argv = command(corpus, tmp_path / "x", "alibi type1:form=paper", "--launcher", "dry-run", *settings, device="auto")
+    out = tmp_path / "it's a=b, c"
+    argv = command(corpus, out, "alibi type1:form=paper", "--launcher", "dry-run", *settings, device="auto")
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert not (tmp_path / "x").exists()
+    assert not out.exists()
     multirun = lines[0]
     assert "-m fairseq_rpe.cli.job --multirun hydra/launcher=submitit_slurm " in multirun
     for setting in ("nodes=2", "tasks_per_node=1", "gpus_per_node=8", "array_parallelism=3", "partition=gpu"):
         assert f" hydra.launcher.{setting} " in multirun
-    assert "+hydra.launcher.additional_parameters.mail-type=END" in multirun
-    assert "hydra.launcher.setup=[module load cuda]'" in multirun and "n1,n2" in multirun
+    words = shlex.split(multirun)
+    found = OverridesParser.create().parse_overrides(words[words.index("--multirun") + 1 :])
+    read = {override.key_or_group: override for override in found}  # as hydra reads them
+    assert read["hydra.launcher.additional_parameters.mail-type"].value() == "END"
+    assert read["hydra.launcher.additional_parameters.mail-type"].is_add()
+    assert read["hydra.launcher.exclude"].value() == "n1,n2"
+    assert read["hydra.launcher.setup"].value() == ["module load cuda"]
+    assert read["hydra.sweep.dir"].value() == str(out / "slurm") and read["out"].value() == str(out)
+    named = [getattr(run, "text", run) for run in read["run"].sweep_iterator()]
+    assert named == ["alibi-seed1", "type1-form=paper-e4e3fd-seed1"]
     assert [line for line in lines if line.startswith("# job")] == [
         "# job alibi-seed1:",
         "# job type1-form=paper-e4e3fd-seed1:",
