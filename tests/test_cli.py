@@ -17,9 +17,10 @@ import pytest
 import torch
 from conftest import run
 
-from fairseq_rpe.cli import checkpoints, files, train
+from fairseq_rpe.cli import checkpoints, files
 from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.options import package_folder
 from fairseq_rpe.core.errors import UserError
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
@@ -226,7 +227,7 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
         assert row["ppl"] == pytest.approx(2 ** row["loss_base2"]) and row["ppl"] > 1
     assert f"scored tokens: {tokens} of {tokens}" in (tmp_path / "log").read_text()
     # the whole point of the count: the same number as fairseq's own command gives
-    flags = ["--user-dir", train.package_folder(), "--path", trained / checkpoints.LAST, "--gen-subset", "test"]
+    flags = ["--user-dir", package_folder(), "--path", trained / checkpoints.LAST, "--gen-subset", "test"]
     flags += ["--tokens-per-sample", "100", "--sample-break-mode", "none", "--cpu"]
     own = run(sys.executable, "-m", "fairseq_cli.eval_lm", corpus, *flags)
     assert re.search(rf"Perplexity: {rows[1]['ppl']:.2f}\b", own.stdout + own.stderr)
