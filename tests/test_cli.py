@@ -17,9 +17,10 @@ import pytest
 import torch
 from conftest import run
 
-from fairseq_rpe.cli import checkpoints, files, train
+from fairseq_rpe.cli import checkpoints, files
 from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.options import package_folder
 from fairseq_rpe.core.errors import UserError
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
@@ -138,11 +139,11 @@ def test_train_refuses_in_one_line(corpus, tmp_path, capsys):
 def test_dry_run_prints_the_command_and_writes_nothing(corpus, tmp_path, capsys):
     argv = ["train", str(corpus), *RUN, "--save-dir", str(tmp_path / "run"), "--dry-run", "--nproc", "3", *SMALL]
     assert main(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and not (tmp_path / "run").exists()
-    for rank, line in enumerate(lines):
-        assert "--rpe kerple_log" in line and "--decoder-embed-dim 32" in line
-        assert f"--distributed-rank {rank}" in line and "--distributed-world-size 3" in line
+    [line] = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "run").exists()
+    assert "-m torch.distributed.run --nproc-per-node 3 --standalone -m fairseq_rpe.cli.rank " in line
+    assert "--rpe kerple_log" in line and "--decoder-embed-dim 32" in line and "--distributed-world-size 3" in line
+    assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp" in line
 
 
 def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus, capsys):
@@ -226,7 +227,7 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
         assert row["ppl"] == pytest.approx(2 ** row["loss_base2"]) and row["ppl"] > 1
     assert f"scored tokens: {tokens} of {tokens}" in (tmp_path / "log").read_text()
     # the whole point of the count: the same number as fairseq's own command gives
-    flags = ["--user-dir", train.package_folder(), "--path", trained / checkpoints.LAST, "--gen-subset", "test"]
+    flags = ["--user-dir", package_folder(), "--path", trained / checkpoints.LAST, "--gen-subset", "test"]
     flags += ["--tokens-per-sample", "100", "--sample-break-mode", "none", "--cpu"]
     own = run(sys.executable, "-m", "fairseq_cli.eval_lm", corpus, *flags)
     assert re.search(rf"Perplexity: {rows[1]['ppl']:.2f}\b", own.stdout + own.stderr)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGE, make_model
+from conftest import PACKAGE, fairseq, make_model
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat, guards
@@ -164,6 +165,41 @@ def test_loading_checkpoints(task, tmp_path, monkeypatch):
     assert not (tmp_path / PAYLOAD).exists()
 
 
+def test_resumed_in_a_later_epoch_meets_the_same_batches(tmp_path):
+    code = """
+from argparse import Namespace
+import numpy as np
+from fairseq.data import FairseqDataset
+from fairseq.tasks import FairseqTask
+
+class Rows(FairseqDataset):
+    sizes = np.ones(12, dtype=np.int64)
+    def __len__(self): return 12
+    def __getitem__(self, i): return int(i)
+    def collater(self, rows): return rows
+    def size(self, i): return 1
+    def num_tokens(self, i): return 1
+    def num_tokens_vec(self, indices): return np.ones(len(indices), dtype=np.int64)
+    def ordered_indices(self): return np.random.permutation(12)
+
+def iterator(epoch):
+    return FairseqTask(Namespace(data="x")).get_batch_iterator(Rows(), max_sentences=2, seed=1, epoch=epoch)
+
+straight = iterator(1)
+epochs = [list(straight.next_epoch_itr()) for _ in range(3)]
+resumed = iterator(3)
+resumed.load_state_dict({"epoch": 3, "iterations_in_epoch": 2, "version": 2, "shuffle": True})
+at_its_start = iterator(3)
+at_its_start.load_state_dict({"epoch": 3, "iterations_in_epoch": 0, "version": 2, "shuffle": True})
+print(list(resumed.next_epoch_itr()) == epochs[2][2:], list(at_its_start.next_epoch_itr()) == epochs[2])
+print(sorted(sum(epochs[2], [])) == list(range(12)), epochs[0] != epochs[1] != epochs[2])
+"""
+    alone = without_plugin(code, tmp_path).stdout.split()
+    assert alone == ["False", "False", "True", "True"]
+    repaired = without_plugin("import fairseq_rpe.models\n" + code, tmp_path)
+    assert repaired.stdout.split() == ["True"] * 4, repaired.stderr
+
+
 def test_copies_are_atomic(tmp_path, monkeypatch):
     from fairseq.file_io import PathManager
 
@@ -183,6 +219,17 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old"
+    (tmp_path / "target.copying").unlink(missing_ok=True)
+
+    def full(source: str, target: str) -> None:
+        Path(target).write_text("ha")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat.shutil, "copyfile", full)
+        with pytest.raises(UserError, match="could not be written .*No space left.*make room"):
+            PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_text() == "old" and not list(tmp_path.glob("*.copying"))
     assert PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "new"
 
@@ -236,6 +283,15 @@ def test_bf16_is_not_tpu(monkeypatch):
     args = options.parse_args_and_arch(parser, flags)
     assert args.bf16 and not args.tpu
     assert options.parse_args_and_arch(options.get_training_parser(), [*flags, "--tpu"]).tpu
+
+
+def test_fully_sharded_is_refused(corpus, tmp_path):
+    flags = ["--user-dir", PACKAGE, corpus, "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny", "--cpu"]
+    flags += ["--rpe", "alibi", "--ddp-backend", "fully_sharded", "--save-dir", tmp_path / "run"]
+    done = fairseq("train", *flags, ok=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("error: --ddp-backend fully_sharded is refused: "), done.stderr
+    assert "raise --update-freq" in last and "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_context_window_with_workers_is_refused(task):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from conftest import SPECS, run
 
 from fairseq_rpe.analysis import style
 from fairseq_rpe.cli import corpus as corpus_files
-from fairseq_rpe.cli import files, report, runner, sweep
+from fairseq_rpe.cli import files, report, runner
 from fairseq_rpe.cli.main import main
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
@@ -167,6 +168,29 @@ def test_killed_sweep_goes_on(corpus, tmp_path):
         assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
 
 
+def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(corpus, tmp_path):
+    """``ulimit -f`` fails the writing of a checkpoint half way, as a full disk does."""
+    out = tmp_path / "out"
+    run(*PROGRAM, *sweep_command(corpus, out, "alibi"))
+    folder = out / "runs/alibi-seed1"
+    kept = {p: p.stat().st_mtime_ns for p in (folder / "checkpoints/checkpoint_last.pt", folder / "eval.jsonl")}
+    both = sweep_command(corpus, out, "alibi nope")
+    smaller = (folder / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 4
+    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (smaller, smaller))  # noqa: E731
+    done = run(*PROGRAM, *both, ok=False, preexec_fn=full)
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "nope-seed1 failed while training: checkpoint " in line and "could not be written (" in line
+    assert "make room and start the same command again" in line
+    left = {path.name for path in (out / "runs/nope-seed1/checkpoints").iterdir()}
+    assert left == {".lock", "run.json", "environment.json"}
+    assert "alibi" in done.stdout and "| nope" not in done.stdout
+    run(*PROGRAM, *both)
+    assert kept == {p: p.stat().st_mtime_ns for p in kept}
+    with open(out / "results.csv", newline="") as file:
+        assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
+
+
 def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,)) -> None:
     """A finished sweep at 64 tokens with the given perplexities (plus 2 per further seed)."""
     lengths = sorted({n for values in ppl.values() for n in values})
@@ -230,15 +254,18 @@ def test_encodings_keep_their_looks_and_never_share_one():
 
 def test_last_error_prefers_the_cause(tmp_path):
     log = tmp_path / "train.log"
-    job = runner._Active(None, [runner.Stage("training", [], log)], 0)
+    assert runner.last_error(log) == ""
     for text, expected in (
         ("Traceback\nValueError: bad shape\nerror: fairseq-train ended with code 1", "ValueError: bad shape"),
         ("error: unknown encoding 'x'", "unknown encoding 'x'"),
         ("2026 | INFO | fine\nKilled", "Killed"),
-        ("", "no message"),
+        ("[rank1]: KeyError: 'x'\n[rank0]: RuntimeError: Connection closed by peer\nE1 failed", "KeyError: 'x'"),
+        ("", ""),
     ):
         log.write_text(text)
-        assert job.last_error() == expected
+        assert runner.last_error(log) == expected
+    log.write_text("ValueError: of an earlier start\nValueError: of this one")
+    assert runner.last_error(log, start=32) == "ValueError: of this one"
 
 
 def test_progress_reads_only_whole_lines(tmp_path):
@@ -251,28 +278,6 @@ def test_progress_reads_only_whole_lines(tmp_path):
     log.write_text(line + line.replace("7.25", "6.5").replace('"25"', '"50"'))
     job.follow()
     assert (job.updates, job.loss) == (50, "6.5")
-
-
-def test_places_share_cores_and_gpus(monkeypatch, corpus, tmp_path):
-    import torch
-
-    def places(*argv: str) -> list[dict[str, str]]:
-        from fairseq_rpe.cli.main import build_parser
-
-        command = ["sweep", str(corpus), "--encodings", "a", "--out", str(tmp_path), "--lengths", "64", *argv]
-        jobs, found = sweep._resources(build_parser().parse_args(command))
-        assert jobs == len(found)
-        return found
-
-    monkeypatch.setattr("fairseq_rpe.cli.processes.cores", lambda: 8)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert places("--device", "cpu", "--jobs", "3") == [{"OMP_NUM_THREADS": "2"}] * 3
-    assert places("--device", "cpu") == [{"OMP_NUM_THREADS": "1"}] * 8
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [p["CUDA_VISIBLE_DEVICES"] for p in places("--nproc", "2")] == ["0,1", "2,3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7,9")
-    assert [p["CUDA_VISIBLE_DEVICES"] for p in places()] == ["5", "6", "7", "9"]
 
 
 def test_state_of_an_older_sweep_is_extended(swept):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import accuracy, checkpoints, corpus, evaluate, report, runner, train
-from fairseq_rpe.cli.files import read_json_lines
+from fairseq_rpe.cli import accuracy, checkpoints, corpus, evaluate, launch, report, runner, train
+from fairseq_rpe.cli.files import read_json, read_json_lines, write_json
 from fairseq_rpe.cli.recipes import Method
 from fairseq_rpe.core.errors import UserError
 
 _MODULE = "fairseq_rpe.cli.main"
 _LOG_INTERVAL = "25"
+_FILE = "cell.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Cell:
         return self.folder / report.RESULTS
 
     @property
+    def lock(self) -> Path:
+        """Held by whoever carries out the run's stages."""
+        return self.folder / ".lock"
+
+    @property
     def rows(self) -> int:
         """Results of the finished cell."""
         return len(self.evaluations) * len(self.lengths)
@@ -64,6 +70,26 @@ class Cell:
             if any(key({**evaluation.same, "checkpoint": digest, "length": n}) not in known for n in self.lengths):
                 stages.append(runner.Stage("evaluating", evaluation.command, log))
         return stages
+
+    def torchrun(self, on_slurm: bool, gpus: int) -> str:
+        """What the training starts on each node, as a line for a shell."""
+        argv = self.train_command[len(_program("train")) :]
+        cut = argv.index("--") if "--" in argv else len(argv)
+        args = train.parse(argv[:cut], argv[cut + 1 :])
+        node = launch.in_slurm(args) if on_slurm else launch.Node()
+        return launch.shown(launch.command(args, self.wanted, node, gpus))
+
+    def save(self) -> None:
+        """Leave all that a job needs to know in the run's folder; see ``load``."""
+        write_json(self.folder / _FILE, {**asdict(self), "folder": None})
+
+
+def load(folder: Path) -> Cell:
+    """The cell that was saved in ``folder``."""
+    there = {**read_json(folder / _FILE), "folder": folder}
+    there["wanted"] = train.Plan(**there["wanted"])
+    there["evaluations"] = [Evaluation(**given) for given in there["evaluations"]]
+    return Cell(**there)
 
 
 def record(method: Method) -> dict[str, Any]:
@@ -108,6 +134,7 @@ def _cell(
     for flag in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout", "compute_dtype"):
         argv += _flag(args, flag)
     argv += _flag(args, "inspect_every") if inspected else []
+    argv += _flag(args, "nodes") if args.nodes > 1 else []
     wanted = train.plan(train.parse(argv, args.extra), digest or "")
     return Cell(
         folder=folder,

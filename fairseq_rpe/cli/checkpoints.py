@@ -49,18 +49,25 @@ def encoding_of(state: dict[str, Any]) -> str:
     return str(model.get("rpe") or model.get("arch") or model["_name"])
 
 
+def newest(folder: Path) -> tuple[int, Path | None]:
+    """The updates behind the newest intact checkpoint of ``folder`` and its file; 0: none is intact."""
+    found = {p: num_updates(load_header(p)) for p in folder.glob("checkpoint*.pt") if is_intact(p)}
+    if not found:
+        return 0, None
+    # Among equals the last one: then there is nothing to copy.
+    path = max(found, key=lambda p: (found[p], p.name == LAST))
+    return found[path], path
+
+
 def recover_last(folder: Path) -> int:
     """Make ``checkpoint_last.pt`` the newest intact checkpoint of ``folder``; returns its updates.
 
     fairseq writes one file safely and then copies it over ``checkpoint_last.pt``, so a kill during
     the copy leaves the last one broken or old while the newest lies beside it. 0: none is intact.
     """
-    found = {p: num_updates(load_header(p)) for p in folder.glob("checkpoint*.pt") if is_intact(p)}
-    if not found:
+    updates, path = newest(folder)
+    if path is None:
         (folder / LAST).unlink(missing_ok=True)
-        return 0
-    # Among equals the last one: then there is nothing to copy.
-    newest = max(found, key=lambda p: (found[p], p.name == LAST))
-    if newest.name != LAST:
-        replace_with(folder / LAST, lambda target: shutil.copyfile(newest, target))
-    return found[newest]
+    elif path.name != LAST:
+        replace_with(folder / LAST, lambda target: shutil.copyfile(path, target))
+    return updates

@@ -51,6 +51,12 @@ _COMMANDS = (
     inspect,
 )
 
+_FULL = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "no space left in the disk quota",
+    errno.EFBIG: "no larger file is allowed (ulimit -f)",
+}
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; every command module adds its own part."""
@@ -93,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _FULL:
             raise
         where = f" while writing {error.filename}" if error.filename else ""
-        print(f"error: no space left on the disk{where}: free some and run this again", file=sys.stderr)
+        print(f"error: {_FULL[error.errno]}{where}: free some and run this again", file=sys.stderr)
         return 2
 
 

@@ -16,7 +16,10 @@ from fairseq_rpe.cli import processes
 from fairseq_rpe.cli.files import read_json_lines
 
 _POLL_SECONDS = 0.2
+_RANK = re.compile(r"\[rank\d+\]: ")
 _ERROR = re.compile(r"(error: |\w*(Error|Exception|Interrupt)\b)")
+# what is said when something else went wrong before
+_CONSEQUENCE = re.compile(r"error: fairseq-train ended|.*(by peer|Broken pipe)")
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,6 @@ class _Active:
                 self.updates = int(stats["num_updates"])
                 self.loss = stats["loss"]
 
-    def last_error(self) -> str:
-        with open(self.stages[0].log, "rb") as file:
-            file.seek(self.log_start)
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        told = [line for line in lines if _ERROR.match(line)]
-        ours = "error: fairseq-train ended"
-        better = [line for line in told if not line.startswith(ours)] or told or lines[-1:]
-        return better[-1].removeprefix("error: ") if better else "no message"
-
     def describe(self) -> str:
         if self.stages[0].name == "training" and self.loss:
             return f"{self.run.slug} {self.updates}/{self.run.wanted.updates} loss {self.loss}"
@@ -112,17 +106,28 @@ def _evaluated(job: _Active) -> int:
     return min(job.run.rows, len(read_json_lines(job.run.results)))
 
 
-def execute(
-    pending: Mapping[Run, list[Stage]], runs: Sequence[Run], jobs: int, places: Sequence[Mapping[str, str]]
-) -> list[str]:
-    """Carry out all stages; returns one line per failed run. A failure does not stop the others.
+def last_error(log: Path, start: int = 0) -> str:
+    """The message in what was added to a log after ``start`` that best says why it ended, or nothing."""
+    if not log.exists():
+        return ""
+    with open(log, "rb") as file:
+        file.seek(start)
+        lines = [_RANK.sub("", line.strip()) for line in file.read().decode(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    told = [line for line in lines if _ERROR.match(line)]
+    better = [line for line in told if not _CONSEQUENCE.match(line)] or told or lines
+    return better[-1].removeprefix("error: ") if better else ""
+
+
+def execute(pending: Mapping[Run, list[Stage]], runs: Sequence[Run], places: Sequence[Mapping[str, str]]) -> list[str]:
+    """Carry out all stages, one run per place at a time; returns one line per failed run, which stops no other.
 
     On Ctrl-C or SIGTERM the children are ended first, then the exception goes on.
     """
     from tqdm import tqdm
 
     waiting = list(pending.items())
-    free = list(range(jobs))
+    free = list(range(len(places)))
     active: list[_Active] = []
     failures: list[str] = []
     total = sum(run.wanted.updates + run.rows for run in runs)
@@ -146,10 +151,9 @@ def execute(
                     if code is None:
                         continue
                     if code:
-                        failures.append(
-                            f"{job.run.slug} failed while {job.stages[0].name}: {job.last_error()} "
-                            f"(log: {job.stages[0].log})"
-                        )
+                        log = job.stages[0].log
+                        why = last_error(log, job.log_start) or "no message"
+                        failures.append(f"{job.run.slug} failed while {job.stages[0].name}: {why} (log: {log})")
                     elif len(job.stages) > 1:
                         del job.stages[0]
                         job.updates = job.run.wanted.updates

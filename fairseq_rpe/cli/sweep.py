@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import cells, corpus, processes, recipes, report, runner, train
+from fairseq_rpe.cli import cells, corpus, launch, recipes, report, runner, slurm, train
 from fairseq_rpe.cli.files import lock, read_json, read_json_lines, write_json
 from fairseq_rpe.cli.options import check_positions, check_spec, int_list, positive_int
+from fairseq_rpe.cli.places import places
 from fairseq_rpe.cli.recipes import IDENTITY, Method
 from fairseq_rpe.core.errors import UserError
 
@@ -42,7 +43,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="evaluation batch in tokens")
     parser.add_argument("--seeds", type=int_list, metavar="N,N,...", help="default: 1")
     parser.add_argument("--jobs", type=positive_int, metavar="J", help="runs at a time (default: GPUs, or cores)")
-    parser.add_argument("--launcher", choices=("local", "dry-run"), default="local", help="dry-run prints the commands")
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "slurm", "dry-run"),
+        default="local",
+        help="this machine (default), a SLURM cluster, or only print the commands of either",
+    )
+    slurm.add_options(parser)
     train.add_model_options(parser)
     # nothing given, rather than train's defaults: a recipe may say otherwise
     parser.set_defaults(run=run, extra=[], arch=None, update_freq=None, rpe_share=None, positions_train=None)
@@ -50,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     methods, recipe = _resolve(args)
+    on_slurm = slurm.wanted(args)
     if args.rpe_module and not args.rpe_module.is_file():
         raise UserError(f"--rpe-module {args.rpe_module} does not exist")
     if args.algorithms is None:
@@ -62,11 +70,10 @@ def run(args: argparse.Namespace) -> int:
             corpus.check_block(args.data, split, tokens)
         corpus.check_block(args.data, args.subset, max(tokens, *args.lengths))
     if args.launcher == "dry-run":
-        for cell in made:
-            print(shlex.join(cell.train_command))
-            for evaluation in cell.evaluations:
-                print(shlex.join(evaluation.command))
+        _print_commands(args, made, on_slurm)
         return 0
+    if on_slurm:
+        slurm.check()
     busy = f"another sweep is running in {args.out}: wait for it, stop it or choose another --out"
     with lock(args.out / ".lock", busy):
         state = _state(args, made, methods, recipe)
@@ -77,13 +84,40 @@ def run(args: argparse.Namespace) -> int:
         for cell, stages in pending.items():
             _note(state["commands"].setdefault(cell.slug, {}), stages)
         write_json(args.out / report.STATE, state)
-        if pending:
-            failures = runner.execute(pending, made, *_resources(args))
+        if pending and on_slurm:
+            failures = slurm.execute(args, pending)
+        elif pending:
+            failures = _execute(args, pending, made)
         if any(read_json_lines(cell.results) for cell in made):
             report.write(args.out, redraw=bool(pending))
     for line in failures:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _print_commands(args: argparse.Namespace, made: list[cells.Cell], on_slurm: bool) -> None:
+    """Every command, and as comments what is started in turn."""
+    if on_slurm:
+        print(shlex.join(slurm.command(args, [cell.slug for cell in made])))
+    gpus = launch.gpus(args, dry=True) if not on_slurm else 0 if args.device == "cpu" else args.nproc
+    for cell in made:
+        if on_slurm:
+            print(f"# job {cell.slug}:")
+        print(shlex.join(cell.train_command))
+        if args.nproc * args.nodes > 1:
+            print(f"# starts: {cell.torchrun(on_slurm, gpus)}")
+        for evaluation in cell.evaluations:
+            print(shlex.join(evaluation.command))
+
+
+def _execute(
+    args: argparse.Namespace, pending: dict[cells.Cell, list[runner.Stage]], made: list[cells.Cell]
+) -> list[str]:
+    """Carry out the runs on this machine, which no job of an earlier call may be busy with."""
+    with contextlib.ExitStack() as held:
+        for cell in pending:
+            held.enter_context(lock(cell.lock, f"a job is busy with {cell.slug}: wait for it, or stop it with scancel"))
+        return runner.execute(pending, made, places(args.device, args.nproc, args.jobs))
 
 
 def _resolve(args: argparse.Namespace) -> tuple[list[Method], recipes.Recipe | None]:
@@ -235,24 +269,3 @@ def _without_bias(args: argparse.Namespace, methods: list[Method]) -> set[str]:
     if unseen:
         print(f"--inspect-every: no bias to show in {', '.join(unseen)}", file=sys.stderr)
     return set(unseen)
-
-
-def _resources(args: argparse.Namespace) -> tuple[int, list[dict[str, str]]]:
-    """How many runs at a time, and each place's environment: its share of the cores, its GPUs."""
-    gpus: list[str] = []
-    if args.device != "cpu":
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        gpus = [g for g in visible.split(",") if g][:count] or [str(g) for g in range(count)]
-    cores = processes.cores()
-    jobs = args.jobs or max(1, (len(gpus) or cores) // args.nproc)
-    places = []
-    for place in range(jobs):
-        environment = {"OMP_NUM_THREADS": str(max(1, cores // (jobs * args.nproc)))}
-        if gpus:
-            own = {gpus[(place * args.nproc + r) % len(gpus)] for r in range(args.nproc)}
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(own))
-        places.append(environment)
-    return jobs, places

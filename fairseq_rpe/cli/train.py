@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import checkpoints, corpus, environment, processes
+from fairseq_rpe.cli import checkpoints, corpus, environment, launch
 from fairseq_rpe.cli.defaults import defaults_for, full_name
 from fairseq_rpe.cli.files import file_digest, lock, read_json, write_json
-from fairseq_rpe.cli.options import (
-    add_rpe_module,
-    check_positions,
-    check_spec,
-    fraction,
-    package_folder,
-    positive_float,
-    positive_int,
-)
+from fairseq_rpe.cli.options import add_rpe_module, check_positions, check_spec, fraction, positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
 
 STATE = "run.json"
@@ -47,7 +35,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({_BY_ARCH})")
     parser.add_argument("--log-format", choices=("simple", "json"), default="simple", help="default: simple")
     parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
+    launch.add_options(parser)
     add_model_options(parser)
     parser.add_argument("--seed", type=positive_int, default=1, help="default: 1")
     parser.set_defaults(run=run, extra=[])
@@ -69,7 +58,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=positive_int, metavar="N", help=_BY_ARCH)
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({_BY_ARCH})")
     parser.add_argument("--update-freq", type=positive_int, default=1, metavar="N", help="batches an update (1)")
-    parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs (1)")
+    parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs of a node (1)")
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="M", help="machines that train a run (1)")
     parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({_BY_ARCH})")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({_BY_ARCH})")
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({_BY_ARCH})")
@@ -112,7 +102,7 @@ def plan(args: argparse.Namespace, data_digest: str) -> Plan:
         "data": data_digest,
         **{name: chosen(name) for name in names},
         "update_freq": args.update_freq,
-        "nproc": args.nproc,
+        "nproc": args.nproc * args.nodes,  # in all: that is what the numbers depend on
         "seed": args.seed,
         "rpe_share": args.rpe_share,
         "positions_train": args.positions_train,
@@ -163,13 +153,11 @@ def run(args: argparse.Namespace) -> int:
         wanted = plan(args, corpus.digest(args.data))
         for split in ("train", "valid"):
             corpus.check_block(args.data, split, wanted.settings["tokens"])
-    folder = args.save_dir
+    folder, node = args.save_dir, launch.here(args)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--save-dir {folder} is a file: name a folder")
     if args.dry_run:
-        with tempfile.TemporaryDirectory() as meeting:
-            for line in commands(args, wanted, Path(meeting)):
-                print(shlex.join(line))
+        print(shlex.join(launch.command(args, wanted, node, launch.gpus(args, dry=True))))
         return 0
     if is_finished(folder, wanted):
         print(f"{folder} already holds the finished run of {wanted.updates} updates")
@@ -180,16 +168,29 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--inspect-every: '{args.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
+    if not node.first:
+        return _join(args, wanted, node)
     with lock(folder / ".lock", f"another process is training in {folder}: wait for it or stop it") as held:
         done = _done_so_far(folder, wanted)
         if done < wanted.updates:
             write_json(folder / STATE, {"settings": wanted.settings, "updates": wanted.updates})
-            environment.record(folder, done, _threads(args), gpus=args.device != "cpu")
-            code = _launch(args, wanted, held)
-            if code:
-                raise UserError(f"fairseq-train ended with code {code}: its messages are above")
+            environment.record(folder, done, launch.threads(args), gpus=args.device != "cpu")
+            _train(args, wanted, node, [held])
         _record_finished(folder, wanted)
     return 0
+
+
+def _join(args: argparse.Namespace, wanted: Plan, node: launch.Node) -> int:
+    """Train along on another node than the first, which alone locks and writes the folder; all of them must see it."""
+    if checkpoints.newest(args.save_dir)[0] < wanted.updates:
+        _train(args, wanted, node, [])
+    return 0
+
+
+def _train(args: argparse.Namespace, wanted: Plan, node: launch.Node, held: list[int]) -> None:
+    code = launch.start(args, wanted, node, held)
+    if code:
+        raise UserError(f"fairseq-train ended with code {code}: its messages are above")
 
 
 def has_bias(spec: str) -> bool:
@@ -197,76 +198,6 @@ def has_bias(spec: str) -> bool:
     from fairseq_rpe import encodings
 
     return encodings.build(spec, heads=4, width=128, length=64).adds_bias
-
-
-def commands(args: argparse.Namespace, wanted: Plan, meeting: Path) -> list[list[str]]:
-    """One command per process to start; ``meeting`` is an empty folder where they find each other."""
-    s = wanted.settings
-    command = [sys.executable, "-m", "fairseq_cli.train"]
-    if args.algorithm:
-        command += ["--task", "rpe_algorithmic", "--algorithm", s["data"], "--criterion", "answer_cross_entropy"]
-    else:
-        command += [str(args.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
-        command += ["--sample-break-mode", "none", "--tokens-per-sample", str(s["tokens"])]
-    command += ["--user-dir", package_folder(), "--arch", s["arch"]]
-    command += ["--rpe", s["rpe"], "--rpe-share", s["rpe_share"], "--attention-backend", args.attention_backend]
-    command += ["--positions-train", s["positions_train"]]
-    if "compute_dtype" in s:
-        command += ["--compute-dtype", s["compute_dtype"]]
-    if s["positions_eval"]:
-        command += ["--positions-eval", s["positions_eval"]]
-    if args.rpe_module:
-        command += ["--rpe-module", str(args.rpe_module)]
-    command += ["--batch-size", str(s["batch_sentences"]), "--update-freq", str(s["update_freq"])]
-    command += ["--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01"]
-    command += ["--clip-norm", "1.0", "--lr", repr(s["lr"]), "--warmup-updates", str(s["warmup"])]
-    if "schedule" in s:
-        command += ["--lr-scheduler", "polynomial_decay", "--total-num-update", str(s["last_update"])]
-    else:
-        command += ["--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
-    command += ["--dropout", repr(s["dropout"]), "--seed", str(s["seed"]), "--max-update", str(wanted.updates)]
-    command += ["--save-dir", str(args.save_dir), "--save-interval-updates", str(wanted.save_every)]
-    command += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
-    command += ["--log-format", args.log_format, "--log-interval", str(args.log_interval)]
-    if args.tensorboard:
-        command += ["--tensorboard-logdir", str(args.tensorboard)]
-    if args.inspect_every:
-        command += ["--rpe-inspect-every", str(args.inspect_every)]
-    command += s["extra"]
-    on_cpu = ["--cpu"] if args.device == "cpu" else []
-    if s["nproc"] == 1 or _has_cuda(args.device):
-        return [[*command, *on_cpu, "--distributed-world-size", str(s["nproc"])]]
-    # fairseq spawns processes by itself only for GPUs; on processors each one is started by hand.
-    together = ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
-    together += ["--distributed-no-spawn", "--distributed-init-method", f"file://{meeting / 'rendezvous'}"]
-    together += ["--distributed-world-size", str(s["nproc"])]
-    return [[*command, *together, "--distributed-rank", str(rank)] for rank in range(s["nproc"])]
-
-
-def _has_cuda(device: str) -> bool:
-    if device != "auto":
-        return device == "cuda"
-    # Asked in a process of its own: a parent that waits for hours needs no CUDA context.
-    probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
-    return subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
-
-
-def _threads(args: argparse.Namespace) -> str:
-    """Threads of each process."""
-    threads = defaults_for(args.arch, bool(args.algorithm)).threads or max(1, processes.cores() // args.nproc)
-    return os.environ.get("OMP_NUM_THREADS", str(threads))
-
-
-def _launch(args: argparse.Namespace, wanted: Plan, held: int) -> int:
-    variables = {"OMP_NUM_THREADS": _threads(args)}
-    with tempfile.TemporaryDirectory() as meeting:
-        children = []
-        try:
-            for command in commands(args, wanted, Path(meeting)):
-                children.append(processes.spawn(command, variables, keep_open=[held]))
-            return processes.wait_all(children)
-        finally:
-            processes.stop_all(children)
 
 
 def _check_same_run(folder: Path, state: dict[str, Any], wanted: Plan) -> None:

@@ -1,0 +1,229 @@
+"""One run in several processes and on several nodes: torchrun on this machine, real training on processors."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run
+
+from fairseq_rpe.cli import checkpoints, files, launch, train
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.cli.places import places
+
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
+RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu"]
+SLURM_VARIABLES = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    for name in (*SLURM_VARIABLES, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / checkpoints.LAST)["model"]
+
+
+def assert_same_model(a: Path, b: Path) -> None:
+    first, second = parameters(a), parameters(b)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def processes_about(text: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text in path.read_text(errors="replace"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def on_nodes(corpus: Path, folder: Path, updates: int, *more: str) -> list[subprocess.Popen]:
+    """Start a run on two nodes, the second one first."""
+    port = 20000 + os.getpid() % 10000
+    command = [*PROGRAM, "train", str(corpus), *RUN, "--updates", str(updates), "--save-dir", str(folder), *more]
+    command += ["--nodes", "2", "--master", f"localhost:{port}", "--node-rank"]
+    logs = [folder.parent / f"node{rank}.log" for rank in (1, 0)]
+    return [
+        subprocess.Popen([*command, str(rank), *SMALL], stdout=open(log, "w"), stderr=subprocess.STDOUT)
+        for rank, log in zip((1, 0), logs, strict=True)
+    ]
+
+
+def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
+    """Two batches accumulated by one process; a node killed outright ends the other, and the same commands go on."""
+    run(*PROGRAM, "train", corpus, *RUN, "--updates", 12, "--update-freq", 2, "--save-dir", tmp_path / "one", *SMALL)
+    folder = tmp_path / "two"
+    second, first = on_nodes(corpus, folder, 100000, "--save-every", "4")
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+            assert first.poll() is None, (tmp_path / "node0.log").read_text()[-2000:]
+            time.sleep(0.02)
+        second.kill()
+        assert first.wait(60) == 2
+        second.wait()
+    finally:
+        for node in (first, second):
+            node.kill()
+    assert "error: fairseq-train ended with code 1" in (tmp_path / "node0.log").read_text()
+    done = checkpoints.newest(folder)[0]
+    if done > 12:  # a fast machine: the end of the run cannot be compared any more
+        pytest.skip("training passed 12 updates before the kill arrived")
+    nodes = on_nodes(corpus, folder, 12, "--save-every", "4")
+    assert [node.wait(120) for node in nodes] == [0, 0], (tmp_path / "node0.log").read_text()[-2000:]
+    assert files.read_json(folder / train.STATE)["finished"]["updates"] == 12
+    assert files.read_json(folder / train.STATE)["settings"]["nproc"] == 2
+    starts = files.read_json(folder / "environment.json")["starts"]
+    assert [start["from_update"] for start in starts] == [0, done]  # noted by the first node alone
+    assert f"@ {done} updates" in (tmp_path / "node0.log").read_text() or done == 0
+    assert_same_model(tmp_path / "one", folder)
+
+
+def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
+    """SIGKILL of the command ends torchrun and every process of it; the same command goes on."""
+    folder = tmp_path / "run"
+    command = [*PROGRAM, "train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.02)
+        assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 20
+    while left := processes_about(f"--save-dir\0{folder}"):
+        assert time.monotonic() < deadline, f"processes {left} outlived their parent"
+        time.sleep(0.1)
+    done = checkpoints.newest(folder)[0]
+    assert done > 0
+    shown = run(*command, "--updates", str(done + 4), *SMALL)
+    assert f"@ {done} updates" in shown.stdout + shown.stderr
+    assert files.read_json(folder / train.STATE)["finished"]["updates"] == done + 4
+
+
+def test_an_interrupted_torchrun_is_told(corpus, tmp_path):
+    folder = tmp_path / "run"
+    command = [*PROGRAM, "train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(40) == 143
+    assert "stopped by SIGTERM; the same command goes on from here" in (tmp_path / "log").read_text()
+    assert not processes_about(f"--save-dir\0{folder}")
+
+
+def error_of(capsys, *argv: object) -> str:
+    capsys.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, capsys, monkeypatch):
+    def refused(*more: object) -> str:
+        return error_of(capsys, "train", corpus, *RUN, "--save-dir", tmp_path / "run", *more)
+
+    assert "give --nodes too" in refused("--node-rank", 0)
+    assert "give --nodes too" in refused("--master", "host:1")
+    assert "with --node-rank 0 to 1" in refused("--nodes", 2, "--master", "host:1")
+    assert "are numbered 0 to 1" in refused("--nodes", 2, "--node-rank", 2, "--master", "host:1")
+    assert "with --master HOST:PORT" in refused("--nodes", 2, "--node-rank", 1)
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    assert "this SLURM job has 3" in refused("--nodes", 2, "--node-rank", 1)
+    assert not (tmp_path / "run").exists()
+    for address in ("host", "host:", ":1", "host:0", "host:x", "host:70000"):
+        with pytest.raises(SystemExit):
+            main(["train", str(corpus), *RUN, "--save-dir", str(tmp_path), "--nodes", "2", "--master", address])
+        assert "is not HOST:PORT" in capsys.readouterr().err
+
+
+def test_torchrun_is_printed(corpus, tmp_path, capsys):
+    command = ["train", str(corpus), *RUN, "--save-dir", str(tmp_path / "run"), "--dry-run", "--nproc", "4"]
+    assert main([*command, "--nodes", "2", "--node-rank", "1", "--master", "gpu01:29500"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    flags = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr gpu01 --master-port 29500"
+    assert f"-m torch.distributed.run {flags} -m fairseq_rpe.cli.rank {corpus} " in line
+    assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp --distributed-world-size 8" in line
+    on_gpus = [word if word != "cpu" else "cuda" for word in command]
+    assert main(on_gpus) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert "--nproc-per-node 4 --standalone -m fairseq_rpe.cli.rank " in line and "--cpu" not in line
+    assert "gloo" not in line and "--ddp-backend" not in line and "--distributed-world-size 4" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_slurm_says_which_node_this_is(tmp_path, monkeypatch):
+    parsed = train.parse(["data", "--rpe", "alibi", "--save-dir", "x", "--nodes", "2"], [])
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
+    scontrol.chmod(0o755)
+    for name, value in zip(SLURM_VARIABLES, ("2", "1", "123456", "n[7-8]"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    node = launch.here(parsed)
+    assert (node.rank, node.master, node.first) == ("1", "n7:23456", False)
+    # the line that a dry run shows comes to the same
+    wanted = launch.in_slurm(parsed)
+    shown = run("bash", "-c", f"echo {launch.shown([wanted.rank, *wanted.master.rsplit(':', 1)])}").stdout
+    assert shown.split() == ["1", "n7", "23456"]
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    parsed = train.parse(["data", "--rpe", "alibi", "--save-dir", "x", "--nproc", "4"], [])
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
+    with pytest.raises(files.UserError, match="--nproc 4: there are 2 GPUs here"):
+        launch.gpus(parsed)
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    assert launch.gpus(parsed) == 0
+    parsed.device = "cuda"
+    with pytest.raises(files.UserError, match="no GPU is to be seen here"):
+        launch.gpus(parsed)
+
+
+def test_places_share_cores_and_gpus(monkeypatch):
+    def seen(*of: object) -> list[str]:
+        return [place["CUDA_VISIBLE_DEVICES"] for place in places(*of)]
+
+    monkeypatch.setattr("fairseq_rpe.cli.processes.cores", lambda: 8)
+    assert places("cpu", 1, 3) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert places("cpu", 1, None) == [{"OMP_NUM_THREADS": "1"}] * 8
+    assert places("cpu", 16, None) == [{"OMP_NUM_THREADS": "1"}]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert places("auto", 4, None) == [{"OMP_NUM_THREADS": "1"}] * 2
+    with pytest.raises(files.UserError, match="no GPU is to be seen here"):
+        places("cuda", 1, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert seen("auto", 2, None) == ["0,1", "2,3"]
+    assert seen("auto", 3, None) == ["0,1,2"]
+    assert seen("auto", 1, 6) == ["0", "1", "2", "3", "0", "1"]  # more runs than GPUs share them
+    with pytest.raises(files.UserError, match="--nproc 5: there are 4 GPUs here"):
+        places("auto", 5, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,11,9")
+    assert seen("auto", 2, None) == ["5,6", "11,9"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2a, MIG-1c")
+    assert seen("auto", 1, None) == ["GPU-8f2a", "MIG-1c"]
+    assert not re.search(" ", "".join(seen("auto", 2, 1)))

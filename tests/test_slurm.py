@@ -1,0 +1,235 @@
+"""Sweeps on a cluster: what is printed for SLURM, and whole sweeps through hydra's submitit launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_slurm
+import pytest
+from conftest import PACKAGE, run
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from test_sweep import BROKEN
+
+from fairseq_rpe.cli import files, report, slurm
+from fairseq_rpe.cli.main import main
+
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
+
+
+def command(data: Path, out: Path, encodings: str, *more: str, device: str = "cpu") -> list[str]:
+    base = ["sweep", str(data), "--encodings", encodings, "--out", str(out), "--tokens", "32", "--device", device]
+    return [*base, "--batch-sentences", "4", "--lengths", "64", *more, *SMALL]
+
+
+def submitted(folder: Path) -> dict[str, str]:
+    """What sbatch was given: job numbers with their scripts."""
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.sh"))}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> Iterator[Path]:
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
+    folder = tmp_path / "programs"
+    for name, value in fake_slurm.install(folder).items():
+        monkeypatch.setenv(name, value)
+    yield folder
+    for path in folder.glob("*.daemon"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(path.read_text()), signal.SIGKILL)
+
+
+def test_a_dry_run_prints_the_multirun_and_torchrun_and_needs_no_launcher(corpus, tmp_path, capsys):
+    settings = [
+        "--slurm",
+        "partition=gpu",
+        "--slurm",
+        "exclude=n1,n2",
+        "--slurm",
+        "additional_parameters.mail-type=END",
+    ]
+    settings += ["--slurm", "setup=[module load cuda]", "--nproc", "8", "--nodes", "2", "--jobs", "3"]
+    out = tmp_path / "it's a=b, c"
+    argv = command(corpus, out, "alibi type1:form=paper", "--launcher", "dry-run", *settings, device="auto")
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not out.exists()
+    multirun = lines[0]
+    assert "-m fairseq_rpe.cli.job --multirun hydra/launcher=submitit_slurm " in multirun
+    for setting in ("nodes=2", "tasks_per_node=1", "gpus_per_node=8", "array_parallelism=3", "partition=gpu"):
+        assert f" hydra.launcher.{setting} " in multirun
+    words = shlex.split(multirun)
+    found = OverridesParser.create().parse_overrides(words[words.index("--multirun") + 1 :])
+    read = {override.key_or_group: override for override in found}  # as hydra reads them
+    assert read["hydra.launcher.additional_parameters.mail-type"].value() == "END"
+    assert read["hydra.launcher.additional_parameters.mail-type"].is_add()
+    assert read["hydra.launcher.exclude"].value() == "n1,n2"
+    assert read["hydra.launcher.setup"].value() == ["module load cuda"]
+    assert read["hydra.sweep.dir"].value() == str(out / "slurm") and read["out"].value() == str(out)
+    named = [getattr(run, "text", run) for run in read["run"].sweep_iterator()]
+    assert named == ["alibi-seed1", "type1-form=paper-e4e3fd-seed1"]
+    assert [line for line in lines if line.startswith("# job")] == [
+        "# job alibi-seed1:",
+        "# job type1-form=paper-e4e3fd-seed1:",
+    ]
+    starts = [line for line in lines if line.startswith("# starts: ")]
+    assert len(starts) == 2
+    for line in starts:
+        assert (
+            "-m torch.distributed.run --nproc-per-node 8 --nnodes 2 --node-rank $SLURM_NODEID --master-addr $(" in line
+        )
+        assert "--distributed-world-size 16" in line and "gloo" not in line
+    assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 2
+
+
+def test_a_dry_run_prints_torchrun_for_this_machine(corpus, tmp_path, capsys):
+    assert main(command(corpus, tmp_path / "x", "alibi", "--launcher", "dry-run", "--nproc", "2")) == 0
+    trains, starts, evaluates = capsys.readouterr().out.splitlines()
+    assert " train " in trains and "--nproc 2" in trains and " eval " in evaluates
+    assert starts.startswith("# starts: ") and "--nproc-per-node 2 --standalone -m fairseq_rpe.cli.rank " in starts
+
+
+def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main(command(corpus, tmp_path / "x", "alibi", *more)) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1
+        return said
+
+    assert "--slurm is for --launcher slurm" in refused("--slurm", "partition=gpu")
+    assert "needs --launcher slurm" in refused("--nodes", "2")
+
+    def missing(name: str) -> str:
+        raise slurm.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(slurm.metadata, "version", missing)
+    assert "pip install -c requirements/constraints.txt -e '.[slurm]'" in refused("--launcher", "slurm")
+    monkeypatch.setattr(slurm.metadata, "version", lambda name: "1.2.0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no sbatch here" in refused("--launcher", "slurm")
+    for setting, words in (("x", "is not KEY=VALUE"), ("nodes=2", "not set here: --nodes"), ("a b=c", "KEY=VALUE")):
+        with pytest.raises(SystemExit):
+            main(command(corpus, tmp_path / "x", "alibi", "--launcher", "slurm", "--slurm", setting))
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def processes() -> Iterator[tuple[int, str]]:
+    """All processes but srun's, with their words."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_text(errors="replace")
+            if "\0srun\0" not in words:
+                yield int(path.parent.name), words
+
+
+def results(out: Path) -> list[tuple[str, str, float]]:
+    with open(out / "results.csv", newline="") as file:
+        return [(row["encoding"], row["length"], float(row["ppl"])) for row in csv.DictReader(file)]
+
+
+def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp_path, cluster):
+    """One job is told to make room in the middle of its training and requeued; another fails and is told."""
+    out, module = tmp_path / "out", tmp_path / "broken.py"
+    module.write_text(BROKEN)
+    own = ["--updates", "300", "--rpe-module", str(module)]
+    argv = command(corpus, out, "alibi broken", "--launcher", "slurm", "--slurm", "partition=gpu", *own)
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([*PROGRAM, *argv], stdout=log, stderr=log)
+        last, notes = out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt", out / "slurm/100_0"
+        deadline = time.monotonic() + 200
+        while not last.exists() and time.monotonic() < deadline:  # there is one after each epoch
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.01)
+        [job] = [number for number, words in processes() if f"-u\0-m\0submitit.core._submit\0{out}" in words]
+        os.kill(job, signal.SIGUSR2)
+        assert process.wait(300) == 1, (tmp_path / "log").read_text()[-2000:]
+    said = (tmp_path / "log").read_text()
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "broken-seed1 is not finished, training is left: " in errors[0]
+    assert "this encoding is broken" in errors[0] and "Traceback" not in said
+
+    [(number, script)] = submitted(cluster).items()
+    assert "#SBATCH --partition=gpu" in script and "#SBATCH --array=0-1%2" in script
+    assert "#SBATCH --ntasks-per-node=1" in script and "#SBATCH --signal=USR2@" in script
+    assert "-m submitit.core._submit" in script and "gpus" not in script
+    assert (cluster / f"{number}_0.requeued").exists(), (notes / "100_0_0_log.err").read_text()
+    starts = files.read_json(last.parent / "environment.json")["starts"]
+    assert [start["from_update"] == 0 for start in starts] == [True, False] and starts[1]["from_update"] < 300
+    assert [row["length"] for row in files.read_json_lines(out / "runs/alibi-seed1" / report.RESULTS)] == [32, 64]
+
+    # nothing is done twice: only the run that failed is submitted again
+    before = last.stat().st_mtime_ns
+    again = run(*PROGRAM, *argv, ok=False)
+    assert again.returncode == 1 and list(submitted(cluster)) == ["100", "101"]
+    assert "+run=broken-seed1" in again.stderr and "alibi-seed1" not in again.stderr
+    assert last.stat().st_mtime_ns == before
+    # a finished sweep is only taken stock of, without a job
+    done = command(corpus, out, "alibi", "--launcher", "slurm", *own)
+    assert "alibi" in run(*PROGRAM, *done).stdout and len(submitted(cluster)) == 2
+
+    run(*PROGRAM, *command(corpus, tmp_path / "local", "alibi", *own))
+    local = results(tmp_path / "local")
+    assert [row[:2] for row in results(out)] == [row[:2] for row in local] == [("alibi", "32"), ("alibi", "64")]
+    assert [row[2] for row in results(out)] == pytest.approx([row[2] for row in local], rel=1e-6)
+
+
+def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cluster):
+    out = tmp_path / "out"
+    argv = command(corpus, out, "alibi nope", "--updates", "4", "--launcher", "slurm", "--nodes", "2")
+    with files.lock(out / "runs/nope-seed1/.lock", "busy"):
+        done = run(*PROGRAM, *argv, ok=False)
+    assert done.returncode == 1
+    assert "nope-seed1 is being carried out by a job of an earlier call: left to it" in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "nope-seed1 is not finished: another job is busy with it" in line
+    [script] = submitted(cluster).values()
+    assert "#SBATCH --nodes=2" in script
+    assert [name for name, _, _ in results(out)] == ["alibi", "alibi"]
+    state = files.read_json(out / "runs/alibi-seed1/checkpoints/run.json")
+    assert state["settings"]["nproc"] == 2 and state["finished"]["updates"] == 4
+    assert "initialized host" in (out / "runs/alibi-seed1/train-node1.log").read_text()
+    with files.lock(out / "runs/alibi-seed1/.lock", "nobody holds it any more"):
+        pass
+
+
+def test_a_job_runs_with_hydras_local_launcher(corpus, tmp_path):
+    """The same multirun on this machine, without any SLURM."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
+    from fairseq_rpe.cli import cells, sweep
+    from fairseq_rpe.cli.main import build_parser
+
+    argv = command(corpus, tmp_path / "out", "nope", "--updates", "4")
+    cut = argv.index("--")
+    args = build_parser().parse_args(argv[:cut])
+    args.extra = argv[cut + 1 :]
+    [cell] = cells.make(args, sweep._resolve(args)[0])
+    cell.save()
+    assert vars(cells.load(cell.folder)) == vars(cell)
+    slurm_only = ("hydra.launcher.max_num_timeout", "hydra/launcher=")
+    line = [word for word in slurm.command(args, [cell.slug]) if not word.startswith(slurm_only)]
+    run(*line, "hydra/launcher=submitit_local", env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert cell.work_left() == []
+    assert [row["length"] for row in files.read_json_lines(cell.results)] == [32, 64]
+
+
+def test_scripts_know_the_options():
+    for name in ("train", "sweep"):
+        shown = run(*PROGRAM, name, "--help", cwd=PACKAGE.parent).stdout
+        assert "--nproc" in shown and "--nodes" in shown
