@@ -79,6 +79,12 @@ def test_text_names_the_deltas_at_which_theory_and_observation_agree():
     assert definition.markdown([], 64, 0.05) == ""
 
 
+def test_borders_that_are_close_are_told_apart():
+    assert definition._told_apart(0.0, 0.04) == ("0.000", "0.040")
+    assert definition._told_apart(0.0, 0.00034) == ("0.0000", "0.0003")
+    assert definition._told_apart(0.1, 0.1 + 1e-16) == (repr(0.1), repr(0.1 + 1e-16))
+
+
 def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
     rows = [{"encoding": "odd", "length": n, "ppl": p, "seed": 1} for n, p in ((64, 10.0), (128, 9.0))]
     found = definition.judge(rows, 64, {"odd": Prediction(UNDECIDED, 0, 4)})

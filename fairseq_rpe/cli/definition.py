@@ -152,7 +152,14 @@ def where(judged: list[Judged], one_sided: bool) -> str:
     found = agreeing(sides[CONVERGES], sides[DIVERGES])
     if found is None:
         return "There is no δ at which prediction and observation agree for every method."
-    return f"Prediction and observation agree for every method if {found[0]:.3f} < δ <= {found[1]:.3f}."
+    low, high = _told_apart(*found)
+    return f"Prediction and observation agree for every method if {low} < δ <= {high}."
+
+
+def _told_apart(low: float, high: float) -> tuple[str, str]:
+    """Both with three decimals, as in the table, or with as many as tell them apart."""
+    shown = ((f"{low:.{digits}f}", f"{high:.{digits}f}") for digits in range(3, 10))
+    return next((pair for pair in shown if pair[0] != pair[1]), (repr(low), repr(high)))
 
 
 def to_csv(judged: list[Judged], limit: float) -> str:
