@@ -19,6 +19,7 @@ from .blocks import BlockAttention
 from .curve import CurveBias
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan
+from .prune import check_pruning, pruned
 from .toeplitz import ToeplitzBias
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
@@ -29,12 +30,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz forms.
 
     Raises:
-        UserError: the encoding remaps scores, which this backend never has.
+        UserError: the encoding remaps scores, which this backend never has; or the plan asks for pruning where there is
+            no Toeplitz bias, in training or away from the CPU. Padded rows and single queries are exact all the same.
     """
     if plan.remap is not None:
         raise UserError("this encoding changes the scores, which the sdpa backend does not see: use 'reference'")
     n, m = q.shape[2], k.shape[2]
     made = _structured(plan, n, m)
+    if plan.prune:
+        check_pruning(q, k, v, plan, dropout)
+        if made is not None:
+            return pruned(q, k, v, made[1], plan.prune)
     if made is None:
         return _by_blocks(q, k, v, plan, dropout)
     if plan.form is None and dropout == 0:
