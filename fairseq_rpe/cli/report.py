@@ -151,7 +151,9 @@ def measured(folder: Path, method: dict[str, Any], seed: int, algorithm: str | N
     return [
         row
         for row in read_json_lines(place / RESULTS)
-        if row["checkpoint"] == checkpoint and row.get("positions") == method["positions_eval"] and not row.get("rpe")
+        if row["checkpoint"] == checkpoint
+        and row.get("positions") == method["positions_eval"]
+        and not (row.get("rpe") or row.get("attention_prune"))
     ]
 
 
