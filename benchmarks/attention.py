@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -98,6 +99,7 @@ def pruned(qkv: tuple[Tensor, Tensor, Tensor], eps: float) -> dict[str, Way]:
     }
 
 
+@functools.cache
 def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (1, HEADS, n, D) of a trained model that reads the first n tokens of the training split."""
     from fairseq_rpe.cli import subjects
