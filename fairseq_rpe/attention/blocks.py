@@ -17,6 +17,7 @@ from .dropout import ROWS, keep_block
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
 GROUP_ELEMENTS = 1 << 18  # scores that are worked on at a time, so that they stay in a CPU's cache
+DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
@@ -86,7 +87,7 @@ class BlockAttention(torch.autograd.Function):
         fused = q.device.type == "cpu" and dropout == 0
         for rows in _parts(n, FORWARD_ROWS):
             keep = _keep(seed, rows.start, rows.stop, q, dropout) if dropout > 0 else None
-            for some in _parts(heads, _fit(rows) if bias.made else heads):
+            for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
                 added = bias.block(rows.start, rows.stop, some)[None]
                 qb, kb, vb = q[:, some, rows].flip(2), k[:, some, : rows.stop], v[:, some, : rows.stop]
                 if fused:
@@ -125,7 +126,7 @@ def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor,
     n, heads = q.shape[2], q.shape[1]
     dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows in _parts(n, FORWARD_ROWS):
-        for some in _parts(heads, _fit(rows) if bias.made else heads):
+        for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
             at, seen = (slice(None), some, rows), (slice(None), some, slice(rows.stop))
             gb, qb, ob, lb = (x[at].flip(2) for x in (grad, q, out, lse))
             added = bias.block(rows.start, rows.stop, some)[None]
@@ -149,7 +150,7 @@ def _own_backward(
     for rows in _parts(n, BACKWARD_ROWS):
         start, stop = rows.start, rows.stop
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
-        fit = _fit(rows)
+        fit = _fit(rows, q.device)
         for some in _parts(heads, fit):
             added = bias.block(start, stop, some)
             for few in _parts(batch, max(1, fit // heads)):
@@ -174,9 +175,10 @@ def _own_backward(
     return dq, dk, dv
 
 
-def _fit(rows: slice) -> int:
+def _fit(rows: slice, device: torch.device) -> int:
     """Heads whose scores of a block are worked on at a time."""
-    return max(1, GROUP_ELEMENTS // ((rows.stop - rows.start) * rows.stop))
+    most = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
+    return max(1, most // ((rows.stop - rows.start) * rows.stop))
 
 
 class _Buffers:
