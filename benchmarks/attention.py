@@ -8,11 +8,11 @@
 - toeplitz: a fixed bias forward, a learned table forward and backward; ``dense`` is torch with an n×n bias per head.
 - fire: forward with two hidden layers of 32; ``listing`` runs the network for every pair, as the published code does,
   at the longest of --lengths for which this machine has the memory.
-- pruned: ALiBi forward on the queries and keys of a trained model that reads one long text, exact and with --eps; heads
-  of all its layers side by side, the first eight of them. The error is the largest difference to the exact output.
+- pruned: ALiBi forward on the queries and keys of a trained model that reads one long text, exact and with --eps; the
+  heads of its layers side by side, the last eight of them. The error is the largest difference to the exact output.
 
-A length's ways alternate in one process, and medians are reported. Memory is q, k and v
-and what a fresh process needs beyond them at its peak.
+A length's ways alternate in one process, and medians are reported. Memory is q, k and v and what a fresh process needs
+beyond them at its peak.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tenso
 
     model.decoder.attend = keep
     model.decoder.extract_features(subjects.read_stream(args, task.source_dictionary, n)[None, :n])
-    q, k, v = (torch.cat(parts, dim=1)[:, :HEADS].contiguous() for parts in zip(*heads, strict=True))
+    q, k, v = (torch.cat(parts, dim=1)[:, -HEADS:].contiguous() for parts in zip(*heads, strict=True))
     if q.shape[1] < HEADS:
         sys.exit(f"{checkpoint} has {q.shape[1]} heads in all its layers: {HEADS} are needed")
     return q, k, v
