@@ -27,7 +27,7 @@ PAIR_ELEMENTS = 1 << 20  # query-key pairs in a block whose bias is made by a fu
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz forms.
+    """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz and Curve forms.
 
     Raises:
         UserError: the encoding remaps scores, which this backend never has; or the plan asks for pruning where there is
@@ -60,10 +60,11 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     if isinstance(form, Toeplitz):
         return ToeplitzBias, _from_zero(form, n)
     if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
+        far, near = form.far[:n], form.near[0, :n]
         with torch.no_grad():
-            top = max(1.0, float((form.far * form.near[0]).max()))
+            top = max(1.0, float((far * near).max()))
         pieces = form.pieces(top)
-        return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
+        return CurveBias, pieces.value, pieces.slope, far, near, pieces.ends, pieces.middle
     return None
 
 
