@@ -1,23 +1,36 @@
-"""Attention with a Toeplitz bias against attention without any, and with a dense bias.
+"""Attention with position biases on the CPU against attention without any: time, and memory in a process of its own.
 
-    python benchmarks/attention.py                      # a few minutes on two cores
-    python benchmarks/attention.py --lengths 512 2048
+    python benchmarks/attention.py --only toeplitz fire     # about ten minutes on two cores
+    python benchmarks/attention.py --only pruned --checkpoint CHECKPOINT --data data-bin/stdlib
 
-Every row alternates all ways in one process and reports medians as ratios to torch's own causal attention without a
-bias, the limit. ``dense`` is scaled_dot_product_attention with an n×n bias per head (fixed ones exist already) and
-``here`` the sdpa backend; backward includes the gradient of a learned table on both sides.
+``none`` is torch's own causal attention without a bias, the limit, and ``here`` the sdpa backend. Parts:
+
+- toeplitz: a fixed bias forward, a learned table forward and backward; ``dense`` is torch with an n×n bias per head.
+- fire: forward with two hidden layers of 32; ``listing`` runs the network for every pair, as the published code does,
+  at the longest of --lengths for which this machine has the memory.
+- pruned: ALiBi forward on the queries and keys of a trained model that reads one long text, exact and with --eps; the
+  heads of its layers side by side, the last eight of them. The error is the largest difference to the exact output.
+
+A length's ways alternate in one process, and medians are reported. Memory is q, k and v and what a fresh process needs
+beyond them at its peak.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
+import functools
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +41,12 @@ from fairseq_rpe.attention import Plan, sdpa
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
-OUT = Path(__file__).parent / "results" / "attention.csv"
+OUT = Path(__file__).parent / "results"
 HEADS, WIDTH = 8, 64
+LENGTHS = {"toeplitz": [512, 2048, 8192], "fire": [2048, 4096, 6144, 8192], "pruned": [8192, 32768]}
 DENSE_LIMIT = 4096  # beyond it a dense bias with its gradient takes gigabytes
+LISTING_BYTES = 2 * 32 * 4 + 48  # a pair: a layer's input and output, and the bias of all heads
+Way = Callable[[], Tensor]
 
 
 def dense_bias(table: Tensor) -> Tensor:
@@ -40,12 +56,10 @@ def dense_bias(table: Tensor) -> Tensor:
     return table[:, distance.clamp_min(0)].masked_fill(distance < 0, float("-inf"))[None]
 
 
-def ways(n: int, learned: bool) -> dict[str, Callable[[], Tensor]]:
-    """Functions that compute the attention output, by name."""
-    torch.manual_seed(0)
+def toeplitz(n: int, learned: bool) -> dict[str, Way]:
+    """Functions that compute the attention output, by name; with ``learned`` they are differentiable."""
     q, k, v = (torch.randn(1, HEADS, n, WIDTH, requires_grad=learned) for _ in range(3))
-    encoding = build("kerple_log" if learned else "alibi", HEADS, HEADS * WIDTH)
-    pos = Positions.arange(n)
+    encoding, pos = build("kerple_log" if learned else "alibi", HEADS, HEADS * WIDTH), Positions.arange(n)
     found = {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "here": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos))),
@@ -58,54 +72,199 @@ def ways(n: int, learned: bool) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
-def measure(n: int, learned: bool, repeats: int) -> dict[str, float]:
-    """Median seconds a way, all taken in turns; with ``learned`` forward and backward."""
-    found = ways(n, learned)
+def fire(n: int, listing: bool) -> dict[str, Way]:
+    q, k, v = (torch.randn(1, HEADS, n, WIDTH) for _ in range(3))
+    encoding, pos = build("fire", HEADS, HEADS * WIDTH), Positions.arange(n)
+
+    def whole() -> Tensor:
+        bias = encoding.bias(pos.q, pos.k)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias.masked_fill_(torch.ones(n, n, dtype=torch.bool).triu_(1), float("-inf"))
+        )
+
+    found = {
+        "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos))),
+    }
+    return {**found, "listing": whole} if listing else found
+
+
+def pruned(qkv: tuple[Tensor, Tensor, Tensor], eps: float) -> dict[str, Way]:
+    q, k, v = qkv
+    encoding, pos = build("alibi", HEADS, HEADS * q.shape[3]), Positions.arange(q.shape[2])
+    return {
+        "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos))),
+        "pruned": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos), prune=eps)),
+    }
+
+
+@functools.cache
+def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (1, HEADS, n, D) of a trained model that reads the first n tokens of the training split."""
+    from fairseq_rpe.cli import subjects
+
+    args = argparse.Namespace(data=data, subset="train", positions=None, device="cpu")
+    model, task = subjects.load(args, checkpoint)
+    heads: list[tuple[Tensor, ...]] = []
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+        heads.append((q, k, v))
+        return sdpa(q, k, v, plan, dropout)
+
+    model.decoder.attend = keep
+    model.decoder.extract_features(subjects.read_stream(args, task.source_dictionary, n)[None, :n])
+    q, k, v = (torch.cat(parts, dim=1)[:, -HEADS:].contiguous() for parts in zip(*heads, strict=True))
+    if q.shape[1] < HEADS:
+        sys.exit(f"{checkpoint} has {q.shape[1]} heads in all its layers: {HEADS} are needed")
+    return q, k, v
+
+
+def ways(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Way]:
+    torch.manual_seed(0)
+    n = case["length"]
+    if case["part"] == "toeplitz":
+        return toeplitz(n, case["backward"])
+    if case["part"] == "fire":
+        return fire(n, case["listing"])
+    return pruned(trained(n, args.checkpoint, args.data), args.eps)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for part in args.only:
+        lengths = sorted(args.lengths or LENGTHS[part])
+        if part == "toeplitz":
+            found += [{"part": part, "length": n, "backward": b} for n in lengths for b in (False, True)]
+        elif part == "fire":
+            free = int(
+                next(x for x in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in x).split()[1]
+            )
+            most = max((n for n in lengths if LISTING_BYTES * n * n < 0.85 * 1024 * free), default=0)
+            found += [{"part": part, "length": n, "backward": False, "listing": n == most} for n in lengths]
+        else:
+            found += [{"part": part, "length": n, "backward": False} for n in lengths]
+    return found
+
+
+def run(way: Way, backward: bool) -> Tensor:
+    if backward:
+        out = way()
+        out.sum().backward()
+        return out.detach()
+    with torch.no_grad():
+        return way()
+
+
+def measure(found: dict[str, Way], backward: bool, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way, all taken in turns after one that does not count; a way of more than 20 s is run twice."""
     times: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(repeats + 1):
         for name, way in found.items():
+            if turn > 1 and times[name][0] > 20:
+                continue
             start = time.perf_counter()
-            out = way()
-            if learned:
-                out.sum().backward()
+            run(way, backward)
             if turn:
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def status(key: str, file: str = "/proc/self/status") -> int:
+    """KiB from /proc: of this process VmRSS (now) and VmHWM (at most)."""
+    return int(Path(file).read_text().partition(f"{key}:")[2].split()[0])
+
+
+def peak(case: dict[str, Any], name: str, args: argparse.Namespace) -> None:
+    """Print the MiB of q, k, v and all that one way needs beyond them; for a process of its own."""
+    with torch.set_grad_enabled(case["backward"]):
+        way = ways(case, args)[name]
+        small = torch.randn(1, 1, 64, WIDTH)
+        F.scaled_dot_product_attention(small, small, small, is_causal=True)  # libraries load on first use
+    ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back
+    Path("/proc/self/clear_refs").write_text("5")  # and the peak so far forgotten
+    before = status("VmRSS")
+    out = run(way, case["backward"])
+    inputs = 3 * HEADS * case["length"] * out.shape[3] * out.element_size()
+    print(json.dumps((status("VmHWM") - before) / 1024 + inputs / 2**20))
+
+
+def memory(case: dict[str, Any], name: str) -> float:
+    command = [sys.executable, __file__, *sys.argv[1:], "--peak", json.dumps([case, name])]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def rows(case: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    found = ways(case, args)
+    times = measure(found, case["backward"], args.repeats)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    peaks = {name: memory(case, name) for name in found}
+    what = "forward+backward, learned table" if case["backward"] else "forward"
+    result = []
+    for name in found:
+        row = {"length": case["length"], "what": what, "way": name, "ms": round(1000 * seconds[name], 1)}
+        row |= {"ratio": round(seconds[name] / seconds["none"], 2), "peak_mib": round(peaks[name], 1)}
+        row |= {"peak_ratio": round(peaks[name] / peaks["none"], 2)}
+        if case["part"] == "pruned":
+            row |= errors(args, case["length"]) if name == "pruned" else {"eps": "", "error": "", "bound": ""}
+        result.append(row)
+        tqdm.write(str(row))
+    return result
+
+
+def errors(args: argparse.Namespace, n: int) -> dict[str, str]:
+    """Largest difference to the exact output, and what eps allows: eps·(max v - min v) of the tightest component."""
+    q, k, v = trained(n, args.checkpoint, args.data)
+    found = pruned((q, k, v), args.eps)
+    error = (run(found["pruned"], False) - run(found["here"], False)).abs().amax(2)
+    bound = args.eps * (v.amax(2) - v.amin(2))
+    return {"eps": f"{args.eps:g}", "error": f"{error.max():.2g}", "bound": f"{bound.min():.2g}"}
+
+
+def write(part: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    path = OUT / ("attention.csv" if part == "toeplitz" else f"attention-{part}.csv")
+    OUT.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        file.write(
+            f"# {machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
+            f"{args.threads} threads, {HEADS} heads, float32, medians of {args.repeats}\n"
+        )
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    os.replace(temporary, path)
+    print(f"wrote {path}")
+
+
+def machine() -> str:
+    names = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    return names[0] if names else platform.machine()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--only", nargs="+", choices=tuple(LENGTHS), default=list(LENGTHS))
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"default: {LENGTHS}")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--checkpoint", type=Path, help="a trained model, for pruned")
+    parser.add_argument("--data", type=Path, default=Path("data-bin/stdlib"), help="what it reads (%(default)s)")
+    parser.add_argument("--eps", type=float, default=1e-6)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    rows = []
-    for n, learned in tqdm([(n, learned) for n in args.lengths for learned in (False, True)]):
-        seconds = measure(n, learned, args.repeats)
-        rows.append(
-            {
-                "length": n,
-                "what": "forward+backward, learned table" if learned else "forward, fixed bias",
-                "none_ms": round(1000 * seconds["none"], 1),
-                **{
-                    f"{name}_ratio": round(seconds[name] / seconds["none"], 2)
-                    for name in ("here", "dense")
-                    if name in seconds
-                },
-            }
-        )
-        tqdm.write(str(rows[-1]))
-    OUT.parent.mkdir(exist_ok=True)
-    temporary = OUT.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(
-            f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-            f"{torch.get_num_threads()} threads, {HEADS} heads of {WIDTH}, float32, medians of {args.repeats}\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=["length", "what", "none_ms", "here_ratio", "dense_ratio"])
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, OUT)
-    print(f"wrote {OUT}")
+    if "pruned" in args.only and args.checkpoint is None:
+        parser.error("the part 'pruned' needs --checkpoint")
+    torch.set_num_threads(args.threads)
+    if args.peak:
+        peak(*json.loads(args.peak), args)
+        return
+    found = cases(args)
+    done: dict[str, list[dict[str, Any]]] = {part: [] for part in args.only}
+    for case in tqdm(found):
+        done[case["part"]] += rows(case, args)
+    for part, lines in done.items():
+        write(part, lines, args)
 
 
 if __name__ == "__main__":

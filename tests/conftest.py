@@ -41,6 +41,7 @@ SPECS = {
     "xpos": ["xpos", "xpos:scale_base=16"],
     "fire": [
         "fire",
+        "fire:exact=true",
         "fire:hidden_layers=0,log=false,threshold=none",
         "fire:hidden_layers=1,threshold=fixed,init_L=9,activation=gelu,output_activation=relu",
     ],

@@ -127,7 +127,7 @@ def test_every_output_element_is_written(monkeypatch):
     empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(math.nan))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(math.nan))
-    for spec in ("alibi", "kerple_log"):
+    for spec in ("alibi", "kerple_log", "fire"):
         for n in (257, 300):
             assert all(torch.isfinite(x).all() for x in outputs_and_gradients(sdpa, spec, n).values())
 

@@ -310,3 +310,24 @@ def test_an_encoding_of_the_fairseq_engine_is_not_the_next_ones(state, corpus, t
     other = rows_of(capsys, checkpoint, corpus, "64", "--engine", "fairseq", "--rpe", "nope")[0]
     again = rows_of(capsys, checkpoint, corpus, "64")[0]
     assert again["loss_base2"] == plain["loss_base2"] != pytest.approx(other["loss_base2"], rel=1e-4)
+
+
+def test_pruned_evaluation(state, corpus, tmp_path, capsys):
+    """Close to the exact loss, a measurement of its own, and refused where nothing can be pruned."""
+    path, out = checkpoint_with(state, tmp_path), tmp_path / "eval.jsonl"
+    length = str(min(1200, corpus_files.count_tokens(corpus, "test") - 1))
+    [exact] = rows_of(capsys, path, corpus, length, "--out", out)
+    [row] = rows_of(capsys, path, corpus, length, "--out", out, "--attention-prune", "1e-4")
+    assert row["attention_prune"] == 1e-4 and "attention_prune" not in exact
+    assert (
+        row["loss_base2"] == pytest.approx(exact["loss_base2"], rel=1e-3) and row["loss_base2"] != exact["loss_base2"]
+    )
+    assert rows_of(capsys, path, corpus, length, "--out", out) == [exact]
+    for flags, message in (
+        (("--attention-prune", "0"), "0 < EPS < 1"),
+        (("--attention-prune", "1e-4", "--engine", "fairseq"), "goes with --engine fast"),
+        (("--attention-prune", "1e-4", "--rpe", "nope"), "cannot be pruned"),
+    ):
+        argv = ["eval", path, corpus, "--lengths", "64", "--device", "cpu", *flags]
+        assert main([str(a) for a in argv]) == 2
+        assert message in capsys.readouterr().err

@@ -23,6 +23,7 @@ class Plan:
         rotate: function of (x, at, positions, key=bool) for queries and keys, or None.
         backend: the function that computes attention.
         query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
+        prune: the part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
     """
 
     positions: Positions
@@ -32,6 +33,7 @@ class Plan:
     rotate: Callable[..., Tensor] | None = None
     backend: Callable[..., Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
+    prune: float = 0.0
 
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
         """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""

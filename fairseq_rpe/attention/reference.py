@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core import Dense, lower
+from ..core import Dense, UserError, lower
 from .dropout import draw_seed, keep_block
 from .plan import Plan
 
@@ -21,7 +21,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
 
     Returns:
         (B, H, n, D) in q's dtype. A query that sees no key (a padded row) gives 0.
+
+    Raises:
+        UserError: the plan asks for pruning.
     """
+    if plan.prune:
+        raise UserError("the reference backend is exact and prunes nothing: use 'sdpa' or no pruning")
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5

@@ -7,36 +7,65 @@ of a few hundred rows against only the keys they can see give causal skipping as
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Toeplitz, UserError, block
+from ..core import Curve, Toeplitz, UserError, block
+from .blocks import BlockAttention
+from .curve import CurveBias
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan
-from .toeplitz import ToeplitzAttention
+from .prune import check_pruning, pruned
+from .toeplitz import ToeplitzBias
 
+CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 PAIR_ELEMENTS = 1 << 20  # query-key pairs in a block whose bias is made by a function
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz forms.
+    """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz and Curve forms.
 
     Raises:
-        UserError: the encoding remaps scores, which this backend never has.
+        UserError: the encoding remaps scores, which this backend never has; or the plan asks for pruning where there is
+            no Toeplitz bias, in training or away from the CPU. Padded rows and single queries are exact all the same.
     """
     if plan.remap is not None:
         raise UserError("this encoding changes the scores, which the sdpa backend does not see: use 'reference'")
     n, m = q.shape[2], k.shape[2]
-    table = plan.form
-    structured = plan.padding is None and n == m > 1
-    if structured and table is None and dropout == 0:
+    made = _structured(plan, n, m)
+    if plan.prune:
+        check_pruning(q, k, v, plan, dropout)
+        if made is not None:
+            return pruned(q, k, v, made[1], plan.prune)
+    if made is None:
+        return _by_blocks(q, k, v, plan, dropout)
+    if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if structured and (table is None or (isinstance(table, Toeplitz) and plan.positions.contiguous)):
-        seed = draw_seed() if dropout > 0 else 0
-        return ToeplitzAttention.apply(q, k, v, None if table is None else _from_zero(table, n), dropout, seed)
-    return _by_blocks(q, k, v, plan, dropout)
+    return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
+
+
+def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
+    """The BlockBias and its tensors for a bias that is less than n² numbers, if this is one."""
+    form = plan.form
+    if plan.padding is not None or n != m or n == 1:
+        return None
+    if form is None:
+        return (ToeplitzBias,)
+    if not plan.positions.contiguous:
+        return None
+    if isinstance(form, Toeplitz):
+        return ToeplitzBias, _from_zero(form, n)
+    if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
+        far, near = form.far[:n], form.near[0, :n]
+        with torch.no_grad():
+            top = max(1.0, float((far * near).max()))
+        pieces = form.pieces(top)
+        return CurveBias, pieces.value, pieces.slope, far, near, pieces.ends, pieces.middle
+    return None
 
 
 def _from_zero(form: Toeplitz, n: int) -> Tensor:

@@ -47,6 +47,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compute-dtype", choices=("fp32", "bf16"), help="of matrix products (default: the checkpoint's)"
     )
+    parser.add_argument(
+        "--attention-prune",
+        type=float,
+        metavar="EPS",
+        help="leave out far keys that provably hold less than EPS of a query's attention, on a CPU (default: exact)",
+    )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
     parser.add_argument(
         "--engine",
@@ -63,7 +69,8 @@ def add_parser(subparsers: Any) -> None:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two results the same measurement: not the engine."""
-    return tuple(row.get(k) for k in ("checkpoint", "data", "subset", "length", "rpe", "positions", "compute_dtype"))
+    parts = ("checkpoint", "data", "subset", "length", "rpe", "positions", "compute_dtype", "attention_prune")
+    return tuple(row.get(k) for k in parts)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     same |= {"rpe": args.rpe, "positions": args.positions}
     if args.compute_dtype:
         same["compute_dtype"] = args.compute_dtype
+    if args.attention_prune is not None:
+        same["attention_prune"] = args.attention_prune
     known = {key(row): row for row in (read_json_lines(args.out) if args.out else [])}
     encoding, engine = None, None
     for length in args.lengths:
@@ -112,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _engine(args: argparse.Namespace, cfg: dict[str, Any]) -> Engine:
     if args.engine == FAIRSEQ:
+        if args.attention_prune is not None:
+            raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
         return functools.partial(score, args)
     from fairseq_rpe.cli.fast import Fast
 

@@ -21,6 +21,8 @@ class Fast:
         subjects.check_plain(args.checkpoint, cfg, otherwise=", or use --engine fairseq")
         self.args = args
         self.model, self.task = subjects.load(args, args.checkpoint)
+        if args.attention_prune is not None:
+            self.model.decoder.prune_attention(args.attention_prune)
 
     def __call__(self, length: int, batch_tokens: int) -> tuple[int, dict[str, Any]]:
         """Tokens scored in blocks of ``length``, and what the row says of them."""

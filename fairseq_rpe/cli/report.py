@@ -153,8 +153,7 @@ def measured(folder: Path, method: dict[str, Any], seed: int, algorithm: str | N
         for row in read_json_lines(place / RESULTS)
         if row["checkpoint"] == checkpoint
         and row.get("positions") == method["positions_eval"]
-        and not row.get("rpe")
-        and not row.get("compute_dtype")
+        and not any(row.get(key) for key in ("rpe", "compute_dtype", "attention_prune"))
     ]
 
 

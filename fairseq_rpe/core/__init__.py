@@ -7,9 +7,11 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "Curve": "forms",
     "Dense": "forms",
     "Form": "forms",
     "Pair": "forms",
+    "Pieces": "forms",
     "Toeplitz": "forms",
     "block": "forms",
     "lower": "forms",

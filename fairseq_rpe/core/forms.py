@@ -7,7 +7,7 @@ added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but withou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,6 +40,39 @@ class Pair:
 
     fn: Callable[..., Tensor]
     aux: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A function of one number per head, linear between ``ends``: f_h(x) = value[h, p] + slope[h, p]·(x - middle[p]).
+
+    Attributes:
+        ends: (K - 1,) sorted; piece p is where p of them are <= x.
+        middle: (K,) a point inside each piece.
+        value, slope: (H, K) of f in ``middle``; they carry the gradient to whatever made f.
+    """
+
+    ends: Tensor
+    middle: Tensor
+    value: Tensor
+    slope: Tensor
+
+
+@dataclass(frozen=True)
+class Curve(Pair):
+    """A Pair of contiguous positions that is a function of one number: bias[h, i, j] = f_h(far[i - j] · near[i]).
+
+    ``fn`` is the plain way to the same bias. What knows no curves takes this for the Pair that it is.
+
+    Attributes:
+        far: (m,) of the distances 0 … m-1 between *indices*, at least 0.
+        near: (B or 1, n) of the queries, above 0.
+        pieces: called with the largest x, gives f on [0, x].
+    """
+
+    far: Tensor = field(kw_only=True)
+    near: Tensor = field(kw_only=True)
+    pieces: Callable[[float], Pieces] = field(kw_only=True)
 
 
 @dataclass(frozen=True)

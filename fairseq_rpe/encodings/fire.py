@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import LogWeight, option
+from ..core import Curve, LogWeight, Pair, Positions, option
 from .base import PairBias, register
+from .pieces import Stage, straight_pieces
 
-_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "none": lambda x: x}
+_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "none": None}
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class FireConfig:
     )
     init_c: float = option(0.1, "initial c", above=0)
     init_L: float = option(512.0, "initial L in tokens", above=0)
+    exact: bool = option(False, "run f for every pair, as the published listing does; false: f's straight pieces")
 
 
 @register("fire")
@@ -57,25 +60,37 @@ class Fire(PairBias):
         """ln(|c·x| + 1), or x itself without the logarithm."""
         return x if self.c is None else torch.log1p((self.c.to(x.dtype) * x).abs())
 
-    def ratio(self, i: Tensor, j: Tensor) -> Tensor:
-        """The MLP's input in [0, 1]: i (B, n), j (B, m) -> (B, n, m); 0 where j > i."""
+    def threshold(self, i: Tensor) -> Tensor:
+        """The denominator psi(max(L, i)) + 1e-6 of query positions i."""
         top = i
         if self.config.threshold != "none":
             scale = 1.0 if self.L_multiplier is None else self.L_multiplier.to(i.dtype)
             top = torch.maximum(i, torch.as_tensor(scale * self.config.init_L, dtype=i.dtype, device=i.device).abs())
+        return self.psi(top) + 1e-6
+
+    def ratio(self, i: Tensor, j: Tensor) -> Tensor:
+        """The MLP's input in [0, 1]: i (B, n), j (B, m) -> (B, n, m); 0 where j > i."""
         d = (i[:, :, None] - j[:, None, :]).clamp_min(0)
-        return self.psi(d) / (self.psi(top)[:, :, None] + 1e-6)
+        return self.psi(d) / self.threshold(i)[:, :, None]
 
     def bias(self, i: Tensor, j: Tensor) -> Tensor:
         x = self.ratio(i, j)[..., None]
-        for layer in self.mlp[:-1]:
-            x = _ACTIVATIONS[self.config.activation](self._linear(layer, x))
-        x = _ACTIVATIONS[self.config.output_activation](self._linear(self.mlp[-1], x))
+        for weight, bias, activation in self.stages():
+            x = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+            x = x if activation is None else activation(x)
         return x.permute(0, 3, 1, 2)
 
-    @staticmethod
-    def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+    def stages(self) -> list[Stage]:
+        """Weight, bias and activation of each layer of f."""
+        names = [self.config.activation] * (len(self.mlp) - 1) + [self.config.output_activation]
+        return [(layer.weight, layer.bias, _ACTIVATIONS[a]) for layer, a in zip(self.mlp, names, strict=True)]
+
+    def form(self, pos: Positions) -> Pair:
+        if self.config.exact or not pos.contiguous:
+            return Pair(self.bias)
+        d = torch.arange(pos.k.shape[1], device=pos.k.device, dtype=pos.k.dtype) * pos.step
+        pieces = functools.partial(straight_pieces, self.stages(), dtype=pos.k.dtype)
+        return Curve(self.bias, far=self.psi(d), near=1 / self.threshold(pos.q), pieces=pieces)
 
     def scalars(self) -> dict[str, Tensor]:
         found = {}

@@ -11,8 +11,8 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Plan, choose
-from ..core import Positions, UserError
+from ..attention import Plan, choose, sdpa
+from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
 from .moves import Moves
@@ -51,6 +51,24 @@ class RPEDecoder(TransformerDecoderBase):
         self.reads_length = any(e.reads_length for e in encodings)
         self.compute = COMPUTE[compute]
         self.attend = choose(backend, remaps=any(e.remap is not None for e in encodings))
+        self.eps = 0.0
+
+    def prune_attention(self, eps: float) -> None:
+        """From here on leave out up to ``eps`` of each query's attention, far keys that provably weigh no more.
+
+        For evaluation on a CPU; ``attention/prune.py`` has the bound of the error.
+
+        Raises:
+            UserError: eps is not between 0 and 1, or this model cannot be pruned.
+        """
+        if not 0 < eps < 1:
+            raise UserError(f"attention is pruned by 0 < EPS < 1 of each query's weights, not by {eps:g}")
+        if self.attend is not sdpa:
+            raise UserError("attention prunes on the sdpa backend alone: choose --attention-backend sdpa")
+        for encoding in self.encodings:
+            if not isinstance(encoding.form(Positions.arange(2)), Toeplitz):
+                raise UserError("this encoding adds no bias of the distance alone: its attention cannot be pruned")
+        self.eps = eps
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         layer = RPEDecoderLayer(cfg, no_encoder_attn)
@@ -167,7 +185,7 @@ class RPEDecoder(TransformerDecoderBase):
             form = encoding.form(positions)
         rotates = type(encoding).rotate is not Encoding.rotate
         rotate = encoding.rotate if rotates else None
-        return Plan(positions, form, padding, encoding.remap, rotate, self.attend, encoding.query_limit)
+        return Plan(positions, form, padding, encoding.remap, rotate, self.attend, encoding.query_limit, self.eps)
 
     def _run(self, layer: nn.Module, x: Tensor, incremental_state: dict[str, Any] | None, plan: Plan) -> Tensor:
         def run(x: Tensor) -> Tensor:

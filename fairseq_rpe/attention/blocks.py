@@ -1,0 +1,209 @@
+"""Causal attention in blocks of query rows whose bias is made block by block: O(n) memory, forward and backward.
+
+A block's rows are reversed. Entry (r, j) of its distances then depends on r + j alone, so a function of the distance is
+a strided view (row stride 1, column stride 1) of one vector, and sums along diagonals are column sums of a skewed view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from .dropout import ROWS, keep_block
+
+FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
+GROUP_ELEMENTS = 1 << 18  # scores that are worked on at a time, so that they stay in a CPU's cache
+DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
+
+
+class BlockBias(Protocol):
+    """The bias of n queries and keys, block by block, and the gradients of the tensors that it is made of.
+
+    ``made`` says that a block is computed, not a view: then a few heads at a time.
+    """
+
+    made: bool
+
+    def block(self, start: int, stop: int, heads: slice) -> Tensor:
+        """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
+
+    def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
+        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Of the tensors that the bias was made of, once all blocks are collected."""
+
+
+def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
+    """(…, 2n) vector, entry x for distance n-1-x -> (…, R, stop) view of a block with reversed rows."""
+    shape, strides = (*vector.shape[:-1], stop - start, stop), (*vector.stride()[:-1], 1, 1)
+    return vector.as_strided(shape, strides, vector.storage_offset() + n - stop)
+
+
+def diagonal_sums(wide: Tensor) -> Tensor:
+    """(…, R, M + R), zero from column M on -> (…, R + M - 1): entry x sums all (r, j) with r + j = x.
+
+    Reading the buffer in rows one shorter shifts row r by r, so that diagonals line up.
+    """
+    rows, width = wide.shape[-2:]
+    return wide.flatten(-2)[..., : rows * (width - 1)].unflatten(-1, (rows, width - 1)).sum(-2)
+
+
+def _parts(size: int, part: int) -> Iterator[slice]:
+    for start in range(0, size, part):
+        yield slice(start, min(start + part, size))
+
+
+class BlockAttention(torch.autograd.Function):
+    """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
+
+    q, k, v: (B, H, n, D); ``make(n, like, *tensors)`` gives the BlockBias; dropout and its seed as in
+    ``dropout.keep_block``. The backward pass makes the weights again from the saved log-sum-exp, in float32 or better.
+    Gradients of gradients are not available.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        seed: int,
+        make: Callable[..., BlockBias],
+        *tensors: Tensor,
+    ) -> Tensor:
+        n, heads = q.shape[2], q.shape[1]
+        bias = make(n, q, *tensors)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        fused = q.device.type == "cpu" and dropout == 0
+        for rows in _parts(n, FORWARD_ROWS):
+            keep = _keep(seed, rows.start, rows.stop, q, dropout) if dropout > 0 else None
+            for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
+                added = bias.block(rows.start, rows.stop, some)[None]
+                qb, kb, vb = q[:, some, rows].flip(2), k[:, some, : rows.stop], v[:, some, : rows.stop]
+                if fused:
+                    block, block_lse = _flash(qb, kb, vb, 0.0, False, attn_mask=added)
+                else:
+                    scores = (
+                        torch.matmul(qb.to(added.dtype), kb.to(added.dtype).mT).mul_(q.shape[3] ** -0.5).add_(added)
+                    )
+                    block_lse = scores.logsumexp(-1)
+                    weights = scores.sub_(block_lse[..., None]).exp_()
+                    block = torch.matmul(weights if keep is None else weights.mul_(keep[:, some]), vb.to(weights.dtype))
+                out[:, some, rows] = block.flip(2)
+                lse[:, some, rows] = block_lse.flip(2)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.dropout, ctx.seed, ctx.make = dropout, seed, make
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        bias = ctx.make(q.shape[2], q, *tensors)
+        learned = any(ctx.needs_input_grad[6:])
+        saved = grad, q, k, v, out, lse
+        if q.device.type == "cpu" and ctx.dropout == 0 and not learned:
+            dq, dk, dv = _fused_backward(saved, bias)
+        else:
+            dq, dk, dv = _own_backward(saved, bias, ctx.dropout, ctx.seed, learned)
+        found = bias.gradients() if learned else [None] * len(tensors)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, *found
+
+
+def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv where the bias needs no gradient: torch's kernel is faster and never has the scores."""
+    grad, q, k, v, out, lse = saved
+    n, heads = q.shape[2], q.shape[1]
+    dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    for rows in _parts(n, FORWARD_ROWS):
+        for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
+            at, seen = (slice(None), some, rows), (slice(None), some, slice(rows.stop))
+            gb, qb, ob, lb = (x[at].flip(2) for x in (grad, q, out, lse))
+            added = bias.block(rows.start, rows.stop, some)[None]
+            dqb, dkb, dvb = _flash_backward(gb, qb, k[seen], v[seen], ob, lb, 0.0, False, attn_mask=added)
+            dq[at] = dqb.flip(2)
+            dk[seen] += dkb
+            dv[seen] += dvb
+    return dq, dk, dv
+
+
+def _own_backward(
+    saved: tuple[Tensor, ...], bias: BlockBias, dropout: float, seed: int, learned: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; with ``learned`` the bias collects the gradient of the scores, of a few heads at a time."""
+    grad, q, k, v, out, lse = saved
+    batch, heads, n, width = q.shape
+    scale = width**-0.5
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    buffers = _Buffers(lse)
+    for rows in _parts(n, BACKWARD_ROWS):
+        start, stop = rows.start, rows.stop
+        keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
+        fit = _fit(rows, q.device)
+        for some in _parts(heads, fit):
+            added = bias.block(start, stop, some)
+            for few in _parts(batch, max(1, fit // heads)):
+                at, seen = (few, some, rows), (few, some, slice(stop))
+                gb, qb, ob, lb = (x[at].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
+                kb, vb = (x[seen].to(lse.dtype) for x in (k, v))
+                weights, wide = buffers.of(*qb.shape[:3], stop)
+                ds = wide[..., :stop]
+                torch.sub(added, lb[..., None], out=weights)
+                _merged(weights).baddbmm_(_merged(qb.mul_(scale)), _merged(kb).mT).exp_()
+                torch.bmm(_merged(gb), _merged(vb).mT, out=_merged(ds))
+                if keep is not None:
+                    ds.mul_(keep[few, some])
+                ds.sub_((gb * ob).sum(-1, keepdim=True)).mul_(weights)
+                if keep is not None:
+                    weights.mul_(keep[few, some])
+                _merged(dv[seen]).baddbmm_(_merged(weights).mT, _merged(gb))
+                _merged(dk[seen]).baddbmm_(_merged(ds).mT, _merged(qb))
+                dq[at] = torch.matmul(ds, kb).mul_(scale).flip(2)
+                if learned:
+                    bias.collect(wide, start, stop, some)
+    return dq, dk, dv
+
+
+def _fit(rows: slice, device: torch.device) -> int:
+    """Heads whose scores of a block are worked on at a time."""
+    most = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
+    return max(1, most // ((rows.stop - rows.start) * rows.stop))
+
+
+class _Buffers:
+    """Room for the scores of a group, kept from one to the next: fresh memory costs more than what is done with it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.room = [like.new_empty(0), like.new_empty(0)]
+
+    def of(self, batch: int, heads: int, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        """(B, h, R, M) of anything, and (B, h, R, M + R) that is zero from column M on."""
+        shapes = (batch, heads, rows, cols), (batch, heads, rows, cols + rows)
+        sizes = [batch * heads * rows * width for width in (cols, cols + rows)]
+        if self.room[0].numel() < sizes[0] or self.room[1].numel() < sizes[1]:
+            self.room = [x.new_empty(size) for x, size in zip(self.room, sizes, strict=True)]
+        scores, wide = (x[:size].view(shape) for x, size, shape in zip(self.room, sizes, shapes, strict=True))
+        wide[..., cols:].zero_()
+        return scores, wide
+
+
+def _merged(x: Tensor) -> Tensor:
+    """(B, h, …) -> (B·h, …): a view wherever it is written to, since a group is one row of the batch or all heads."""
+    return x.flatten(0, 1)
+
+
+def _keep(seed: int, start: int, stop: int, q: Tensor, dropout: float) -> Tensor:
+    """The dropout mask of a block with its rows reversed."""
+    batch, heads, n, _ = q.shape
+    return keep_block(seed, start, stop, (batch, heads, n, n), dropout, q.device).flip(2)

@@ -1,0 +1,121 @@
+"""Causal attention with a Toeplitz bias that skips far keys which cannot matter, with a proved bound of the error.
+
+Write p_j for the exact weights of a query and δ for the part of them on the keys that are left out. The exact output is
+o = (1 - δ)·a + δ·b with a, b the weighted means of the values kept and left out, and the pruned output is a. So
+o - a = δ·(b - a), and both means lie between the least and the largest value of each component:
+
+    |o - a| <= δ·(max_j v_j - min_j v_j) <= 2·δ·max_j |v_j|     in every component.
+
+δ is kept at ``eps`` or below without looking at the keys left out, key block by key block. For a query i, any vector m
+(the mean key here) and a block J of keys, with t the table and D the head's width,
+
+    q_i·k_j/√D + t[i-j] <= q_i·m/√D + |q_i|·max_J |k_j - m|/√D + max t      (Cauchy-Schwarz),
+
+the last maximum over all distances between the two blocks, whether the table is monotone or not. With L_i the
+log-sum-exp of the nearest keys, computed exactly, block J holds at most |J|·exp(bound - L_i) of the weights, since what
+they are divided by is at least exp(L_i). From the far end on, blocks are left out as long as the sum of these stays at
+or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core import Toeplitz, UserError
+from .blocks import distances
+from .plan import Plan
+from .toeplitz import ToeplitzBias
+
+BLOCK = 256  # queries, and keys, that are decided about together
+SLACK, SLACK_OF_SCORE = 1e-3, 1e-5  # nats, and a part of the largest score that the norms allow
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
+    """Whether attention may be pruned.
+
+    Raises:
+        UserError: what stands against it.
+    """
+    if not 0 < plan.prune < 1:
+        raise UserError(f"pruning leaves out at most EPS of each query's attention: 0 < EPS < 1, not {plan.prune:g}")
+    if not isinstance(plan.form, Toeplitz):
+        raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
+    if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.form.table))):
+        raise UserError("pruning is for evaluation: train without it")
+    if q.device.type != "cpu":
+        raise UserError(f"pruning runs on the CPU, not on '{q.device.type}': evaluate there or without it")
+
+
+@torch.no_grad()
+def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor:
+    """softmax(q·kᵀ/sqrt(D) + table[h, i-j]) v for j <= i, without keys of at most ``eps`` of each query's weights.
+
+    Args:
+        q, k, v: (B, H, n, D) on a CPU.
+        table: (H, n) of the distances 0 … n-1; may hold -inf.
+        eps: largest part of a query's weights that may be left out.
+
+    Returns:
+        (B, H, n, D): within eps·(max v - min v) of the exact output in every component, but for rounding.
+    """
+    n = q.shape[2]
+    vector = ToeplitzBias(n, q, table).vector
+    offset, norm, radius = _norms(q, k)
+    tail = _tail(vector[:, :n].flip(1))
+    holes = bool((table == float("-inf")).any())
+    out = torch.empty_like(q)
+    for start in range(0, n, BLOCK):
+        stop, near = min(start + BLOCK, n), max(0, start - BLOCK)
+        rows, added = slice(start, stop), distances(vector, n, start, stop)[None]
+        qb = q[:, :, rows].flip(2)
+        found, lse = _partial(qb, k[:, :, near:stop], v[:, :, near:stop], added[..., near:], holes)
+        if near:
+            low = offset[:, :, rows] - lse.flip(2)
+            first = _left_out(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
+            for b, h in (first < near).nonzero().tolist():
+                one, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
+                more, more_lse = _partial(
+                    qb[one], k[one][:, :, far], v[one][:, :, far], added[:, one[1], :, far], holes
+                )
+                found[one] = torch.lerp(found[one], more, (more_lse - lse[one]).sigmoid()[..., None])
+        out[:, :, rows] = found.flip(2)
+    return out
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
+    """Output over some keys and log-sum-exp (B, H, R); torch's kernel says 0 where a row sees none."""
+    out, lse = _flash(q, k, v, 0.0, False, attn_mask=bias)
+    if holes:
+        lse = lse.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
+    return out.to(lse.dtype), lse
+
+
+def _norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q_i·m/√D with the slack for rounding and |q_i|/√D, each (B, H, n); max |k_j - m| by block, (B, H, n / BLOCK)."""
+    q, k = q.to(torch.promote_types(q.dtype, torch.float32)), k.to(torch.promote_types(k.dtype, torch.float32))
+    mean = k.mean(2, keepdim=True)
+    scale = q.shape[3] ** -0.5
+    norm = q.norm(dim=3) * scale
+    slack = SLACK + SLACK_OF_SCORE * norm * k.norm(dim=3).amax(2, keepdim=True)
+    radius = F.pad((k - mean).norm(dim=3), (0, -k.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).amax(3)
+    return (q @ mean.mT)[..., 0] * scale + slack, norm, radius
+
+
+def _tail(table: Tensor) -> Tensor:
+    """(H, n) -> (H, N): ln BLOCK + the largest bias between two blocks that are 0, 1, … blocks apart."""
+    blocks = math.ceil(table.shape[1] / BLOCK)
+    padded = F.pad(table, (BLOCK - 1, (blocks + 1) * BLOCK - table.shape[1]), value=float("-inf"))
+    return F.max_pool1d(padded, 2 * BLOCK - 1, BLOCK)[:, :blocks] + math.log(BLOCK)
+
+
+def _left_out(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, block: int, eps: float) -> Tensor:
+    """(B, H) index of the first key to keep for the queries of a block, given (B, H, R), (B, H, R) and (B, H, J)."""
+    worst = (norm[..., None] * radius[:, :, None] + low[..., None]).amax(2)
+    count = radius.shape[2]
+    mass = worst + tail[:, block - count + 1 : block + 1].flip(1)
+    return (mass.logcumsumexp(2) <= math.log(eps)).sum(2) * BLOCK

@@ -1,0 +1,180 @@
+"""Pruned attention against the exact result: the error stays within the proved bound, and hard inputs prune nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import make_model
+from torch.nn import functional as F
+
+from fairseq_rpe.attention import Plan, prune, reference, sdpa
+from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
+from fairseq_rpe.encodings import build
+
+B, H, D, N = 2, 4, 16, 1300
+POS = Positions.arange(N)
+ROUNDING = 2e-6
+
+
+def inputs(size: float = 1.0, seed: int = 0, n: int = N):
+    torch.manual_seed(seed)
+    return size * torch.randn(B, H, n, D), size * torch.randn(B, H, n, D), torch.randn(B, H, n, D)
+
+
+def tables(n: int) -> dict[str, torch.Tensor]:
+    """(H, n) by name: decaying, learned, and of shapes that no encoding here has."""
+    torch.manual_seed(5)
+    d = torch.arange(n, dtype=torch.float32)
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.004])[:, None]
+    return {
+        "alibi": -slopes * d,
+        "type2": build("type2", H, H * D).form(POS).table[:, :n],
+        "kerple_log": build("kerple_log", H, H * D).form(POS).table[:, :n].detach(),
+        "window": torch.where(d < 300, 0.0, -math.inf).expand(H, n).contiguous(),
+        "waves": -slopes * d + 8 * torch.cos(d / 60),
+        "rising again": torch.where(d > 800, -20.0, -0.2 * d).expand(H, n).contiguous(),
+        "highest at the end": torch.where(d > n - 100, 30.0, -slopes * d),
+        "two windows": torch.where((d < 50) | ((d > 700) & (d < 760)), 0.0, -math.inf).expand(H, n).contiguous(),
+        "random": 5 * torch.randn(H, n),
+        "flat": torch.zeros(H, n),
+    }
+
+
+def pairs_kept(q, k, table, eps):
+    """Pairs of queries and keys that are computed, as a part of those without pruning."""
+    spans: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        partial = prune._partial
+        patch.setattr(prune, "_partial", lambda q, k, *rest: spans.append(k.shape[:3].numel()) or partial(q, k, *rest))
+        prune.pruned(q, k, torch.ones_like(q), table, eps)
+    n = q.shape[2]
+    return sum(spans) / (B * H * sum(min(start + prune.BLOCK, n) for start in range(0, n, prune.BLOCK)))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.05])
+@pytest.mark.parametrize("name", list(tables(N)))
+def test_error_is_within_the_bound(name, eps):
+    table = tables(N)[name]
+    for size in (0.3, 3.0):
+        q, k, v = inputs(size)
+        exact = reference(q, k, v, Plan(POS, Toeplitz(table)))
+        found = sdpa(q, k, v, Plan(POS, Toeplitz(table), prune=eps))
+        spread = v.amax(2, keepdim=True) - v.amin(2, keepdim=True)
+        assert ((found - exact).abs() <= eps * spread + ROUNDING * (1 + size**2)).all()
+
+
+@pytest.mark.parametrize("name", list(tables(N)))
+def test_the_weight_left_out_is_below_eps(name):
+    """Exactly: a value that marks the keys left out, one block at a time, never weighs more than eps in any query."""
+    table, eps = tables(N)[name], 0.02
+    q, k, _ = inputs(0.5)
+    weights = (q @ k.mT) * D**-0.5 + table[:, (torch.arange(N)[:, None] - torch.arange(N)).clamp_min(0)]
+    weights = weights.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf).softmax(-1)
+    blocks = math.ceil(N / prune.BLOCK)
+    marks = F.one_hot(torch.arange(N) // prune.BLOCK, 16).float().expand(B, H, N, 16)
+    kept = prune.pruned(q, k, marks.contiguous(), table, eps)[..., :blocks] > 0
+    lost = (weights @ marks)[..., :blocks].masked_fill(kept, 0.0).sum(-1)
+    assert lost.max() <= eps
+
+
+@pytest.mark.parametrize(("name", "most"), [("alibi", 0.85), ("window", 0.8), ("waves", 0.9)])
+def test_far_keys_are_left_out(name, most):
+    assert pairs_kept(*inputs()[:2], tables(N)[name], 1e-6) < most
+
+
+@pytest.mark.parametrize("name", ["flat", "random"])
+def test_nothing_is_left_out_where_far_keys_matter(name):
+    assert pairs_kept(*inputs()[:2], tables(N)[name], 1e-3) == 1.0
+
+
+def test_huge_norms_prune_nothing():
+    """One far key that outweighs everything near, whatever the bias says; and norms that overflow every bound."""
+    q, k, v = inputs(0.1)
+    table = tables(N)["alibi"]
+    k[:, :, 3] = 400.0
+    q[:, :, -1] = 400.0
+    v[:, :, 3] = 100.0
+    exact = reference(q, k, v, Plan(POS, Toeplitz(table)))
+    assert (exact[:, :, -1] == 100.0).all()
+    found = sdpa(q, k, v, Plan(POS, Toeplitz(table), prune=1e-3))
+    assert ((found - exact).abs() <= 1e-3 * (v.amax(2, keepdim=True) - v.amin(2, keepdim=True))).all()
+    for size in (1e3, 1e10, 1e18):
+        assert pairs_kept(*inputs(size)[:2], table, 0.5) == 1.0
+
+
+def test_not_a_number_propagates():
+    q, k, v = inputs()
+    q[0, 0, 5], k[1, 2, 700] = math.nan, math.inf
+    table = tables(N)["alibi"]
+    with torch.no_grad():
+        exact, found = (sdpa(q, k, v, Plan(POS, Toeplitz(table), prune=eps)) for eps in (0.0, 1e-3))
+    assert torch.equal(exact.isnan(), found.isnan()) and exact.isnan().any()
+
+
+@pytest.mark.parametrize("n", [2, 255, 256, 257, 512, 513, 769])
+def test_lengths_around_the_blocks(n):
+    q, k, v = inputs(n=n)
+    table, pos = tables(N)["alibi"][:, :n], Positions.arange(n)
+    exact = reference(q, k, v, Plan(pos, Toeplitz(table)))
+    found = sdpa(q, k, v, Plan(pos, Toeplitz(table), prune=1e-6))
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-5)
+
+
+def test_bf16():
+    q, k, v = (x.bfloat16() for x in inputs())
+    form = Toeplitz(tables(N)["alibi"])
+    exact, found = reference(q, k, v, Plan(POS, form)), sdpa(q, k, v, Plan(POS, form, prune=1e-4))
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).abs().max() < 0.03
+
+
+def test_padded_rows_and_single_queries_are_exact():
+    q, k, v = inputs(n=600)
+    form, pos = Toeplitz(tables(600)["alibi"]), Positions.arange(600)
+    padding = torch.zeros(B, 600, dtype=torch.bool)
+    padding[0, :9] = True
+    assert torch.equal(*(sdpa(q, k, v, Plan(pos, form, padding, prune=eps)) for eps in (0.0, 0.3)))
+    last = Positions.arange(1, 600)
+    assert torch.equal(*(sdpa(q[:, :, -1:], k, v, Plan(last, form, prune=eps)) for eps in (0.0, 0.3)))
+
+
+def test_refusals():
+    q, k, v = inputs(n=8)
+    pos = Positions.arange(8)
+    form = Toeplitz(tables(N)["alibi"])
+    for plan, message in (
+        (Plan(pos, form, prune=1.0), "0 < EPS < 1, not 1"),
+        (Plan(pos, form, prune=-0.1), "0 < EPS < 1, not -0.1"),
+        (Plan(pos, None, prune=0.1), "needs a bias of the distance"),
+        (Plan(pos, Dense(torch.zeros(1, H, 8, 8)), prune=0.1), "needs a bias of the distance"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sdpa(q, k, v, plan)
+    with pytest.raises(UserError, match="pruning is for evaluation"):
+        sdpa(q.requires_grad_(), k, v, Plan(pos, form, prune=0.1))
+    with pytest.raises(UserError, match="exact and prunes nothing"):
+        reference(q, k, v, Plan(pos, form, prune=0.1))
+
+
+def test_a_model_prunes_in_evaluation_only(task):
+    model = make_model(task, "alibi")
+    tokens = torch.randint(4, 60, (1, 1200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model(tokens)[0]
+        model.decoder.prune_attention(1e-4)
+        found = model(tokens)[0]
+    assert not torch.equal(exact, found)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-3)
+    with pytest.raises(UserError, match="pruning is for evaluation"):
+        model.train()(tokens)
+    for spec, changes, message in (
+        ("nope", {}, "no bias of the distance alone"),
+        ("fire", {}, "no bias of the distance alone"),
+        ("alibi", {"attention_backend": "reference"}, "prunes on the sdpa backend alone"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_model(task, spec, **changes).decoder.prune_attention(1e-4)
+    with pytest.raises(UserError, match="0 < EPS < 1"):
+        make_model(task, "alibi").decoder.prune_attention(2.0)
