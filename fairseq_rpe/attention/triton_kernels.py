@@ -1,0 +1,296 @@
+"""Triton kernels of causal attention with a bias of the distance: forward, dQ, dK and dV, and the table's gradient.
+
+Conventions: query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Logits and the log-sum-exp are
+in base 2 (``exp2`` is the hardware's exponential), so the table arrives multiplied by log2(e). Tensors with a row per
+query share one memory layout, those with a row per key another; the last dimension is dense. Rows are addressed in int64:
+65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32, float32 inputs without TF32.
+
+BIAS is NONE; DISTANCE: column at - j of a table that has ``TABLE_MARGIN`` more columns than keys, so that only the blocks
+on the diagonal need bounds; or POSITIONS: column ``at_q[i] - at_k[j]``, clamped to the table's ends.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TABLE_MARGIN = 256  # at least twice the largest block
+NONE, DISTANCE, POSITIONS = (tl.constexpr(x) for x in range(3))
+
+
+@triton.jit
+def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(rows, BLOCK_D): rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing to a product."""
+    d = tl.arange(0, BLOCK_D)
+    mask = ((rows >= 0) & (rows < count))[:, None] & (d < WIDTH)[None, :]
+    return tl.load(base + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
+    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _logits(
+    q, k, at, j, at_q, table, at_k, padding, m, columns, scale,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) logits of queries with absolute indices ``at`` against keys j, -inf where hidden.
+
+    Without DIAGONAL every j is known to be a key that every query of the block sees.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    distance = at[:, None] - j[None, :]
+    visible = (distance >= 0) & (j >= 0)[None, :]
+    if BIAS == DISTANCE:
+        if DIAGONAL:
+            s += tl.load(table + distance, mask=visible, other=0.0)
+        else:
+            s += tl.load(table + distance)
+    if BIAS == POSITIONS:
+        column = at_q[:, None] - tl.load(at_k + j, mask=(j >= 0) & (j < m), other=0)[None, :]
+        s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
+    if PADDED:
+        visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)[None, :]
+    if DIAGONAL or PADDED:
+        s = tl.where(visible, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _gradient(logits, lse, grad, v, delta):
+    """Weights P of a tile and the gradient of its logits in nats: dS = P (dO·Vᵀ - delta)."""
+    p = tl.exp2(logits - lse[:, None])
+    dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+    return p, p * (dp - delta[:, None])
+
+
+@triton.jit
+def _attend(
+    acc, total, top, lo, hi, q, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys lo … hi - 1: acc (BLOCK_M, BLOCK_D), total and top (BLOCK_M,)."""
+    for first in range(lo, hi, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)
+        k = _load(k_base, j, k_n, m, WIDTH, BLOCK_D)
+        v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
+        s = _logits(q, k, at, j, at_q, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
+        higher = tl.maximum(top, tl.max(s, 1))
+        # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    return acc, total, top
+
+
+@triton.jit
+def forward(
+    q, k, v, out, lse, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, LENGTHS,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. LENGTHS is read by the autotuner only, here and below."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = start + tl.arange(0, BLOCK_M)
+    at = i + (m - n)
+    row = at
+    if BIAS == POSITIONS:
+        row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    below = (start + m - n + 1) // BLOCK_N * BLOCK_N  # keys that the block's first query sees, whole blocks of them
+    last = tl.minimum(start + BLOCK_M + m - n, m)
+    acc, total, top = _attend(
+        acc, total, top, 0, below, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
+        scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
+    )  # fmt: skip
+    acc, total, top = _attend(
+        acc, total, top, below, last, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
+        scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
+    )  # fmt: skip
+    empty = top == float("-inf")  # a row that sees nothing: 0, and weights of 0 in the backward pass
+    total = tl.where(empty, 1.0, total)
+    _store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
+    lse_row = lse + (batch * tl.num_programs(1) + head) * n
+    tl.store(lse_row + i, tl.where(empty, 0.0, top) + tl.log2(total), mask=i < n)
+
+
+@triton.jit
+def _query_gradient(
+    dq, lo, hi, q, grad, lse, delta, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    for first in range(lo, hi, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)
+        k = _load(k_base, j, k_n, m, WIDTH, BLOCK_D)
+        v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
+        s = _logits(q, k, at, j, at_q, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
+        _, ds = _gradient(s, lse, grad, v, delta)
+        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def query_gradient(
+    q, k, v, out, grad, lse, delta, dq, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, LENGTHS,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, and delta = Σ_d dO·O, which the other kernels read. factor is 1/sqrt(D)."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = start + tl.arange(0, BLOCK_M)
+    at = i + (m - n)
+    row = at
+    if BIAS == POSITIONS:
+        row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    offset = batch * q_b + head * q_h
+    q_block = _load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
+    grad_block = _load(grad + offset, i, q_n, n, WIDTH, BLOCK_D)
+    out_block = _load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
+    delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
+    per_row = (batch * tl.num_programs(1) + head) * n
+    tl.store(delta + per_row + i, delta_block, mask=i < n)
+    lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    below = (start + m - n + 1) // BLOCK_N * BLOCK_N
+    last = tl.minimum(start + BLOCK_M + m - n, m)
+    total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = _query_gradient(
+        total, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row, at_k_row,
+        padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
+    )  # fmt: skip
+    total = _query_gradient(
+        total, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
+        at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
+    )  # fmt: skip
+    _store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def _key_gradient(
+    dk, dv, lo, hi, k, v, j, q_base, grad_base, q_n, lse, delta, table, at_q, at_k, padding, n, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    for first in range(lo, hi, BLOCK_M):
+        i = first + tl.arange(0, BLOCK_M)
+        at = i + (m - n)
+        row = at
+        if BIAS == POSITIONS:
+            row = tl.load(at_q + i, mask=i < n, other=0)
+        q = _load(q_base, i, q_n, n, WIDTH, BLOCK_D)
+        grad = _load(grad_base, i, q_n, n, WIDTH, BLOCK_D)
+        lse_block = tl.load(lse + i, mask=i < n, other=float("inf"))
+        delta_block = tl.load(delta + i, mask=i < n, other=0.0)
+        s = _logits(q, k, at, j, row, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
+        p, ds = _gradient(s, lse_block, grad, v, delta_block)
+        dv += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision="ieee")
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def key_gradient(
+    q, k, v, grad, lse, delta, dk, dv, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, LENGTHS,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys, which walks down the queries that see it. factor is 1/sqrt(D)."""
+    start = tl.program_id(0) * BLOCK_N
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    j = start + tl.arange(0, BLOCK_N)
+    offset = batch * k_b + head * k_h
+    k_block = _load(k + offset, j, k_n, m, WIDTH, BLOCK_D)
+    v_block = _load(v + offset, j, k_n, m, WIDTH, BLOCK_D)
+    queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
+    per_row = (batch * tl.num_programs(1) + head) * n
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    at_q_row = at_q + batch * at_q_b
+    first = tl.maximum(start - (m - n), 0) // BLOCK_M * BLOCK_M
+    # from this block of queries on, all of them see all of the keys
+    below = tl.cdiv(tl.maximum(start + BLOCK_N - 1 - (m - n), 0), BLOCK_M) * BLOCK_M
+    dk_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dk_block, dv_block = _key_gradient(
+        dk_block, dv_block, first, tl.minimum(below, n), k_block, v_block, j, queries, grads, q_n, lse + per_row,
+        delta + per_row, table_row, at_q_row, at_k_row, padding_row, n, m, columns, scale,
+        WIDTH, BLOCK_D, BLOCK_M, BIAS, PADDED, True,
+    )  # fmt: skip
+    dk_block, dv_block = _key_gradient(
+        dk_block, dv_block, below, n, k_block, v_block, j, queries, grads, q_n, lse + per_row,
+        delta + per_row, table_row, at_q_row, at_k_row, padding_row, n, m, columns, scale,
+        WIDTH, BLOCK_D, BLOCK_M, BIAS, PADDED, False,
+    )  # fmt: skip
+    _store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
+    _store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
+
+
+def _configs(sizes: list[tuple[int, int, int, int]]) -> list[triton.Config]:
+    return [
+        triton.Config({"BLOCK_M": rows, "BLOCK_N": cols}, num_warps=warps, num_stages=stages)
+        for rows, cols, warps, stages in sizes
+    ]
+
+
+def _affordable(configs: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
+    """Of the candidates those that suit: small blocks for few queries, and for wide heads and float32."""
+    given = {**named, **more}
+    wide = given["BLOCK_D"] * given["q"].element_size() > 256
+    few = given["LENGTHS"] == 0
+    suitable = [
+        c for c in configs if (min(c.kwargs.values()) == 16) == few and (few or not wide or max(c.kwargs.values()) <= 64)
+    ]
+    return suitable or configs
+
+
+def _tuned(kernel: Any, sizes: list[tuple[int, int, int, int]]) -> Any:
+    """The kernel with its block sizes measured once per head width, dtype, bias and class of lengths."""
+    if INTERPRETED:
+        return kernel
+    return triton.autotune(
+        _configs(sizes),
+        key=["LENGTHS", "WIDTH", "BIAS", "PADDED"],
+        prune_configs_by={"early_config_prune": _affordable},
+    )(kernel)
+
+
+# block of queries, block of keys, warps, stages of the pipeline
+FORWARD = _tuned(forward, [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2)])
+QUERY_GRADIENT = _tuned(query_gradient, [(128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2)])
+KEY_GRADIENT = _tuned(key_gradient, [(64, 128, 8, 3), (64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2)])
+
+
+def launch(kernel: Any, rows: int, shared: dict[str, Any], block: str, **more: Any) -> None:
+    """Run a kernel on a grid of (blocks of ``rows``, heads, batch); ``block`` names the size that cuts the rows."""
+    given = {**shared, **more}
+    batch, heads = shared["q"].shape[:2]
+    sizes = {"BLOCK_M": 32, "BLOCK_N": 16} if INTERPRETED else {}
+    n, m = shared["n"], shared["m"]
+    lengths = 0 if n <= 16 else 1 if m <= 2048 else 2
+    arguments = {name: given[name] for name in kernel.arg_names if name in given}
+    with torch.cuda.device_of(shared["q"]):
+        kernel[lambda meta: (triton.cdiv(rows, meta[block]), heads, batch)](**arguments, **sizes, LENGTHS=lengths)
