@@ -21,6 +21,24 @@ import triton.language as tl
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
 NONE, DISTANCE, POSITIONS = (tl.constexpr(x) for x in range(3))
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 x in dtype, rounded to nearest, ties to even."""
+    if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter cuts off the bits that hardware rounds
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _dot(a, b):
+    """a b with float32 sums, and without TF32 for float32."""
+    if IN_INTERPRETER:  # which multiplies the bit patterns of bfloat16; float32 holds the same rounded values
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -35,7 +53,7 @@ def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr)
 def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
     mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], values.to(base.dtype.element_ty), mask=mask)
+    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], _rounded(values, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -47,7 +65,7 @@ def _logits(
 
     Without DIAGONAL every j is known to be a key that every query of the block sees.
     """
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = _dot(q, tl.trans(k)) * scale
     distance = at[:, None] - j[None, :]
     visible = (distance >= 0) & (j >= 0)[None, :]
     if BIAS == DISTANCE:
@@ -69,7 +87,7 @@ def _logits(
 def _gradient(logits, lse, grad, v, delta):
     """Weights P of a tile and the gradient of its logits in nats: dS = P (dO·Vᵀ - delta)."""
     p = tl.exp2(logits - lse[:, None])
-    dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+    dp = _dot(grad, tl.trans(v))
     return p, p * (dp - delta[:, None])
 
 
@@ -91,7 +109,7 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + _dot(_rounded(p, v.dtype), v)
         top = higher
     return acc, total, top
 
@@ -146,7 +164,7 @@ def _query_gradient(
         v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
         s = _logits(q, k, at, j, at_q, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
         _, ds = _gradient(s, lse, grad, v, delta)
-        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+        dq += _dot(_rounded(ds, k.dtype), k)
     return dq
 
 
@@ -207,8 +225,8 @@ def _key_gradient(
         delta_block = tl.load(delta + i, mask=i < n, other=0.0)
         s = _logits(q, k, at, j, row, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
         p, ds = _gradient(s, lse_block, grad, v, delta_block)
-        dv += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision="ieee")
-        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
+        dv += _dot(tl.trans(_rounded(p, grad.dtype)), grad)
+        dk += _dot(tl.trans(_rounded(ds, q.dtype)), q)
     return dk, dv
 
 
