@@ -56,7 +56,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if form is not None and not isinstance(form, Toeplitz):
         return "backend 'triton' takes a bias of the distance alone, a table, which this is not: use 'flex' or 'sdpa'"
     if dropout > 0:
-        return f"backend 'triton' has no attention dropout ({dropout:g} asked for): use 'sdpa', or --attention-dropout 0"
+        return (
+            f"backend 'triton' has no attention dropout ({dropout:g} asked for): use 'sdpa', or --attention-dropout 0"
+        )
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
         return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {given}: use 'sdpa'"
@@ -64,7 +66,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return f"backend 'triton' takes head widths from 32 to 256 in steps of 8, not {width}: use 'sdpa'"
     learned = form is not None and form.table.requires_grad and torch.is_grad_enabled()
     if learned and not _uniform(plan) and torch.are_deterministic_algorithms_enabled():
-        return "backend 'triton' adds up a learned table's gradient in no fixed order at irregular positions: use 'sdpa'"
+        return (
+            "backend 'triton' adds up a learned table's gradient in no fixed order at irregular positions: use 'sdpa'"
+        )
     return None
 
 
@@ -116,7 +120,7 @@ class TritonAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         shared = _shared(q, k, v, table, at_q, at_k, padding)
-        launch(FORWARD, q.shape[2], shared, "BLOCK_M", out=out, lse=lse)
+        launch(FORWARD, q.shape[2], "BLOCK_M", shared, out=out, lse=lse)
         ctx.save_for_backward(q, k, v, table, at_q, at_k, padding, out, lse)
         return out
 
@@ -131,8 +135,10 @@ class TritonAttention(torch.autograd.Function):
         shared |= {"grad": _laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         factor = q.shape[-1] ** -0.5
-        launch(QUERY_GRADIENT, q.shape[2], shared, "BLOCK_M", out=out, dq=dq, factor=factor)  # writes delta: it goes first
-        launch(KEY_GRADIENT, k.shape[2], shared, "BLOCK_N", dk=dk, dv=dv, factor=factor)
+        launch(
+            QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, dq=dq, factor=factor
+        )  # writes delta: it goes first
+        launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
         dtable = table_gradient(shared, table).to(table.dtype) if ctx.needs_input_grad[3] else None
         return dq, dk, dv, dtable, None, None, None
 
@@ -149,7 +155,13 @@ def _laid_out(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _shared(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at_q: Tensor | None, at_k: Tensor | None, padding: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    at_q: Tensor | None,
+    at_k: Tensor | None,
+    padding: Tensor | None,
 ) -> dict[str, Any]:
     """The kernels' common arguments by name. In place of a tensor that is not there goes q, which is then not read."""
     from . import triton_kernels as kernels
@@ -170,7 +182,10 @@ def _shared(
         **{name: q if x is None else x for name, x in tensors.items()},
         **dict(zip(("q_b", "q_h", "q_n"), q.stride(), strict=False)),
         **dict(zip(("k_b", "k_h", "k_n"), k.stride(), strict=False)),
-        **{f"{name}_b": 0 if x is None or x.shape[0] == 1 else x.shape[1] for name, x in (("at_q", at_q), ("at_k", at_k))},
+        **{
+            f"{name}_b": 0 if x is None or x.shape[0] == 1 else x.shape[1]
+            for name, x in (("at_q", at_q), ("at_k", at_k))
+        },
         **{"n": n, "m": m, "columns": 1 if scaled is None else scaled.shape[1], "scale": width**-0.5 * LOG2_E},
         **{"WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), "BIAS": bias.value, "PADDED": padding is not None},
     }

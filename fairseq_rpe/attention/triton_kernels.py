@@ -1,20 +1,18 @@
 """Triton kernels of causal attention with a bias of the distance: forward, dQ, dK and dV, and the table's gradient.
 
-Conventions: query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Logits and the log-sum-exp are
-in base 2 (``exp2`` is the hardware's exponential), so the table arrives multiplied by log2(e). Tensors with a row per
-query share one memory layout, those with a row per key another; the last dimension is dense. Rows are addressed in int64:
-65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32, float32 inputs without TF32.
+Conventions: query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Logits and the log-sum-exp
+are in base 2 (``exp2`` is the hardware's exponential), so the table arrives multiplied by log2(e). Tensors with a row
+per query share one memory layout, those with a row per key another; the last dimension is dense. Rows are addressed in
+int64: 65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32.
 
-BIAS is NONE; DISTANCE: column at - j of a table that has ``TABLE_MARGIN`` more columns than keys, so that only the blocks
-on the diagonal need bounds; or POSITIONS: column ``at_q[i] - at_k[j]``, clamped to the table's ends.
+BIAS is NONE; DISTANCE: column at - j of a table that has ``TABLE_MARGIN`` more columns than keys, so that only the
+blocks on the diagonal need bounds; or POSITIONS: column ``at_q[i] - at_k[j]``, clamped to the table's ends.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -35,10 +33,10 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _dot(a, b):
-    """a b with float32 sums, and without TF32 for float32."""
+    """a b with float32 sums; float32 factors as three TF32 products, which keeps float32's precision."""
     if IN_INTERPRETER:  # which multiplies the bit patterns of bfloat16; float32 holds the same rounded values
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -53,7 +51,9 @@ def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr)
 def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
     mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], _rounded(values, base.dtype.element_ty), mask=mask)
+    tl.store(
+        base + rows.to(tl.int64)[:, None] * stride + d[None, :], _rounded(values, base.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
@@ -69,10 +69,15 @@ def _logits(
     distance = at[:, None] - j[None, :]
     visible = (distance >= 0) & (j >= 0)[None, :]
     if BIAS == DISTANCE:
-        if DIAGONAL:
-            s += tl.load(table + distance, mask=visible, other=0.0)
-        else:
-            s += tl.load(table + distance)
+        # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
+        entry = (table + at.to(tl.int64))[:, None] - j.to(tl.int64)[None, :]
+        if (
+            columns > 0
+        ):  # always; inside a branch the load is not staged through shared memory, for which it is too small
+            if DIAGONAL:
+                s += tl.load(entry, mask=visible, other=0.0)
+            else:
+                s += tl.load(entry)
     if BIAS == POSITIONS:
         column = at_q[:, None] - tl.load(at_k + j, mask=(j >= 0) & (j < m), other=0)[None, :]
         s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
@@ -265,50 +270,3 @@ def key_gradient(
     )  # fmt: skip
     _store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
     _store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
-
-
-def _configs(sizes: list[tuple[int, int, int, int]]) -> list[triton.Config]:
-    return [
-        triton.Config({"BLOCK_M": rows, "BLOCK_N": cols}, num_warps=warps, num_stages=stages)
-        for rows, cols, warps, stages in sizes
-    ]
-
-
-def _affordable(configs: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
-    """Of the candidates those that suit: small blocks for few queries, and for wide heads and float32."""
-    given = {**named, **more}
-    wide = given["BLOCK_D"] * given["q"].element_size() > 256
-    few = given["LENGTHS"] == 0
-    suitable = [
-        c for c in configs if (min(c.kwargs.values()) == 16) == few and (few or not wide or max(c.kwargs.values()) <= 64)
-    ]
-    return suitable or configs
-
-
-def _tuned(kernel: Any, sizes: list[tuple[int, int, int, int]]) -> Any:
-    """The kernel with its block sizes measured once per head width, dtype, bias and class of lengths."""
-    if INTERPRETED:
-        return kernel
-    return triton.autotune(
-        _configs(sizes),
-        key=["LENGTHS", "WIDTH", "BIAS", "PADDED"],
-        prune_configs_by={"early_config_prune": _affordable},
-    )(kernel)
-
-
-# block of queries, block of keys, warps, stages of the pipeline
-FORWARD = _tuned(forward, [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2)])
-QUERY_GRADIENT = _tuned(query_gradient, [(128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2)])
-KEY_GRADIENT = _tuned(key_gradient, [(64, 128, 8, 3), (64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2)])
-
-
-def launch(kernel: Any, rows: int, shared: dict[str, Any], block: str, **more: Any) -> None:
-    """Run a kernel on a grid of (blocks of ``rows``, heads, batch); ``block`` names the size that cuts the rows."""
-    given = {**shared, **more}
-    batch, heads = shared["q"].shape[:2]
-    sizes = {"BLOCK_M": 32, "BLOCK_N": 16} if INTERPRETED else {}
-    n, m = shared["n"], shared["m"]
-    lengths = 0 if n <= 16 else 1 if m <= 2048 else 2
-    arguments = {name: given[name] for name in kernel.arg_names if name in given}
-    with torch.cuda.device_of(shared["q"]):
-        kernel[lambda meta: (triton.cdiv(rows, meta[block]), heads, batch)](**arguments, **sizes, LENGTHS=lengths)

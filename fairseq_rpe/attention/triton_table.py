@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_kernels import DISTANCE, INTERPRETED, POSITIONS, _gradient, _load, _logits
-
-SIZE = 16 if INTERPRETED else 64  # of a tile
+from .triton_launch import run
 
 
 @triton.jit
@@ -26,7 +25,7 @@ def diagonal_sums(
     q_b, q_h, q_n, k_b, k_h, k_n, n, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block distance t of one head of one sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
+    """One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
     t = tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, SIZE)
@@ -45,7 +44,9 @@ def diagonal_sums(
         v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
         lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
         delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
-        s = _logits(q_block, k_block, at, j, at, table_row, table, padding_row, m, columns, scale, DISTANCE, PADDED, True)
+        s = _logits(
+            q_block, k_block, at, j, at, table_row, table, padding_row, m, columns, scale, DISTANCE, PADDED, True
+        )
         _, ds = _gradient(s, lse_block, grad_block, v_block, delta_block)
         tile += ds
     diagonal = rows[:, None] - rows[None, :] + SIZE
@@ -88,23 +89,21 @@ def scattered_sums(
 
 def table_gradient(shared: dict[str, Any], table: Tensor) -> Tensor:
     """(H, R) float32 gradient of the table. shared: the kernels' arguments, with grad, lse and delta."""
-    batch, heads, n, _ = shared["q"].shape
-    m = shared["m"]
-    uniform = shared["BIAS"] == DISTANCE.value
-    if uniform:
-        kernel, blocks = diagonal_sums, triton.cdiv(m, SIZE) + 1
-        sums = table.new_zeros(batch, heads, blocks, 2 * SIZE, dtype=torch.float32)
-    else:
-        kernel, blocks = scattered_sums, triton.cdiv(n, SIZE)
+    q, m = shared["q"], shared["m"]
+    batch, heads, n, _ = q.shape
+    row = shared["BLOCK_D"] * q.element_size()
+    size = 16 if INTERPRETED else 64 if row <= 256 else 32
+    options = {"SIZE": size, "num_warps": 4, "num_stages": 2 if row <= 128 else 1}
+    if shared["BIAS"] == POSITIONS.value:
         sums = table.new_zeros(table.shape, dtype=torch.float32)
-    arguments = {name: shared[name] for name in kernel.arg_names if name in shared}
-    with torch.cuda.device_of(table):
-        kernel[(blocks, heads, batch)](**arguments, sums=sums, SIZE=SIZE)
-    if not uniform:
+        run(scattered_sums, lambda meta: triton.cdiv(n, size), shared, sums=sums, **options)
         return sums
-    # neighbouring block distances overlap by half; block 0 begins SIZE before distance 0
+    blocks = triton.cdiv(m, size) + 1
+    sums = table.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
+    run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
+    # neighbouring block distances share half of their distances, and the first begins ``size`` before distance 0
     parts = sums.sum(0)
-    whole = sums.new_zeros(heads, blocks + 1, SIZE)
-    whole[:, :-1] += parts[..., :SIZE]
-    whole[:, 1:] += parts[..., SIZE:]
-    return whole.flatten(1)[:, SIZE : SIZE + m]
+    whole = parts.new_zeros(heads, blocks + 1, size)
+    whole[:, :-1] += parts[..., :size]
+    whole[:, 1:] += parts[..., size:]
+    return whole.flatten(1)[:, size : size + m]
