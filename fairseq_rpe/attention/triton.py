@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
     """The same as :func:`~fairseq_rpe.attention.reference.reference` for Toeplitz forms and for no bias.
 
-    q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) in that dtype.
+    q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) of it.
     Products, softmax and sums are float32. Gradients of gradients are not available.
 
     Raises:
@@ -56,9 +56,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if form is not None and not isinstance(form, Toeplitz):
         return "backend 'triton' takes a bias of the distance alone, a table, which this is not: use 'flex' or 'sdpa'"
     if dropout > 0:
-        return (
-            f"backend 'triton' has no attention dropout ({dropout:g} asked for): use 'sdpa', or --attention-dropout 0"
-        )
+        return f"backend 'triton' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
         return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {given}: use 'sdpa'"
@@ -66,9 +64,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return f"backend 'triton' takes head widths from 32 to 256 in steps of 8, not {width}: use 'sdpa'"
     learned = form is not None and form.table.requires_grad and torch.is_grad_enabled()
     if learned and not _uniform(plan) and torch.are_deterministic_algorithms_enabled():
-        return (
-            "backend 'triton' adds up a learned table's gradient in no fixed order at irregular positions: use 'sdpa'"
-        )
+        return "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
     return None
 
 
@@ -113,7 +109,7 @@ class TritonAttention(torch.autograd.Function):
         at_k: Tensor | None,
         padding: Tensor | None,
     ) -> Tensor:
-        from .triton_kernels import FORWARD, launch
+        from .triton_launch import FORWARD, launch
 
         q, k = _dense(q), _dense(k)
         v = _laid_out(v, k)
@@ -127,7 +123,7 @@ class TritonAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from .triton_kernels import KEY_GRADIENT, QUERY_GRADIENT, launch
+        from .triton_launch import KEY_GRADIENT, QUERY_GRADIENT, launch
         from .triton_table import table_gradient
 
         q, k, v, table, at_q, at_k, padding, out, lse = ctx.saved_tensors
@@ -135,9 +131,8 @@ class TritonAttention(torch.autograd.Function):
         shared |= {"grad": _laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         factor = q.shape[-1] ** -0.5
-        launch(
-            QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, dq=dq, factor=factor
-        )  # writes delta: it goes first
+        # this one writes delta, which the others read
+        launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, dq=dq, factor=factor)
         launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
         dtable = table_gradient(shared, table).to(table.dtype) if ctx.needs_input_grad[3] else None
         return dq, dk, dv, dtable, None, None, None
@@ -166,26 +161,32 @@ def _shared(
     """The kernels' common arguments by name. In place of a tensor that is not there goes q, which is then not read."""
     from . import triton_kernels as kernels
 
-    n, m, width = q.shape[2], k.shape[2], q.shape[3]
+    width = q.shape[3]
     bias = kernels.NONE if table is None else kernels.DISTANCE if at_q is None else kernels.POSITIONS
-    scaled = None if table is None else table.float() * LOG2_E
-    if bias is kernels.DISTANCE:
-        scaled = torch.nn.functional.pad(scaled, (0, kernels.TABLE_MARGIN))
-    tensors = {
-        "table": None if scaled is None else scaled.contiguous(),
-        "at_q": at_q,
-        "at_k": at_k,
-        "padding": None if padding is None else padding.contiguous().view(torch.uint8),
-    }
+    if table is not None:
+        table = table.float() * LOG2_E
+        margin = kernels.TABLE_MARGIN if bias is kernels.DISTANCE else 0
+        table = torch.nn.functional.pad(table, (0, margin)).contiguous()
+    if padding is not None:
+        padding = padding.contiguous().view(torch.uint8)
+    tensors = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "padding": padding}
     return {
-        **{"q": q, "k": k, "v": v},
         **{name: q if x is None else x for name, x in tensors.items()},
         **dict(zip(("q_b", "q_h", "q_n"), q.stride(), strict=False)),
         **dict(zip(("k_b", "k_h", "k_n"), k.stride(), strict=False)),
-        **{
-            f"{name}_b": 0 if x is None or x.shape[0] == 1 else x.shape[1]
-            for name, x in (("at_q", at_q), ("at_k", at_k))
-        },
-        **{"n": n, "m": m, "columns": 1 if scaled is None else scaled.shape[1], "scale": width**-0.5 * LOG2_E},
-        **{"WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), "BIAS": bias.value, "PADDED": padding is not None},
+        "at_q_b": _batch_stride(at_q),
+        "at_k_b": _batch_stride(at_k),
+        "n": q.shape[2],
+        "m": k.shape[2],
+        "columns": 1 if table is None else table.shape[1],
+        "scale": width**-0.5 * LOG2_E,
+        "WIDTH": width,
+        "BLOCK_D": 1 << (width - 1).bit_length(),
+        "BIAS": bias.value,
+        "PADDED": padding is not None,
     }
+
+
+def _batch_stride(at: Tensor | None) -> int:
+    """Elements from a sequence's positions to the next one's; 0 where all share them."""
+    return 0 if at is None or at.shape[0] == 1 else at.shape[1]

@@ -71,9 +71,8 @@ def _logits(
     if BIAS == DISTANCE:
         # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
         entry = (table + at.to(tl.int64))[:, None] - j.to(tl.int64)[None, :]
-        if (
-            columns > 0
-        ):  # always; inside a branch the load is not staged through shared memory, for which it is too small
+        # always true: loads inside a branch are not staged through shared memory, where these would take most of it
+        if columns > 0:
             if DIAGONAL:
                 s += tl.load(entry, mask=visible, other=0.0)
             else:
