@@ -13,7 +13,7 @@ from triton.compiler import ASTSource, compile
 
 from fairseq_rpe.attention import triton_kernels, triton_table
 
-SIZES = {"BLOCK_M": 32, "BLOCK_N": 32, "SIZE": 32}
+SIZES = {"BLOCK_M": 16, "BLOCK_N": 16, "SIZE": 16}
 POINTERS = {"lse": "*fp32", "delta": "*fp32", "table": "*fp32", "sums": "*fp32", "at_q": "*i32", "at_k": "*i32"}
 
 
@@ -44,6 +44,6 @@ def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: in
 if __name__ == "__main__":
     t = triton_kernels
     kernels = (t.forward, t.query_gradient, t.key_gradient, triton_table.diagonal_sums, triton_table.scattered_sums)
-    for dtype, width, bias, padded in (("bf16", 64, t.DISTANCE, False), ("fp32", 40, t.POSITIONS, True)):
+    for dtype, width, bias, padded in (("bf16", 40, t.DISTANCE, False), ("fp32", 32, t.POSITIONS, True)):
         for kernel in kernels:
             build(kernel, dtype, width, {"BIAS": bias.value, "PADDED": padded}, int(sys.argv[1]))
