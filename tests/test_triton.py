@@ -134,10 +134,9 @@ def test_tables_of_any_length_and_origin(columns, origin):
 def test_irregular_positions():
     """Positions of each sequence, with gaps and a common fraction, and a table with two columns per token."""
     at = torch.cumsum(torch.randint(1, 4, (2, 33), generator=torch.Generator().manual_seed(3)), 1).to(DEVICE) + 0.25
-    for pos in (Positions(at, at, 1.0, False), Positions(at[:, 30:], at, 1.0, False)):
-        n = pos.q.shape[1]
-        assert_same(*both("kerple_log", n, 33, batch=2, pos=pos), 2e-5)
-        assert_same(*both(a_table(40, 2), n, 33, batch=2, pos=pos, padding=left_padding(2, 33, 2)), 2e-5)
+    assert_same(*both("kerple_log", 33, batch=2, pos=Positions(at, at, 1.0, False)), 2e-5)
+    last = Positions(at[:, 30:], at, 1.0, False)
+    assert_same(*both(a_table(40, 2), 3, 33, batch=2, pos=last, padding=left_padding(2, 33, 2)), 2e-5)
     assert_same(*both(a_table(50, 0, 0.5), 33), 2e-5)
 
 
@@ -160,17 +159,16 @@ def test_memory_layouts():
 
 
 def test_deterministic_mode():
-    a, b = (outputs_and_gradients(triton, "kerple_log", 35, batch=2) for _ in range(2))
+    a = outputs_and_gradients(triton, "kerple_log", 33, batch=2)
     torch.use_deterministic_algorithms(True)
     try:
-        c = outputs_and_gradients(triton, "kerple_log", 35, batch=2)
-        for name in a:
-            assert torch.equal(a[name], b[name]) and torch.equal(a[name], c[name]), name
-        at = torch.arange(0, 70, 2, device=DEVICE)[None].float()
+        b = outputs_and_gradients(triton, "kerple_log", 33, batch=2)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        at = torch.arange(0, 14, 2, device=DEVICE)[None].float()
         irregular = Positions(at, at, 1.0, False)
-        outputs_and_gradients(triton, "alibi", 35, pos=irregular)
+        outputs_and_gradients(triton, "alibi", 7, pos=irregular)
         with pytest.raises(UserError, match="no deterministic gradient of a learned table.*'sdpa'"):
-            outputs_and_gradients(triton, "kerple_log", 35, pos=irregular)
+            outputs_and_gradients(triton, "kerple_log", 7, pos=irregular)
     finally:
         torch.use_deterministic_algorithms(False)
 
