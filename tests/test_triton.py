@@ -19,6 +19,7 @@ from fairseq_rpe.attention.triton import refusal, triton
 from fairseq_rpe.core import Dense, Pair, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
 H, D = 2, 32
 TABLES = [s for s in ALL_SPECS if isinstance(build(s, H, H * D, 64).form(Positions.arange(3)), Toeplitz)]
 
@@ -237,13 +238,17 @@ def test_memory_grows_linearly():
                     largest = max(largest, x.untyped_storage().nbytes())
             return result
 
-    n = 200
-    with Largest():
+    def step():
         table = torch.randn(1, n, device=DEVICE, requires_grad=True)
         q, k, v = (torch.randn(1, 1, n, D, device=DEVICE, requires_grad=True) for _ in range(3))
         triton(q, k, v, Plan(Positions.arange(n, device=DEVICE), Toeplitz(table))).sum().backward()
+
+    n = 200
+    if DEVICE == "cuda":
+        step()  # block sizes are measured at the first call, with memory of its own
+    with Largest():
+        step()
     assert 4 * n * D <= largest < 4 * n * n / 4
-    assert table.grad.abs().amin() >= 0
 
 
 def test_rows_beyond_two_to_the_31():

@@ -18,6 +18,7 @@ import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
+LENGTHS = ("n", "m", "columns", "lengths")  # one compilation serves all of them, odd or even
 NONE, DISTANCE, POSITIONS = (tl.constexpr(x) for x in range(3))
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
@@ -118,14 +119,14 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def forward(
     q, k, v, out, lse, table, at_q, at_k, padding,
-    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, LENGTHS,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. LENGTHS is read by the autotuner only, here and below."""
+    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = start + tl.arange(0, BLOCK_M)
@@ -172,10 +173,10 @@ def _query_gradient(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def query_gradient(
     q, k, v, out, grad, lse, delta, dq, table, at_q, at_k, padding,
-    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, LENGTHS,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -234,10 +235,10 @@ def _key_gradient(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def key_gradient(
     q, k, v, grad, lse, delta, dk, dv, table, at_q, at_k, padding,
-    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, LENGTHS,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

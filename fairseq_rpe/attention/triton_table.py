@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels import DISTANCE, INTERPRETED, POSITIONS, _gradient, _load, _logits
+from .triton_kernels import DISTANCE, INTERPRETED, LENGTHS, POSITIONS, _gradient, _load, _logits
 from .triton_launch import run
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS[:3])
 def diagonal_sums(
     q, k, v, grad, lse, delta, sums, table, padding,
     q_b, q_h, q_n, k_b, k_h, k_n, n, m, columns, scale,
@@ -55,7 +55,7 @@ def diagonal_sums(
         tl.store(at_sum + x, tl.sum(tl.where(diagonal == x, tile, 0.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS[:3])
 def scattered_sums(
     q, k, v, grad, lse, delta, sums, table, at_q, at_k, padding,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale,

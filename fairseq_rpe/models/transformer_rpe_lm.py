@@ -37,7 +37,7 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
             "help": "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"
         },
     )
-    attention_backend: str = field(default="auto", metadata={"help": "auto, reference or sdpa"})
+    attention_backend: str = field(default="auto", metadata={"help": "auto, reference, sdpa, flex or triton"})
     positions_train: str = field(
         default="identity", metadata={"help": "position transform in training: name or name:key=value,key=value"}
     )
