@@ -152,6 +152,8 @@ def test_refusals():
         with pytest.raises(UserError, match="no backward pass on the CPU"):
             table = torch.zeros(H, 5, requires_grad=True)
             flex(q.detach(), k, v, Plan(plan.positions, Toeplitz(table)))
+        with pytest.raises(UserError, match="no backward pass on the CPU"):
+            flex(q.detach(), k, v, Plan(plan.positions, build("fire", H, H * D).form(plan.positions)))
     with pytest.raises(UserError, match="no attention dropout, and 0.1 is asked for: set it to 0 or use 'sdpa'"):
         flex(q, k, v, plan, 0.1)
     with pytest.raises(UserError, match="use 'reference'"):

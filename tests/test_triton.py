@@ -301,10 +301,11 @@ def test_refused_without_gpu_or_package(monkeypatch):
     assert "needs the package triton" in refusal(q, q, q, plan)
 
 
-def test_auto_on_a_gpu():
+def test_auto_on_a_gpu(monkeypatch):
     """Decisions need no GPU, only tensors that say they are on one."""
     from torch._subclasses import FakeTensorMode
 
+    monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
     with FakeTensorMode():
         q, odd, last = (torch.zeros(1, H, n, width, device="cuda") for n, width in ((4, D), (4, 20), (1, D)))
         plain, table = Plan(Positions.arange(4)), Toeplitz(torch.zeros(H, 4, device="cuda"))
@@ -316,6 +317,9 @@ def test_auto_on_a_gpu():
         assert pick(odd, odd, odd, biased) == "flex"
         assert pick(q, q, q, Plan(Positions.arange(4), Pair(lambda i, j: i))) == "sdpa"
         assert pick(q, q, q, Plan(Positions.arange(4), remap=lambda scores, pos: scores)) == "reference"
+        monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
+        assert "compute capability 8.0" in refusal(q, q, q, biased)
+        assert pick(q, q, q, biased) == "flex"
 
 
 def test_whole_model(task):

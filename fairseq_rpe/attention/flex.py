@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..core import Pair, Toeplitz, UserError
+from ..core import Form, Pair, Toeplitz, UserError
 from .plan import Plan
 
 Function = Callable[..., Tensor]  # of (score, batch, head, query, key) or of (batch, head, query, key)
@@ -51,8 +51,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if dropout > 0:
         return f"backend 'flex' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
     if not q.is_cuda:
-        learned = isinstance(plan.form, Toeplitz) and plan.form.table.requires_grad
-        if torch.is_grad_enabled() and (learned or any(x.requires_grad for x in (q, k, v))):
+        if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
             return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
         return None
     if isinstance(plan.form, Pair):
@@ -62,6 +61,13 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if q.shape[-1] not in WIDTHS:
         return f"backend 'flex' takes head widths from 16 to 256 on a GPU, not {q.shape[-1]}: use 'sdpa'"
     return None
+
+
+def _learned(form: Form | None) -> bool:
+    """Whether the bias may need a gradient; what a function reads is not known."""
+    if isinstance(form, Toeplitz):
+        return form.table.requires_grad
+    return isinstance(form, Pair) or (form is not None and form.bias.requires_grad)
 
 
 @functools.cache

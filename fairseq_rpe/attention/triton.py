@@ -6,6 +6,7 @@ ordinary autograd carries it on to whatever made the table.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -27,7 +28,8 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) ->
     """The same as :func:`~fairseq_rpe.attention.reference.reference` for Toeplitz forms and for no bias.
 
     q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) of it.
-    Products, softmax and sums are float32. Gradients of gradients are not available.
+    Products, softmax and sums are float32. Gradients of gradients are not available. What queries that are
+    padding themselves give has no meaning, as their positions have none.
 
     Raises:
         UserError: what :func:`refusal` names.
@@ -51,6 +53,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return "backend 'triton' needs the package triton: pip install triton, or use 'sdpa'"
     if not q.is_cuda and not interpreted():
         return "backend 'triton' needs a GPU: use 'sdpa' (or, to test kernels, set TRITON_INTERPRET=1 from the start)"
+    if q.is_cuda and not _supported(q.device):
+        return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
     if plan.remap is not None:
         return "this encoding changes the scores, which backend 'triton' never has: use 'reference'"
     if form is not None and not isinstance(form, Toeplitz):
@@ -66,6 +70,11 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if learned and not _uniform(plan) and torch.are_deterministic_algorithms_enabled():
         return "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
     return None
+
+
+@functools.cache
+def _supported(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def interpreted() -> bool:
