@@ -197,6 +197,18 @@ def test_a_bad_value_reaches_every_row_that_sees_it():
     assert out[0, 1, 20:, 3].isnan().all() and not out[0, 0].isnan().any()
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="block sizes are the GPU's")
+def test_blocks_above_the_diagonal_are_skipped():
+    """A bad value there would come through as 0 · NaN: queries 0 to 31 are a block that reads no key after them."""
+    q, k, v = (torch.randn(1, H, 35, D) for _ in range(3))
+    k[:, :, 32:], v[:, :, 32:] = math.nan, math.nan
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = triton(*inputs, Plan(Positions.arange(35)))
+    assert torch.isfinite(out[:, :, :32]).all() and out[:, :, 32:].isnan().all()
+    for gradient in torch.autograd.grad(out[:, :, :32].sum(), inputs[:1]):
+        assert torch.isfinite(gradient[:, :, :32]).all()
+
+
 def test_rows_without_weight_are_zero():
     """Every visible key at -inf: 0 and no gradient, as in the reference."""
     table = torch.zeros(H, 20, device=DEVICE)
