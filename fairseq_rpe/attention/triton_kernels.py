@@ -59,19 +59,18 @@ def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def _logits(
-    q, k, at, j, at_q, table, at_k, padding, m, columns, scale,
+    product, at, j, at_q, table, at_k, padding, m, columns, scale,
     BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) logits of queries with absolute indices ``at`` against keys j, -inf where hidden.
+    """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
 
     Without DIAGONAL every j is known to be a key that every query of the block sees.
     """
-    s = _dot(q, tl.trans(k)) * scale
-    distance = at[:, None] - j[None, :]
-    visible = (distance >= 0) & (j >= 0)[None, :]
+    s = product * scale
+    visible = (j <= at) & (j >= 0)
     if BIAS == DISTANCE:
         # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
-        entry = (table + at.to(tl.int64))[:, None] - j.to(tl.int64)[None, :]
+        entry = (table + at.to(tl.int64)) - j.to(tl.int64)
         # always true: loads inside a branch are not staged through shared memory, where these would take most of it
         if columns > 0:
             if DIAGONAL:
@@ -79,21 +78,20 @@ def _logits(
             else:
                 s += tl.load(entry)
     if BIAS == POSITIONS:
-        column = at_q[:, None] - tl.load(at_k + j, mask=(j >= 0) & (j < m), other=0)[None, :]
+        column = at_q - tl.load(at_k + j, mask=(j >= 0) & (j < m), other=0)
         s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
     if PADDED:
-        visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)[None, :]
+        visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)
     if DIAGONAL or PADDED:
         s = tl.where(visible, s, float("-inf"))
     return s
 
 
 @triton.jit
-def _gradient(logits, lse, grad, v, delta):
-    """Weights P of a tile and the gradient of its logits in nats: dS = P (dO·Vᵀ - delta)."""
-    p = tl.exp2(logits - lse[:, None])
-    dp = _dot(grad, tl.trans(v))
-    return p, p * (dp - delta[:, None])
+def _gradient(logits, lse, dp, delta):
+    """Weights P of a tile and the gradient of its logits in nats: dS = P (dP - delta), dP = dO·Vᵀ."""
+    p = tl.exp2(logits - lse)
+    return p, p * (dp - delta)
 
 
 @triton.jit
@@ -107,7 +105,10 @@ def _attend(
         j = first + tl.arange(0, BLOCK_N)
         k = _load(k_base, j, k_n, m, WIDTH, BLOCK_D)
         v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
-        s = _logits(q, k, at, j, at_q, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
+        s = _logits(
+            _dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
+            BIAS, PADDED, DIAGONAL,
+        )  # fmt: skip
         higher = tl.maximum(top, tl.max(s, 1))
         # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -167,8 +168,11 @@ def _query_gradient(
         j = first + tl.arange(0, BLOCK_N)
         k = _load(k_base, j, k_n, m, WIDTH, BLOCK_D)
         v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
-        s = _logits(q, k, at, j, at_q, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
-        _, ds = _gradient(s, lse, grad, v, delta)
+        s = _logits(
+            _dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
+            BIAS, PADDED, DIAGONAL,
+        )  # fmt: skip
+        _, ds = _gradient(s, lse[:, None], _dot(grad, tl.trans(v)), delta[:, None])
         dq += _dot(_rounded(ds, k.dtype), k)
     return dq
 
@@ -228,10 +232,14 @@ def _key_gradient(
         grad = _load(grad_base, i, q_n, n, WIDTH, BLOCK_D)
         lse_block = tl.load(lse + i, mask=i < n, other=float("inf"))
         delta_block = tl.load(delta + i, mask=i < n, other=0.0)
-        s = _logits(q, k, at, j, row, table, at_k, padding, m, columns, scale, BIAS, PADDED, DIAGONAL)
-        p, ds = _gradient(s, lse_block, grad, v, delta_block)
-        dv += _dot(tl.trans(_rounded(p, grad.dtype)), grad)
-        dk += _dot(tl.trans(_rounded(ds, q.dtype)), q)
+        # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
+        s = _logits(
+            _dot(k, tl.trans(q)), at[None, :], j[:, None], row[None, :], table, at_k, padding, m, columns, scale,
+            BIAS, PADDED, DIAGONAL,
+        )  # fmt: skip
+        p, ds = _gradient(s, lse_block[None, :], _dot(v, tl.trans(grad)), delta_block[None, :])
+        dv += _dot(_rounded(p, grad.dtype), grad)
+        dk += _dot(_rounded(ds, q.dtype), q)
     return dk, dv
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels import DISTANCE, INTERPRETED, LENGTHS, POSITIONS, _gradient, _load, _logits
+from .triton_kernels import DISTANCE, INTERPRETED, LENGTHS, POSITIONS, _dot, _gradient, _load, _logits
 from .triton_launch import run
 
 
@@ -45,9 +45,10 @@ def diagonal_sums(
         lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
         delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
         s = _logits(
-            q_block, k_block, at, j, at, table_row, table, padding_row, m, columns, scale, DISTANCE, PADDED, True
-        )
-        _, ds = _gradient(s, lse_block, grad_block, v_block, delta_block)
+            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], at, table_row, table, padding_row, m, columns,
+            scale, DISTANCE, PADDED, True,
+        )  # fmt: skip
+        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
         tile += ds
     diagonal = rows[:, None] - rows[None, :] + SIZE
     at_sum = sums + ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + t) * (2 * SIZE)
@@ -79,9 +80,10 @@ def scattered_sums(
         k_block = _load(keys, j, k_n, m, WIDTH, BLOCK_D)
         v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
         s = _logits(
-            q_block, k_block, at, j, row, table_row, at_k_row, padding_row, m, columns, scale, POSITIONS, PADDED, True
-        )
-        _, ds = _gradient(s, lse_block, grad_block, v_block, delta_block)
+            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k_row, padding_row,
+            m, columns, scale, POSITIONS, PADDED, True,
+        )  # fmt: skip
+        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
         column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)[None, :]
         column = tl.minimum(tl.maximum(column, 0), columns - 1)
         tl.atomic_add(sums + head * columns + column, ds, mask=(i < n)[:, None] & (j[None, :] <= at[:, None]))
