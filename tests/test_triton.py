@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_SPECS, DEVICE, make_model
+from conftest import ALL_SPECS, DEVICE, make_model, run
 
 pytest.importorskip("triton", reason="needs the package triton")
 
@@ -350,12 +349,25 @@ def test_whole_model(task):
         torch.testing.assert_close(a, results[1][name], rtol=1e-3, atol=2e-6 if name != "out" else 2e-5, msg=name)
 
 
+def without_interpreter(script, argument, cache):
+    """What a script beside this file prints, run without a GPU and without the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, Path(__file__).with_name(script), argument]
+    return run(*command, env=environment).stdout
+
+
 def test_kernels_compile(tmp_path):
     """Compiled for a GPU that need not be there: the interpreter accepts more than the compiler does."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, script, "90"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = ("forward", "query_gradient", "key_gradient", "diagonal_sums", "scattered_sums")
-    assert done.stdout.split() == [*names, *names]
+    names = ["forward", "query_gradient", "key_gradient", "diagonal_sums", "scattered_sums"]
+    assert without_interpreter("compile_kernels.py", "90", tmp_path).split() == [*names, *names]
+
+
+def test_block_sizes_are_measured_once_per_class(tmp_path):
+    """Not again for another length of the class; in deterministic mode never, and the smallest are taken."""
+    lines = without_interpreter("tune_kernels.py", "", tmp_path).splitlines()
+    measured = [int(line.split()[0]) for line in lines]
+    assert 0 < measured[0] <= 15 and measured[0] == measured[1] == measured[2] < measured[3] < measured[4] <= 40
+    lines = without_interpreter("tune_kernels.py", "deterministic", tmp_path).splitlines()
+    assert lines[0] == "0 10x3x2 10x3x2 10x3x2 6x3x2"  # blocks of 32; tiles of 64 for the table
+    assert all(line.startswith("0 ") for line in lines)
