@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,6 +13,9 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fairseq_rpe"
 VOCABULARY = 60
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # before anything imports triton: its kernels then run in the interpreter
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # one spec for each registered encoding and for each of its branches
 SPECS = {
@@ -80,15 +84,13 @@ def model_args(rpe: str, arch: str = "transformer_rpe_lm_tiny", **changes) -> Na
     """What fairseq's parser would hand to build_model, at a size that a test affords."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
-    args = Namespace(
-        rpe=rpe,
-        tokens_per_sample=64,
-        decoder_embed_dim=32,
-        decoder_attention_heads=4,
-        decoder_ffn_embed_dim=64,
-        dropout=0.0,
-        **changes,
-    )
+    small = {
+        "tokens_per_sample": 64,
+        "decoder_embed_dim": 32,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_embed_dim": 64,
+    }
+    args = Namespace(**{"rpe": rpe, "dropout": 0.0, **small, **changes})
     ARCH_CONFIG_REGISTRY[arch](args)
     return args
 

@@ -10,8 +10,7 @@ import torch
 from conftest import ALL_SPECS
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, choose, reference, sdpa
-from fairseq_rpe.attention import sdpa as sdpa_function
+from fairseq_rpe.attention import Plan, auto, choose, pick, reference, sdpa
 from fairseq_rpe.attention.dropout import ROWS, keep_block
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
@@ -175,8 +174,11 @@ def test_dropout_mask_is_reproducible_and_unbiased():
 
 
 def test_choose():
-    assert choose("auto") is sdpa_function
-    assert choose("auto", remaps=True) is reference
+    assert choose("auto") is choose("auto", remaps=True) is auto
+    assert choose("sdpa") is sdpa
+    q = torch.zeros(1, 1, 2, 4)
+    assert pick(q, q, q, Plan(Positions.arange(2))) == "sdpa"
+    assert pick(q, q, q, Plan(Positions.arange(2), remap=lambda scores, pos: scores)) == "reference"
     with pytest.raises(UserError, match="unknown attention backend 'sdap'.*did you mean 'sdpa'"):
         choose("sdap")
     with pytest.raises(UserError, match="use 'reference' or 'auto'"):

@@ -3,6 +3,6 @@
 from .plan import Plan
 from .reference import reference
 from .sdpa import sdpa
-from .select import BACKENDS, choose
+from .select import BACKENDS, auto, choose, pick
 
-__all__ = ["BACKENDS", "Plan", "choose", "reference", "sdpa"]
+__all__ = ["BACKENDS", "Plan", "auto", "choose", "pick", "reference", "sdpa"]

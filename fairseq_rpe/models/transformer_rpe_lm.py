@@ -38,7 +38,7 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
             "help": "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"
         },
     )
-    attention_backend: str = field(default="auto", metadata={"help": "auto, reference or sdpa"})
+    attention_backend: str = field(default="auto", metadata={"help": "auto, reference, sdpa, flex or triton"})
     compute_dtype: Optional[str] = field(
         default=None,
         metadata={"help": "fp32, or bf16: matrix products in bfloat16, all else in float32 (default: fp32)"},

@@ -11,7 +11,7 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Plan, choose, sdpa
+from ..attention import Plan, auto, choose, sdpa
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
@@ -63,7 +63,7 @@ class RPEDecoder(TransformerDecoderBase):
         """
         if not 0 < eps < 1:
             raise UserError(f"attention is pruned by 0 < EPS < 1 of each query's weights, not by {eps:g}")
-        if self.attend is not sdpa:
+        if self.attend not in (auto, sdpa):
             raise UserError("attention prunes on the sdpa backend alone: choose --attention-backend sdpa")
         for encoding in self.encodings:
             if not isinstance(encoding.form(Positions.arange(2)), Toeplitz):

@@ -1,0 +1,148 @@
+"""Attention through torch's FlexAttention: bias and mask as functions of (batch, head, query, key).
+
+On CUDA it is compiled, once for all lengths, into one kernel that reads tables and skips hidden blocks; gradients of
+learned tables are those of captured tensors. On the CPU the same functions run unfused, with O(n²) memory: a check of
+the functions rather than a fast path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ..core import Form, Pair, Toeplitz, UserError
+from .plan import Plan
+
+Function = Callable[..., Tensor]  # of (score, batch, head, query, key) or of (batch, head, query, key)
+BLOCK = 128  # of a block mask
+WIDTHS = range(16, 257)
+KEPT_MASKS = 32
+COMPILATIONS = 64  # forms, dtypes, head widths, with or without gradients; lengths are dynamic
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+    """The same as :func:`~fairseq_rpe.attention.reference.reference`.
+
+    q: (B, H, n, D), k, v: (B, H, m, D); gives (B, H, n, D) in q's dtype. Gradients on CUDA only.
+
+    Raises:
+        UserError: what :func:`refusal` names.
+    """
+    reason = refusal(q, k, v, plan, dropout)
+    if reason is not None:
+        raise UserError(reason)
+    given = q.dtype
+    if not q.is_cuda:  # unfused, it would round the scores to half precision
+        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    # past the limit, fullgraph makes torch raise an error where it would fall back to O(n²) memory in silence
+    with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+        out = _compiled(q.device.type)(q, k, v, score_mod=_bias(plan, q.shape[0]), block_mask=_mask(plan, q, k))
+    return out.to(given)
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
+    """Why this backend cannot compute this, and what can; None if it can."""
+    if plan.remap is not None:
+        return "this encoding changes the scores, which backend 'flex' never has: use 'reference'"
+    if plan.prune:
+        return "backend 'flex' prunes nothing: use 'sdpa' on the CPU or no pruning"
+    if dropout > 0:
+        return f"backend 'flex' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
+    if not q.is_cuda:
+        if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
+            return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
+        return None
+    if isinstance(plan.form, Pair):
+        return "backend 'flex' compiles tables, not this function of two positions: use 'sdpa'"
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"backend 'flex' takes float16, bfloat16 or float32 on a GPU, not {q.dtype}: use 'sdpa'"
+    if q.shape[-1] not in WIDTHS:
+        return f"backend 'flex' takes head widths from 16 to 256 on a GPU, not {q.shape[-1]}: use 'sdpa'"
+    return None
+
+
+def _learned(form: Form | None) -> bool:
+    """Whether the bias may need a gradient; what a function reads is not known."""
+    if isinstance(form, Toeplitz):
+        return form.table.requires_grad
+    return isinstance(form, Pair) or (form is not None and form.bias.requires_grad)
+
+
+@functools.cache
+def _compiled(device: str) -> Function:
+    backend = "inductor" if device == "cuda" else "eager"
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+
+
+def _bias(plan: Plan, batch: int) -> Function | None:
+    """What adds the bias to a score. All that varies is a tensor: numbers would be compiled in."""
+    form, pos = plan.form, plan.positions
+    if form is None:
+        return None
+    if isinstance(form, Toeplitz):
+        first = pos.k[:, :1]  # a common offset need not be a multiple of the step
+        at_q, at_k = (torch.round((x - first) / form.step).int().expand(batch, -1) for x in (pos.q, pos.k))
+        at_q, table = at_q + form.origin, form.table
+        last = at_q.new_full((), table.shape[1] - 1)
+
+        def from_table(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            column = (at_q[b, i] - at_k[b, j]).clamp_min(0)
+            return score + table[h, torch.minimum(column, last)]
+
+        return from_table
+    if isinstance(form, Pair):
+        where_q, where_k, fn, aux = pos.q.expand(batch, -1), pos.k.expand(batch, -1), form.fn, form.aux
+
+        def from_function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + fn(where_q[b, i][None, None], where_k[b, j][None, None], *aux)[0, :, 0, 0][h]
+
+        return from_function
+    bias = form.bias.expand(batch, -1, -1, -1)
+
+    def from_matrix(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[b, h, i, j]
+
+    return from_matrix
+
+
+def _mask(plan: Plan, q: Tensor, k: Tensor) -> BlockMask:
+    n, m = q.shape[2], k.shape[2]
+    if plan.padding is None:
+        return _causal_mask(n, m, q.device)
+    padding, shift = plan.padding, torch.full((), m - n, device=q.device)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i + shift) & ~padding[b, j]
+
+    return _block_mask(n, m, q.device, visible, whole=False)
+
+
+@functools.lru_cache(maxsize=KEPT_MASKS)
+def _causal_mask(n: int, m: int, device: torch.device) -> BlockMask:
+    shift = torch.full((), m - n, device=device)
+    return _block_mask(n, m, device, lambda b, h, i, j: j <= i + shift, whole=True)
+
+
+def _block_mask(n: int, m: int, device: torch.device, visible: Function, whole: bool) -> BlockMask:
+    """Blocks that the last n of m tokens see, in closed form: torch would look at all n·m pairs.
+
+    With ``whole``, blocks below the diagonal need no look at ``visible``.
+    """
+    first = torch.arange(0, n, BLOCK, dtype=torch.int32, device=device)
+    seen = (torch.clamp(first + BLOCK, max=n) - 1 + m - n) // BLOCK + 1  # blocks of keys, up to the block's last query
+    full = (first + m - n + 1) // BLOCK if whole else torch.zeros_like(first)
+    full = torch.where(first + BLOCK <= n, full, 0)  # ragged blocks are looked at
+    blocks = torch.arange(-(-m // BLOCK), dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        (seen - full)[None, None],
+        ((full[:, None] + blocks) % len(blocks))[None, None],
+        full[None, None],
+        blocks.expand(len(first), -1)[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(n, m),
+    )

@@ -1,0 +1,111 @@
+"""Triton kernels of the table's gradient: the sum of dS over everything that read a column of the table.
+
+With uniform positions a column is a distance, so its gradient is a sum along a diagonal. All square tiles at the same
+block distance t from the diagonal hold the same diagonals in the same places: one program adds up these tiles entry by
+entry and sums along diagonals once, at the end. That recomputes two products of the backward pass, and needs no atomics
+and no n² buffer; sums are taken in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_kernels import DISTANCE, INTERPRETED, LENGTHS, POSITIONS, _dot, _gradient, _load, _logits
+from .triton_launch import run
+
+
+@triton.jit(do_not_specialize=LENGTHS[:3])
+def diagonal_sums(
+    q, k, v, grad, lse, delta, sums, table, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, n, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
+    t = tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    rows = tl.arange(0, SIZE)
+    queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    per_row = (batch * tl.num_programs(1) + head) * n
+    table_row, padding_row = table + head * columns, padding + batch * m
+    tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
+    for first in range(tl.maximum(t * SIZE - (m - n), 0) // SIZE * SIZE, n, SIZE):
+        i = first + rows
+        at = i + (m - n)
+        j = first + (m - n) - t * SIZE + rows
+        q_block = _load(queries, i, q_n, n, WIDTH, BLOCK_D)
+        grad_block = _load(grads, i, q_n, n, WIDTH, BLOCK_D)
+        k_block = _load(keys, j, k_n, m, WIDTH, BLOCK_D)
+        v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
+        lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
+        delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
+        s = _logits(
+            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], at, table_row, table, padding_row, m, columns,
+            scale, DISTANCE, PADDED, True,
+        )  # fmt: skip
+        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
+        tile += ds
+    diagonal = rows[:, None] - rows[None, :] + SIZE
+    at_sum = sums + ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + t) * (2 * SIZE)
+    for x in range(0, 2 * SIZE):
+        tl.store(at_sum + x, tl.sum(tl.where(diagonal == x, tile, 0.0)))
+
+
+@triton.jit(do_not_specialize=LENGTHS[:3])
+def scattered_sums(
+    q, k, v, grad, lse, delta, sums, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One block of queries at arbitrary positions: sums (H, columns), added up in whatever order the atomics come."""
+    start = tl.program_id(0) * SIZE
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = start + tl.arange(0, SIZE)
+    at = i + (m - n)
+    row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    grad_block = _load(grad + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    per_row = (batch * tl.num_programs(1) + head) * n
+    lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
+    delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
+        j = first + tl.arange(0, SIZE)
+        k_block = _load(keys, j, k_n, m, WIDTH, BLOCK_D)
+        v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
+        s = _logits(
+            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k_row, padding_row,
+            m, columns, scale, POSITIONS, PADDED, True,
+        )  # fmt: skip
+        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
+        column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)[None, :]
+        column = tl.minimum(tl.maximum(column, 0), columns - 1)
+        tl.atomic_add(sums + head * columns + column, ds, mask=(i < n)[:, None] & (j[None, :] <= at[:, None]))
+
+
+def table_gradient(shared: dict[str, Any], table: Tensor) -> Tensor:
+    """(H, R) float32 gradient of the table. shared: the kernels' arguments, with grad, lse and delta."""
+    q, m = shared["q"], shared["m"]
+    batch, heads, n, _ = q.shape
+    row = shared["BLOCK_D"] * q.element_size()
+    size = 16 if INTERPRETED else 64 if row <= 256 else 32
+    options = {"SIZE": size, "num_warps": 4, "num_stages": 2 if row <= 128 else 1}
+    if shared["BIAS"] == POSITIONS.value:
+        sums = table.new_zeros(table.shape, dtype=torch.float32)
+        run(scattered_sums, lambda meta: triton.cdiv(n, size), shared, sums=sums, **options)
+        return sums
+    blocks = triton.cdiv(m, size) + 1
+    sums = table.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
+    run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
+    # neighbouring block distances share half of their distances, and the first begins ``size`` before distance 0
+    parts = sums.sum(0)
+    whole = parts.new_zeros(heads, blocks + 1, size)
+    whole[:, :-1] += parts[..., :size]
+    whole[:, 1:] += parts[..., size:]
+    return whole.flatten(1)[:, size : size + m]

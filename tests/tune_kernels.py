@@ -1,0 +1,44 @@
+"""Count the measurements of block sizes over calls at several lengths; clock and GPU are replaced by stand-ins.
+
+usage: python tests/tune_kernels.py [deterministic]    # a line per call: candidates measured so far, programs launched
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from fairseq_rpe.attention import triton as backend
+from fairseq_rpe.attention import triton_launch, triton_table
+from fairseq_rpe.attention.triton import TritonAttention
+
+TUNERS = (triton_launch.FORWARD, triton_launch.QUERY_GRADIENT, triton_launch.KEY_GRADIENT)
+measured, grids = [], []
+
+
+def measure(*args, config, **kwargs):
+    measured.append(config)
+    return [1.0 + len(measured)] * 3
+
+
+def record(*args, grid, **kwargs):
+    grids.append(grid(kwargs))
+
+
+def call(n: int, m: int, width: int) -> None:
+    grids.clear()
+    q, k, v = (torch.zeros(2, 3, length, width, requires_grad=True) for length in (n, m, m))
+    table = torch.zeros(3, m, requires_grad=True)
+    TritonAttention.apply(q, k, v, table, None, None, None).sum().backward()
+    print(len(measured), *(f"{blocks}x{heads}x{batch}" for blocks, heads, batch in grids))
+
+
+if __name__ == "__main__":
+    assert not backend.interpreted()
+    torch.use_deterministic_algorithms("deterministic" in sys.argv)
+    for tuner in TUNERS:
+        tuner._bench, tuner.fn.run = measure, record
+    triton_table.diagonal_sums.run = record
+    for n, m, width in ((300, 300, 64), (301, 301, 64), (1001, 1001, 64), (1, 1001, 64), (300, 300, 32)):
+        call(n, m, width)
