@@ -150,28 +150,30 @@ def _own_backward(
     for rows in _parts(n, BACKWARD_ROWS):
         start, stop = rows.start, rows.stop
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
+        gb, qb, ob, lb = (x[:, :, rows].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
+        delta, qb, dqb = (gb * ob).sum(-1, keepdim=True), qb.mul_(scale), torch.empty_like(qb)
         fit = _fit(rows, q.device)
         for some in _parts(heads, fit):
             added = bias.block(start, stop, some)
             for few in _parts(batch, max(1, fit // heads)):
-                at, seen = (few, some, rows), (few, some, slice(stop))
-                gb, qb, ob, lb = (x[at].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
-                kb, vb = (x[seen].to(lse.dtype) for x in (k, v))
-                weights, wide = buffers.of(*qb.shape[:3], stop)
-                ds = wide[..., :stop]
-                torch.sub(added, lb[..., None], out=weights)
-                _merged(weights).baddbmm_(_merged(qb.mul_(scale)), _merged(kb).mT).exp_()
-                torch.bmm(_merged(gb), _merged(vb).mT, out=_merged(ds))
+                at, seen = (few, some), (few, some, slice(stop))
+                g, qs, ks, vs = (_merged(x.to(lse.dtype)) for x in (gb[at], qb[at], k[seen], v[seen]))
+                weights, grads = buffers.of(*lb[at].shape, stop)
+                p, ds = weights[..., :stop], grads[..., :stop]
+                torch.sub(added, lb[at][..., None], out=p)
+                _merged(p).baddbmm_(qs, ks.mT).exp_()
+                torch.bmm(g, vs.mT, out=_merged(ds))
                 if keep is not None:
-                    ds.mul_(keep[few, some])
-                ds.sub_((gb * ob).sum(-1, keepdim=True)).mul_(weights)
+                    ds.mul_(keep[at])
+                ds.sub_(delta[at]).mul_(p)
                 if keep is not None:
-                    weights.mul_(keep[few, some])
-                _merged(dv[seen]).baddbmm_(_merged(weights).mT, _merged(gb))
-                _merged(dk[seen]).baddbmm_(_merged(ds).mT, _merged(qb))
-                dq[at] = torch.matmul(ds, kb).mul_(scale).flip(2)
+                    p.mul_(keep[at])
+                _merged(dv[seen]).baddbmm_(_merged(p).mT, g)
+                _merged(dk[seen]).baddbmm_(_merged(ds).mT, qs)
+                torch.bmm(_merged(ds), ks, out=_merged(dqb[at]))
                 if learned:
-                    bias.collect(wide, start, stop, some)
+                    bias.collect(grads, start, stop, some)
+        dq[:, :, rows] = dqb.mul_(scale).flip(2)
     return dq, dk, dv
 
 
@@ -188,14 +190,13 @@ class _Buffers:
         self.room = [like.new_empty(0), like.new_empty(0)]
 
     def of(self, batch: int, heads: int, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """(B, h, R, M) of anything, and (B, h, R, M + R) that is zero from column M on."""
-        shapes = (batch, heads, rows, cols), (batch, heads, rows, cols + rows)
-        sizes = [batch * heads * rows * width for width in (cols, cols + rows)]
-        if self.room[0].numel() < sizes[0] or self.room[1].numel() < sizes[1]:
-            self.room = [x.new_empty(size) for x, size in zip(self.room, sizes, strict=True)]
-        scores, wide = (x[:size].view(shape) for x, size, shape in zip(self.room, sizes, shapes, strict=True))
-        wide[..., cols:].zero_()
-        return scores, wide
+        """Twice (B, h, R, M + R), the second zero from column M on; rows of 2^k numbers would share few cache lines."""
+        size = batch * heads * rows * (cols + rows)
+        if self.room[0].numel() < size:
+            self.room = [x.new_empty(size) for x in self.room]
+        scores, grads = (x[:size].view(batch, heads, rows, cols + rows) for x in self.room)
+        grads[..., cols:].zero_()
+        return scores, grads
 
 
 def _merged(x: Tensor) -> Tensor:
