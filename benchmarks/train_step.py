@@ -1,12 +1,13 @@
 """Training speed and memory: type1 here against stock fairseq with a dense per-head bias.
 
-    python benchmarks/train_step.py            # all rows, about ten minutes on two cores
+    python benchmarks/train_step.py            # all rows, about twenty minutes on two cores
     python benchmarks/train_step.py --rows tiny-64 --repeats 5
+    python benchmarks/train_step.py --rows wiki103-512 --profile     # where the time goes: the ten longest operations
 
 Both sides train the same Transformer with fairseq's Adam on the same batches. The stock side is fairseq's
 transformer_lm with its cross_entropy and the bias added to its causal mask, (B·H, T, T) and kept between steps: the way
-the ALiBi fork of fairseq does it. Each measurement alternates the two sides in one process; peak memory is that of a
-process of its own.
+the ALiBi fork of fairseq does it. ``bf16`` is type1 with --compute-dtype bf16. Each measurement alternates all sides in
+one process; peak memory is that of a process of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ ROWS = {
     "tiny-64-50k": ("tiny", 64, 16, 50265),
     "tiny-512-50k": ("tiny", 512, 4, 50265),
     "wiki103-512": ("wiki103", 512, 4, 50265),
+    "base-512": ("base", 512, 1, 50265),
 }
-SIDES = ("stock", "type1")
+SIDES = ("stock", "type1", "bf16")
 
 
 def build(side: str, size: str, tokens: int, batch: int, vocabulary: int) -> Callable[[], float]:
@@ -59,7 +61,8 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int) -> Cal
     args = Namespace(rpe="type1", tokens_per_sample=tokens, dropout=0.0)
     ARCH_CONFIG_REGISTRY[f"transformer_rpe_lm_{size}"](args)
     torch.manual_seed(0)
-    if side == "type1":
+    if side != "stock":
+        args.compute_dtype = "bf16" if side == "bf16" else "fp32"
         model, criterion = TransformerRPELanguageModel.build_model(args, task), LMCrossEntropy(task, False)
     else:
         args.no_token_positional_embeddings = True
@@ -96,6 +99,21 @@ def dense_mask(heads: int, tokens: int) -> torch.Tensor:
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None]
     scaled = torch.tensor(alibi_slopes(heads))[:, None, None] * distance
     return -torch.log1p(scaled.square()).masked_fill(distance < 0, float("inf"))
+
+
+def print_profile(row: str, side: str) -> None:
+    """The ten operations that take longest by themselves in five steps, and what they take of all the time."""
+    step = build(side, *ROWS[row])
+    for _ in range(2):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(5):
+            step()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in found)
+    print(f"{row}, {side}: {total / 5000:.1f} ms a step")
+    for event in found[:10]:
+        print(f"  {100 * event.self_cpu_time_total / total:5.1f} %  {event.count // 5:5d} calls a step  {event.key}")
 
 
 def side_by_side(row: str, repeats: int) -> dict[str, dict[str, float]]:
@@ -137,8 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--repeats", type=int, default=15, help="timed steps a side; the median counts")
+    parser.add_argument("--profile", action="store_true", help="print where each side's time goes, and nothing else")
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.profile:
+        for row in args.rows:
+            for side in SIDES:
+                print_profile(row, side)
+        return
     if args.memory:
         print_memory(args.rows[0], args.memory)
         return
@@ -153,6 +177,7 @@ def main() -> None:
                 "vocabulary": vocabulary,
                 **{f"{side}_tokens_per_s": round(tokens * batch / measured[side]["seconds"]) for side in SIDES},
                 "speedup": round(measured["stock"]["seconds"] / measured["type1"]["seconds"], 2),
+                "bf16_speedup": round(measured["stock"]["seconds"] / measured["bf16"]["seconds"], 2),
                 **{f"{side}_peak_MiB": round(memory[side]) for side in SIDES},
                 "memory_ratio": round(memory["type1"] / memory["stock"], 2),
                 "loss_difference": f"{abs(measured['stock']['loss'] - measured['type1']['loss']):.1e}",
