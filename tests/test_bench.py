@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_named_and_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "_DENSE_COPIES", 1 << 50)
     names = ["--backends", "reference sdpa", "--encodings", "alibi", "--passes", "forward"]
     assert main(["bench", "--lengths", "16", *names, *SMALL, "--out", str(tmp_path)]) == 0
-    assert "alibi on reference, 16 tokens: needs about" in capsys.readouterr().err
+    assert "left out, reference at 16 tokens: needs about" in capsys.readouterr().err
     assert [r["backend"] for r in rows_of(tmp_path)[1]] == ["sdpa", "sdpa"]
 
 
@@ -63,16 +63,17 @@ def test_what_a_backend_refuses_is_named_and_left_out(capsys, monkeypatch):
         raise UserError("not today: use sdpa")
 
     monkeypatch.setitem(BACKENDS, "sometimes", refuses)
-    assert main(["bench", "--lengths", "16", "--encodings", "alibi", "--passes", "forward", *SMALL]) == 0
+    names = ["--encodings", "alibi kerple_log", "--passes", "forward", "--backends", "sdpa sometimes flex"]
+    assert main(["bench", "--lengths", "16,17", *names, *SMALL]) == 0
     said = capsys.readouterr()
-    assert "alibi on sometimes, 16 tokens: not today: use sdpa" in said.err and "alibi, sdpa" in said.out
-    assert "sometimes" not in said.out
+    assert said.err.count("left out, sometimes: not today: use sdpa") == 1 and "alibi, sdpa" in said.out
+    assert "sometimes" not in said.out and "kerple_log, flex" in said.out
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--backends", "sdpb"], "unknown 'sdpb'; known: reference, sdpa"),
+        (["--backends", "sdpb"], "unknown 'sdpb'; known: reference, sdpa, flex, triton"),
         (["--encodings", "rope"], "'rope' has no bias"),
         (["--encodings", "alibbi"], "did you mean 'alibi'"),
         (["--encodings", ""], "at least one"),

@@ -74,11 +74,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--encodings and --backends name at least one each")
     passes = ("forward", "training") if args.passes == "both" else (args.passes,)
     rows: list[dict[str, Any]] = []
+    told: set[str] = set()
     work = [(length, kind) for length in args.lengths for kind in passes]
     for length, kind in tqdm(work, disable=None, unit="length"):
         ways, refused = _ways(args, specs, names, length, device, kind == "training")
-        for line in refused:
-            print(line, file=sys.stderr)
+        for line in dict.fromkeys(refused):
+            if line not in told:
+                print(line, file=sys.stderr)
+        told.update(refused)
         seconds = in_turns(ways, args.repeats, device)
         for (encoding, backend), took in seconds.items():
             ratio = took / seconds[LIMIT, "sdpa"]
@@ -118,7 +121,7 @@ Way = Callable[[], Any]
 def _ways(
     args: argparse.Namespace, specs: list[str], names: list[str], n: int, device: str, training: bool
 ) -> tuple[dict[tuple[str, str], Way], list[str]]:
-    """One function per encoding and backend, and a line for each that refuses."""
+    """One function per encoding and backend, and lines on what is left out."""
     import torch
     from torch.nn import functional as F
 
@@ -135,9 +138,10 @@ def _ways(
 
     def step(attend: Callable[[], Tensor], parameters: list[Tensor]) -> Way:
         def way() -> None:
-            out = attend()
-            if training:
-                torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
+            with torch.set_grad_enabled(training):
+                out = attend()
+                if training:
+                    torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
         return way
 
@@ -160,18 +164,17 @@ def _ways(
 
         for name in names:
             if name == "reference" and (needed := _DENSE_COPIES * 4 * args.batch * args.heads * n * n) > free:
-                refused.append(f"{spec} on reference, {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
+                refused.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
                 continue
             way = step(lambda attend=attend, name=name: attend(backend=BACKENDS[name]), parameters)
             try:
-                with torch.set_grad_enabled(training):
-                    way()
+                way()
             except (UserError, NotImplementedError) as error:
-                refused.append(f"{spec} on {name}, {n} tokens{', training' * training}: {error}")
+                refused.append(f"left out, {name}{' in training' * training}: {error}")
             except (RuntimeError, MemoryError) as error:
                 if "memory" not in str(error).lower():
                     raise
-                refused.append(f"{spec} on {name}, {n} tokens: not enough memory")
+                refused.append(f"left out, {name} at {n} tokens: not enough memory for {spec}")
             else:
                 found[spec, name] = way
     return found, refused
@@ -245,6 +248,7 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
         axes.set_xticks(lengths := sorted({row["length"] for row in rows}), list(map(str, lengths)))
         axes.minorticks_off()
         axes.grid(alpha=0.25)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, handlelength=4)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines() if line.get_marker() != "None"}
+    figure.legend(lines.values(), lines, loc="outside right upper", frameon=False, handlelength=4)
     figure.suptitle(about, fontsize=7)
     replace_with(path, lambda target: figure.savefig(target, dpi=150))
