@@ -1,6 +1,6 @@
 """Training speed and memory: type1 here against stock fairseq with a dense per-head bias.
 
-    python benchmarks/train_step.py            # all rows, about twenty minutes on two cores
+    python benchmarks/train_step.py            # all rows; seven minutes with --repeats 5 on two cores
     python benchmarks/train_step.py --rows tiny-64 --repeats 5
     python benchmarks/train_step.py --rows wiki103-512 --profile     # where the time goes: the ten longest operations
 

@@ -1,8 +1,9 @@
 """softmax(q·kᵀ/sqrt(D) + bias) v for every bias form. Backends know forms, never an encoding's name."""
 
 from .plan import Plan
+from .prune import check_eps
 from .reference import reference
 from .sdpa import sdpa
 from .select import BACKENDS, auto, choose, pick
 
-__all__ = ["BACKENDS", "Plan", "auto", "choose", "pick", "reference", "sdpa"]
+__all__ = ["BACKENDS", "Plan", "auto", "check_eps", "choose", "pick", "reference", "sdpa"]

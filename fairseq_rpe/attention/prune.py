@@ -35,14 +35,19 @@ SLACK, SLACK_OF_SCORE = 1e-3, 1e-5  # nats, and a part of the largest score that
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+def check_eps(eps: float) -> None:
+    """Refuse, with a UserError, what is not a part of a query's weights."""
+    if not 0 < eps < 1:
+        raise UserError(f"pruning leaves out at most EPS of each query's attention: 0 < EPS < 1, not {eps:g}")
+
+
 def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
     """Whether attention may be pruned.
 
     Raises:
         UserError: what stands against it.
     """
-    if not 0 < plan.prune < 1:
-        raise UserError(f"pruning leaves out at most EPS of each query's attention: 0 < EPS < 1, not {plan.prune:g}")
+    check_eps(plan.prune)
     if not isinstance(plan.form, Toeplitz):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
     if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.form.table))):

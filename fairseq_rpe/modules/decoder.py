@@ -11,7 +11,7 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Plan, auto, choose, sdpa
+from ..attention import Plan, auto, check_eps, choose, sdpa
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
@@ -61,8 +61,7 @@ class RPEDecoder(TransformerDecoderBase):
         Raises:
             UserError: eps is not between 0 and 1, or this model cannot be pruned.
         """
-        if not 0 < eps < 1:
-            raise UserError(f"attention is pruned by 0 < EPS < 1 of each query's weights, not by {eps:g}")
+        check_eps(eps)
         if self.attend not in (auto, sdpa):
             raise UserError("attention prunes on the sdpa backend alone: choose --attention-backend sdpa")
         for encoding in self.encodings:
