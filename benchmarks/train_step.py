@@ -3,11 +3,16 @@
     python benchmarks/train_step.py            # all rows; seven minutes with --repeats 5 on two cores
     python benchmarks/train_step.py --rows tiny-64 --repeats 5
     python benchmarks/train_step.py --rows wiki103-512 --profile     # where the time goes: the ten longest operations
+    git worktree add ../before fb77813
+    python benchmarks/train_step.py --before ../before --rows tiny-512 wiki103-512    # against another checkout
 
 Both sides train the same Transformer with fairseq's Adam on the same batches. The stock side is fairseq's
 transformer_lm with its cross_entropy and the bias added to its causal mask, (B·H, T, T) and kept between steps: the way
 the ALiBi fork of fairseq does it. ``bf16`` is type1 with --compute-dtype bf16. Each measurement alternates all sides in
 one process; peak memory is that of a process of its own.
+
+With --before each encoding of --rpe is trained by two processes that take turns: one with the package of that checkout,
+one with this one's and with the settings of malloc that ``fairseq-rpe train`` gives to a training on a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -41,7 +47,7 @@ ROWS = {
 SIDES = ("stock", "type1", "bf16")
 
 
-def build(side: str, size: str, tokens: int, batch: int, vocabulary: int) -> Callable[[], float]:
+def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: str = "type1") -> Callable[[], float]:
     """A function that does one training step and returns the loss in nats per token."""
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.data import Dictionary
@@ -58,7 +64,7 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int) -> Cal
     for i in range(vocabulary - len(dictionary)):
         dictionary.add_symbol(f"w{i}")
     task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
-    args = Namespace(rpe="type1", tokens_per_sample=tokens, dropout=0.0)
+    args = Namespace(rpe=rpe, tokens_per_sample=tokens, dropout=0.0)
     ARCH_CONFIG_REGISTRY[f"transformer_rpe_lm_{size}"](args)
     torch.manual_seed(0)
     if side != "stock":
@@ -101,9 +107,9 @@ def dense_mask(heads: int, tokens: int) -> torch.Tensor:
     return -torch.log1p(scaled.square()).masked_fill(distance < 0, float("inf"))
 
 
-def print_profile(row: str, side: str) -> None:
+def print_profile(row: str, side: str, rpe: str = "type1") -> None:
     """The ten operations that take longest by themselves in five steps, and what they take of all the time."""
-    step = build(side, *ROWS[row])
+    step = build(side, *ROWS[row], rpe)
     for _ in range(2):
         step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -111,7 +117,7 @@ def print_profile(row: str, side: str) -> None:
             step()
     found = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in found)
-    print(f"{row}, {side}: {total / 5000:.1f} ms a step")
+    print(f"{row}, {rpe if side == 'type1' else side}: {total / 5000:.1f} ms a step")
     for event in found[:10]:
         print(f"  {100 * event.self_cpu_time_total / total:5.1f} %  {event.count // 5:5d} calls a step  {event.key}")
 
@@ -151,17 +157,102 @@ def memory_in_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
 
 
+class Checkout:
+    """A process that trains with the package of one checkout, a step at a time."""
+
+    def __init__(self, folder: Path, row: str, side: str, rpe: str, settings: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", side, "--rows", row, "--rpe", rpe],
+            env={**os.environ, "PYTHONPATH": str(folder.resolve()), **settings},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self) -> float:
+        """The next number: the first loss, then seconds of a step each."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        while line := self.process.stdout.readline():
+            if line.startswith("answer "):
+                return float(line.removeprefix("answer "))
+        sys.exit("a training ended early: its message is above")
+
+    def peak(self) -> float:
+        """MiB at its peak; ends the process."""
+        self.process.stdin.close()
+        lines = [x for x in self.process.stdout if x.startswith("answer ")]
+        return float(lines[-1].removeprefix("answer "))
+
+
+def serve(row: str, side: str, rpe: str) -> None:
+    step = build(side, *ROWS[row], rpe)
+    loss = None
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        value = step()
+        print("answer", value if loss is None else time.perf_counter() - start, flush=True)
+        loss = value
+    print("answer", memory_in_kib("VmHWM") / 1024, flush=True)
+
+
+def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
+    """One line of the comparison with the checkout in ``folder``."""
+    from fairseq_rpe.cli.launch import keep_memory
+
+    here = Path(__file__).parents[1]
+    both = {"before": Checkout(folder, row, "type1", rpe, {})}
+    both |= {name: Checkout(here, row, side, rpe, keep_memory(0)) for name, side in sides.items()}
+    losses = {name: side.ask() for name, side in both.items()}
+    times: dict[str, list[float]] = {name: [] for name in both}
+    for _ in tqdm(range(repeats), desc=f"{row}, {rpe}", leave=False):
+        for name, side in both.items():
+            times[name].append(side.ask())
+    _, tokens, batch, _ = ROWS[row]
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    result = {"row": row, "rpe": rpe, **{f"{x}_tokens_per_s": round(tokens * batch / seconds[x]) for x in both}}
+    result |= {f"{x}_speedup": round(seconds["before"] / seconds[x], 2) for x in sides}
+    result |= {f"{x}_peak_MiB": round(side.peak()) for x, side in both.items()}
+    return result | {"loss_difference": f"{abs(losses['before'] - losses['after']):.1e}"}
+
+
+def write(rows: list[dict[str, Any]], target: Path, repeats: int) -> None:
+    OUT.mkdir(exist_ok=True)
+    temporary = target.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        file.write(
+            f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+            f"{torch.get_num_threads()} threads, medians of {repeats}\n"
+        )
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, target)
+    print(f"wrote {target}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--repeats", type=int, default=15, help="timed steps a side; the median counts")
-    parser.add_argument("--profile", action="store_true", help="print where each side's time goes, and nothing else")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes, and nothing else")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout of this project to compare with")
+    parser.add_argument("--rpe", nargs="+", default=["type1", "kerple_log", "fire"], help="default: %(default)s")
     parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        serve(args.rows[0], args.serve, args.rpe[0])
+        return
     if args.profile:
         for row in args.rows:
-            for side in SIDES:
-                print_profile(row, side)
+            for side, rpe in [("stock", "type1"), *(("type1", x) for x in args.rpe), ("bf16", "type1")]:
+                print_profile(row, side, rpe)
+        return
+    if args.before:
+        sides = {"after": "type1", "bf16": "bf16"}
+        found = [before_and_after(args.before, row, rpe, args.repeats, sides) for row in args.rows for rpe in args.rpe]
+        write(found, OUT / "train_step-before.csv", args.repeats)
         return
     if args.memory:
         print_memory(args.rows[0], args.memory)
@@ -184,19 +275,7 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    OUT.mkdir(exist_ok=True)
-    target = OUT / "train_step.csv"
-    temporary = target.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(
-            f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-            f"{torch.get_num_threads()} threads, medians of {args.repeats}\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, target)
-    print(f"wrote {target}")
+    write(rows, OUT / "train_step.csv", args.repeats)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -227,3 +228,17 @@ def test_places_share_cores_and_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2a, MIG-1c")
     assert seen("auto", 1, None) == ["GPU-8f2a", "MIG-1c"]
     assert not re.search(" ", "".join(seen("auto", 2, 1)))
+
+
+def test_malloc_keeps_memory_on_a_cpu(monkeypatch):
+    """The trainer gets it, unless the user has settings of their own or trains on GPUs."""
+    given = {}
+    monkeypatch.setattr(launch.processes, "spawn", lambda line, environment, keep_open: given.update(environment))
+    monkeypatch.setattr(launch.processes, "wait_all", lambda children: 0)
+    monkeypatch.setattr(launch, "command", lambda *args: ["true"])
+    monkeypatch.setattr(launch.processes, "stop_all", lambda children: None)
+    monkeypatch.setattr(launch, "threads", lambda args: "1")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
+    launch.start(argparse.Namespace(device="cpu", nproc=1, nodes=1), None, None, [])
+    assert given == {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0"}
+    assert launch.keep_memory(1) == {}

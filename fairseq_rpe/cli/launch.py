@@ -182,10 +182,20 @@ def threads(args: argparse.Namespace) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(number))
 
 
+def keep_memory(used: int) -> dict[str, str]:
+    """Settings of glibc's malloc for training on ``used`` GPUs, those of the user excepted.
+
+    On a CPU it would otherwise give large tensors back to the kernel and fetch them again, page by page, each update.
+    """
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    return {} if used else {name: value for name, value in keep.items() if name not in os.environ}
+
+
 def start(args: argparse.Namespace, wanted: Plan, node: Node, held: list[int]) -> int:
     """Train until it ends; returns its code. ``held``: open files that the trainers keep open as well."""
-    line = command(args, wanted, node, gpus(args))
-    child = processes.spawn(line, {"OMP_NUM_THREADS": threads(args)}, keep_open=held)
+    used = gpus(args)
+    line = command(args, wanted, node, used)
+    child = processes.spawn(line, {"OMP_NUM_THREADS": threads(args)} | keep_memory(used), keep_open=held)
     try:
         return processes.wait_all([child])
     finally:

@@ -20,43 +20,46 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
     torch's own ``linear_cross_entropy`` where it exists (2.13 on), otherwise an equivalent; both make the gradients
     during the forward pass, so a second backward through the result is not possible.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if not reduce or not torch.is_grad_enabled():
+        low = weight.to(dtype)
         losses = [
-            F.cross_entropy(F.linear(xb, weight).float(), tb, ignore_index=ignore_index, reduction="none")
-            for xb, tb in zip(x.split(CHUNK), target.split(CHUNK), strict=True)
+            F.cross_entropy(F.linear(xb, low).float(), tb, ignore_index=ignore_index, reduction="none")
+            for xb, tb in zip(x.to(dtype).split(CHUNK), target.split(CHUNK), strict=True)
         ]
         return torch.cat(losses).sum() if reduce else torch.cat(losses)
-    if x.dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
+    if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
         choice = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
         return F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice)
-    return _ChunkedCrossEntropy.apply(x, weight, target, ignore_index)
+    return _ChunkedCrossEntropy.apply(x, weight, target, ignore_index, dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Products in ``dtype``; the gradient of the weight is summed in float32 and is not rounded on the way to it."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
         dx = torch.empty_like(x)
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         loss = x.new_zeros((), dtype=torch.float32)
+        low_x, low_weight = x.to(dtype), weight.to(dtype)
         for start in range(0, x.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
             keep = target[part] != ignore_index
             label = target[part].masked_fill(~keep, 0)[:, None]
-            logits = F.linear(x[part], weight).float()
+            logits = F.linear(low_x[part], low_weight).float()
             norm = logits.logsumexp(-1, keepdim=True)
             loss += ((norm - logits.gather(1, label))[:, 0] * keep).sum()
             dlogits = logits.sub_(norm).exp_()
             dlogits.scatter_add_(1, label, -torch.ones_like(label, dtype=dlogits.dtype))
-            dlogits = (dlogits * keep[:, None]).to(x.dtype)
-            dx[part] = dlogits @ weight
-            dweight += dlogits.T @ x[part]
+            dlogits = dlogits.mul_(keep[:, None]).to(dtype)
+            dx[part] = dlogits @ low_weight
+            dweight += dlogits.T @ low_x[part]
         ctx.save_for_backward(dx, dweight.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dweight * grad.to(dweight.dtype), None, None
+        return dx.mul_(grad), dweight.mul_(grad), None, None, None
