@@ -102,19 +102,22 @@ def test_padding(spec):
     assert not any(b[name][2].any() for name in ("out", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("spec", ["nope", "kerple_log", "window:window=5"])
+LEARNED = ["kerple_log", "kerple_power", "kerple_power:p=0.5,a=0.1", "t5_bias:init_std=1"]
+
+
+@pytest.mark.parametrize("spec", ["nope", "window:window=5", *LEARNED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(spec, dtype):
     """Root mean square error within 1e-3 of the largest value, and no error above two units in its last place.
 
-    Parameters get sums of n² terms that take the rounded output as exact, here as in the sdpa backend: 4e-3.
+    Gradients of parameters are float32 sums of n² terms: 1e-4.
     """
     a, b = both(spec, 37, dtype=dtype)
     for name in a:
         assert a[name].dtype == b[name].dtype
         error, scale = (a[name].double() - b[name].double()), a[name].double().abs().max()
         rounded = name in ("out", "dq", "dk", "dv")
-        assert error.square().mean().sqrt() <= (1e-3 if rounded else 4e-3) * scale, name
+        assert error.square().mean().sqrt() <= (1e-3 if rounded else 1e-4) * scale, name
         assert not rounded or error.abs().max() <= 2 * torch.finfo(dtype).eps * scale, name
 
 

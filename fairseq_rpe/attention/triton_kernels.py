@@ -160,7 +160,7 @@ def forward(
 
 @triton.jit
 def _query_gradient(
-    dq, lo, hi, q, grad, lse, delta, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
+    dq, excess, lo, hi, q, grad, lse, delta, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,8 @@ def _query_gradient(
         )  # fmt: skip
         _, ds = _gradient(s, lse[:, None], _dot(grad, tl.trans(v)), delta[:, None])
         dq += _dot(_rounded(ds, k.dtype), k)
-    return dq
+        excess += tl.sum(ds, 1)
+    return dq, excess
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -184,7 +185,11 @@ def query_gradient(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, and delta = Σ_d dO·O, which the other kernels read. factor is 1/sqrt(D)."""
+    """dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor is 1/sqrt(D).
+
+    Here delta is Σ_d dO·O, the same but for the rounding of P and O in half precision. Gradients of learned biases are
+    sums of n² terms dS that show it; so delta is corrected by what the dS of a query, which sum to 0, sum to instead.
+    """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = start + tl.arange(0, BLOCK_M)
@@ -198,21 +203,22 @@ def query_gradient(
     out_block = _load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
     delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
     per_row = (batch * tl.num_programs(1) + head) * n
-    tl.store(delta + per_row + i, delta_block, mask=i < n)
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = _query_gradient(
-        total, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row, at_k_row,
+    excess = tl.zeros([BLOCK_M], dtype=tl.float32)
+    total, excess = _query_gradient(
+        total, excess, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row, at_k_row,
         padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
     )  # fmt: skip
-    total = _query_gradient(
-        total, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
+    total, excess = _query_gradient(
+        total, excess, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
         at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
     )  # fmt: skip
+    tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
     _store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
 
 
