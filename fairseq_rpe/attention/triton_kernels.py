@@ -1,97 +1,16 @@
-"""Triton kernels of causal attention with a bias of the distance: forward, dQ, dK and dV, and the table's gradient.
+"""Triton kernels of causal attention with a bias: forward, dQ, and dK with dV.
 
-Conventions: query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Logits and the log-sum-exp
-are in base 2 (``exp2`` is the hardware's exponential), so the table arrives multiplied by log2(e). Tensors with a row
-per query share one memory layout, those with a row per key another; the last dimension is dense. Rows are addressed in
-int64: 65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32.
-
-BIAS is NONE; DISTANCE: column at - j of a table that has ``TABLE_MARGIN`` more columns than keys, so that only the
-blocks on the diagonal need bounds; or POSITIONS: column ``at_q[i] - at_k[j]``, clamped to the table's ends.
+Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one memory
+layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. ``BIAS`` and what
+goes with it: ``triton_tiles``.
 """
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TABLE_MARGIN = 256  # at least twice the largest block
-LENGTHS = ("n", "m", "columns", "lengths")  # one compilation serves all of them, odd or even
-NONE, DISTANCE, POSITIONS = (tl.constexpr(x) for x in range(3))
-IN_INTERPRETER = tl.constexpr(INTERPRETED)
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """float32 x in dtype, rounded to nearest, ties to even."""
-    if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter cuts off the bits that hardware rounds
-        bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def _dot(a, b):
-    """a b with float32 sums; float32 factors as three TF32 products, which keeps float32's precision."""
-    if IN_INTERPRETER:  # which multiplies the bit patterns of bfloat16; float32 holds the same rounded values
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, BLOCK_D): rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing to a product."""
-    d = tl.arange(0, BLOCK_D)
-    mask = ((rows >= 0) & (rows < count))[:, None] & (d < WIDTH)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(
-        base + rows.to(tl.int64)[:, None] * stride + d[None, :], _rounded(values, base.dtype.element_ty), mask=mask
-    )
-
-
-@triton.jit
-def _logits(
-    product, at, j, at_q, table, at_k, padding, m, columns, scale,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
-
-    Without DIAGONAL every j is known to be a key that every query of the block sees.
-    """
-    s = product * scale
-    visible = (j <= at) & (j >= 0)
-    if BIAS == DISTANCE:
-        # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
-        entry = (table + at.to(tl.int64)) - j.to(tl.int64)
-        # always true: loads inside a branch are not staged through shared memory, where these would take most of it
-        if columns > 0:
-            if DIAGONAL:
-                s += tl.load(entry, mask=visible, other=0.0)
-            else:
-                s += tl.load(entry)
-    if BIAS == POSITIONS:
-        column = at_q - tl.load(at_k + j, mask=(j >= 0) & (j < m), other=0)
-        s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
-    if PADDED:
-        visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)
-    if DIAGONAL or PADDED:
-        s = tl.where(visible, s, float("-inf"))
-    return s
-
-
-@triton.jit
-def _gradient(logits, lse, dp, delta):
-    """Weights P of a tile and the gradient of its logits in nats: dS = P (dP - delta), dP = dO·Vᵀ."""
-    p = tl.exp2(logits - lse)
-    return p, p * (dp - delta)
+from .triton_tiles import LENGTHS, POSITIONS, _dot, _gradient, _load, _logits, _rounded, _store
 
 
 @triton.jit
@@ -133,7 +52,7 @@ def forward(
     i = start + tl.arange(0, BLOCK_M)
     at = i + (m - n)
     row = at
-    if BIAS == POSITIONS:
+    if BIAS >= POSITIONS:
         row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
     q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
@@ -195,7 +114,7 @@ def query_gradient(
     i = start + tl.arange(0, BLOCK_M)
     at = i + (m - n)
     row = at
-    if BIAS == POSITIONS:
+    if BIAS >= POSITIONS:
         row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
     offset = batch * q_b + head * q_h
     q_block = _load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
@@ -211,8 +130,8 @@ def query_gradient(
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     excess = tl.zeros([BLOCK_M], dtype=tl.float32)
     total, excess = _query_gradient(
-        total, excess, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row, at_k_row,
-        padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
+        total, excess, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
+        at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
     )  # fmt: skip
     total, excess = _query_gradient(
         total, excess, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
@@ -232,7 +151,7 @@ def _key_gradient(
         i = first + tl.arange(0, BLOCK_M)
         at = i + (m - n)
         row = at
-        if BIAS == POSITIONS:
+        if BIAS >= POSITIONS:
             row = tl.load(at_q + i, mask=i < n, other=0)
         q = _load(q_base, i, q_n, n, WIDTH, BLOCK_D)
         grad = _load(grad_base, i, q_n, n, WIDTH, BLOCK_D)
