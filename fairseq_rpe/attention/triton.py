@@ -67,7 +67,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if plan.remap is not None:
         return "this encoding changes the scores, which backend 'triton' never has: use 'reference'"
     if form is not None and not isinstance(form, (Toeplitz, Curve)):
-        return "backend 'triton' takes a bias that is a table or a curve of straight pieces, which this is not: use 'sdpa'"
+        return (
+            "backend 'triton' takes a bias that is a table or a curve of straight pieces, which this is not: use 'sdpa'"
+        )
     if plan.prune:
         return "backend 'triton' prunes nothing: use 'sdpa' on the CPU or no pruning"
     if dropout > 0:

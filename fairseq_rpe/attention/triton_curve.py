@@ -2,8 +2,8 @@
 
 bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]) with x = far[i-j]·near[i] in piece p. So dS goes to value[p],
 dS·(x - middle[p]) to slope[p] and dS·slope[p]·far[i-j] to near[i]. One program walks along the keys of a block of
-queries. A tile meets few pieces, neighbours of each other, and sums for each of them, into a place of the program's own:
-no two programs add to one number, so sums are taken in a fixed order.
+queries. A tile meets few pieces, neighbours of each other, and sums dS for each of them, into places of the program's
+own: no two programs add to one number, so sums are taken in a fixed order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triton kernels of causal attention with a bias: forward, dQ, and dK with dV.
 
-Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one memory
-layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. ``BIAS`` and what
-goes with it: ``triton_tiles``.
+Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
+memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. What BIAS
+stands for is in ``triton_tiles``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Triton kernels of the table's gradient: the sum of dS over everything that read a column of the table.
 
-With uniform positions a column is a distance, so its gradient is a sum along a diagonal, as is that of a curve's far. All square tiles at the same
-block distance t from the diagonal hold the same diagonals in the same places: one program adds up these tiles entry by
-entry and sums along diagonals once, at the end. That recomputes two products of the backward pass, and needs no atomics
-and no n² buffer; sums are taken in a fixed order.
+With uniform positions a column is a distance, so its gradient is a sum along a diagonal, as is that of a curve's far.
+All square tiles at the same block distance t from the diagonal hold the same diagonals in the same places: one program
+adds up these tiles entry by entry and sums along diagonals once, at the end. That recomputes two products of the
+backward pass, and needs no atomics and no n² buffer; sums are taken in a fixed order.
 """
 
 from __future__ import annotations

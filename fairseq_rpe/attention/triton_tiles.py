@@ -1,12 +1,12 @@
 """What Triton kernels of attention share: tiles of q, k and v, of logits with their bias, and of gradients.
 
-Logits are in base 2 (``exp2`` is the hardware's exponential), so biases arrive multiplied by log2(e). Rows are addressed
-in int64: 65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32.
+Logits are in base 2 (``exp2`` is the hardware's exponential), so biases arrive multiplied by log2(e). Rows are
+addressed in int64: 65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32.
 
 BIAS says what ``table``, ``at_q`` and ``at_k`` hold, of a head and a sequence:
 
 - NONE: nothing;
-- DISTANCE: table[at - j], with ``TABLE_MARGIN`` more columns than keys, so that only blocks on the diagonal need bounds;
+- DISTANCE: table[at - j], ``TABLE_MARGIN`` more columns than keys, so that only blocks on the diagonal need bounds;
 - POSITIONS: table[at_q[i] - at_k[j]], clamped to the table's ends;
 - CURVE + s: table (2^s, 4) with the end, middle, value and slope of each piece of a ``core.Curve``, the last end at
   infinity; float32 at_q is ``near``, at_k is ``far`` with ``TABLE_MARGIN`` more entries. One compilation serves any
