@@ -26,13 +26,17 @@ def kind(name: str, dtype: str, curve: bool) -> str:
         return "fp32"
     if name in ("n", "m", "columns", "lengths") or re.fullmatch(r".*_[bhn]", name):
         return "i32"
+    if name == "first":
+        return "*i32"
     if name in ("at_q", "at_k"):
         return "*fp32" if curve else "*i32"
     return "*fp32" if name in FLOATS else f"*{dtype}"
 
 
-def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: int) -> None:
-    constants = {**SIZES, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), **constants}
+def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: int, pruned: bool = False) -> None:
+    constants = {**SIZES, "first": None, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), **constants}
+    if pruned:
+        del constants["first"]
     names, curve = kernel.arg_names, constants["BIAS"] >= tiles.CURVE.value
     signature = {name: "constexpr" if name in constants else kind(name, dtype, curve) for name in names}
     chosen = {(names.index(name),): value for name, value in constants.items() if name in names}
@@ -45,7 +49,8 @@ def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: in
 
 
 if __name__ == "__main__":
-    main = (triton_kernels.forward, triton_kernels.query_gradient, triton_kernels.key_gradient)
+    arch, forward = int(sys.argv[1]), triton_kernels.forward
+    main = (forward, triton_kernels.query_gradient, triton_kernels.key_gradient)
     by_distance, scattered, curve = triton_table.diagonal_sums, triton_table.scattered_sums, triton_curve.curve_sums
     for dtype, width, bias, padded, kernels in (
         ("bf16", 40, tiles.DISTANCE.value, False, (*main, by_distance)),
@@ -54,4 +59,5 @@ if __name__ == "__main__":
         ("fp32", 40, tiles.CURVE.value, False, (*main, by_distance, curve)),
     ):
         for kernel in kernels:
-            build(kernel, dtype, width, {"BIAS": bias, "PADDED": padded}, int(sys.argv[1]))
+            build(kernel, dtype, width, {"BIAS": bias, "PADDED": padded}, arch)
+    build(forward, "bf16", 64, {"BIAS": tiles.DISTANCE.value, "PADDED": False}, arch, pruned=True)

@@ -39,6 +39,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     made = _structured(plan, n, m)
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
+        if q.device.type != "cpu":
+            raise UserError(
+                f"backend 'sdpa' prunes on the CPU, not on '{q.device.type}': evaluate there, with 'triton' or unpruned"
+            )
         if made is not None:
             return pruned(q, k, v, made[1], plan.prune)
     if made is None:

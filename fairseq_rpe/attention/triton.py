@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..core import Curve, Positions, Toeplitz, UserError
 from .plan import Plan
+from .prune import check_pruning
 
 WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -31,14 +32,21 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) ->
 
     q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) of it.
     Products, softmax and sums are float32. Gradients of gradients are not available. What queries that are
-    padding themselves give has no meaning, as their positions have none.
+    padding themselves give has no meaning, as their positions have none. Pruning is the sdpa backend's: padded rows,
+    irregular positions and incremental decoding are exact all the same.
 
     Raises:
-        UserError: what :func:`refusal` names.
+        UserError: what :func:`refusal` names, or what :func:`~fairseq_rpe.attention.prune.check_pruning` refuses.
     """
     reason = refusal(q, k, v, plan, dropout)
     if reason is not None:
         raise UserError(reason)
+    if plan.prune:
+        check_pruning(q, k, v, plan, dropout)
+        if plan.padding is None and q.shape[2] == k.shape[2] and _uniform(plan):
+            from .triton_prune import pruned
+
+            return pruned(q, k, v, _by_distance(plan.form, k.shape[2]), plan.prune)
     return TritonAttention.apply(q, k, v, plan.padding, *_bias(plan, k.shape[2]))
 
 
@@ -70,8 +78,6 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return (
             "backend 'triton' takes a bias that is a table or a curve of straight pieces, which this is not: use 'sdpa'"
         )
-    if plan.prune:
-        return "backend 'triton' prunes nothing: use 'sdpa' on the CPU or no pruning"
     if dropout > 0:
         return f"backend 'triton' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -191,6 +197,7 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors: T
         **dict(zip(("k_b", "k_h", "k_n"), k.stride(), strict=False)),
         "at_q_b": _batch_stride(at_q),
         "at_k_b": _batch_stride(at_k),
+        "first": None,
         "n": q.shape[2],
         "m": k.shape[2],
         "columns": 1 if table is None else table.shape[1],

@@ -10,7 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .prune import BLOCK
 from .triton_tiles import LENGTHS, POSITIONS, _dot, _gradient, _load, _logits, _rounded, _store
+
+PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 
 
 @triton.jit
@@ -41,12 +44,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward(
-    q, k, v, out, lse, table, at_q, at_k, padding,
+    q, k, v, out, lse, table, at_q, at_k, padding, first,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below."""
+    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below.
+
+    first: None, or int32 (B, H, n / BLOCK) first key that each ``prune.BLOCK`` of queries reads, a multiple of it.
+    """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = start + tl.arange(0, BLOCK_M)
@@ -62,8 +68,13 @@ def forward(
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N  # keys that the block's first query sees, whole blocks of them
     last = tl.minimum(start + BLOCK_M + m - n, m)
+    far, unseen = 0, 0.0
+    if first is not None:
+        decided = tl.cdiv(n, PRUNE_BLOCK)
+        far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
+        unseen = float("-inf")  # there is no backward pass, and what is pruned next needs to know
     acc, total, top = _attend(
-        acc, total, top, 0, below, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
+        acc, total, top, far, below, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
         scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
     )  # fmt: skip
     acc, total, top = _attend(
@@ -74,7 +85,7 @@ def forward(
     total = tl.where(empty, 1.0, total)
     _store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
     lse_row = lse + (batch * tl.num_programs(1) + head) * n
-    tl.store(lse_row + i, tl.where(empty, 0.0, top) + tl.log2(total), mask=i < n)
+    tl.store(lse_row + i, tl.where(empty, unseen, top) + tl.log2(total), mask=i < n)
 
 
 @triton.jit

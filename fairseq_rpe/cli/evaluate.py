@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
         "--attention-prune",
         type=float,
         metavar="EPS",
-        help="leave out far keys that provably hold less than EPS of a query's attention, on a CPU (default: exact)",
+        help="leave out far keys that provably hold less than EPS of a query's attention (default: exact)",
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
     parser.add_argument(
