@@ -47,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compute-dtype", choices=("fp32", "bf16"), help="of matrix products (default: the checkpoint's)"
     )
+    parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
     parser.add_argument(
         "--attention-prune",
         type=float,
@@ -123,6 +124,8 @@ def _engine(args: argparse.Namespace, cfg: dict[str, Any]) -> Engine:
     if args.engine == FAIRSEQ:
         if args.attention_prune is not None:
             raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
+        if args.attention_backend is not None:
+            raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
         return functools.partial(score, args)
     from fairseq_rpe.cli.fast import Fast
 
