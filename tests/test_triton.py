@@ -225,7 +225,8 @@ def test_rows_without_weight_are_zero():
     assert not results[1][0][:, :, :4].any() and results[1][0][:, :, 4:].abs().amin() > 0
 
 
-def test_every_element_is_written(monkeypatch):
+@pytest.mark.parametrize("spec", ["kerple_log", "fire:init_L=20"])
+def test_every_element_is_written(spec, monkeypatch):
     """Buffers start as NaN: what a kernel forgets to write shows."""
     for owner, name in ((torch, "empty_like"), (torch, "empty"), (torch.Tensor, "new_empty")):
         plain = getattr(owner, name)
@@ -235,12 +236,13 @@ def test_every_element_is_written(monkeypatch):
             return made.fill_(math.nan) if made.is_floating_point() else made
 
         monkeypatch.setattr(owner, name, filled)
-    found = outputs_and_gradients(triton, "kerple_log", 3, 41, batch=2, padding=left_padding(2, 41, 3))
+    found = outputs_and_gradients(triton, spec, 3, 41, batch=2, padding=left_padding(2, 41, 3))
     assert all(torch.isfinite(x).all() for x in found.values())
 
 
-def test_memory_grows_linearly():
-    """No buffer comes near n² numbers, forward or backward, for a learned table."""
+@pytest.mark.parametrize("spec", ["kerple_log", "fire"])
+def test_memory_grows_linearly(spec):
+    """No buffer comes near n² numbers, forward or backward, for a learned bias."""
     largest = 0
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -253,9 +255,9 @@ def test_memory_grows_linearly():
             return result
 
     def step():
-        table = torch.randn(1, n, device=DEVICE, requires_grad=True)
+        pos = Positions.arange(n, device=DEVICE)
         q, k, v = (torch.randn(1, 1, n, D, device=DEVICE, requires_grad=True) for _ in range(3))
-        triton(q, k, v, Plan(Positions.arange(n, device=DEVICE), Toeplitz(table))).sum().backward()
+        triton(q, k, v, Plan(pos, build(spec, 1, D).to(DEVICE).form(pos))).sum().backward()
 
     n = 200
     if DEVICE == "cuda":
