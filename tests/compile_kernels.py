@@ -11,13 +11,14 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fairseq_rpe.attention import triton_kernels, triton_table
+from fairseq_rpe.attention import triton_curve, triton_kernels, triton_table
+from fairseq_rpe.attention import triton_tiles as tiles
 
 SIZES = {"BLOCK_M": 16, "BLOCK_N": 16, "SIZE": 16}
-POINTERS = {"lse": "*fp32", "delta": "*fp32", "table": "*fp32", "sums": "*fp32", "at_q": "*i32", "at_k": "*i32"}
+FLOATS = ("lse", "delta", "table", "sums", "of_pieces", "of_near")
 
 
-def kind(name: str, dtype: str) -> str:
+def kind(name: str, dtype: str, curve: bool) -> str:
     """Triton's type of an argument."""
     if name == "padding":
         return "*u8"
@@ -25,13 +26,19 @@ def kind(name: str, dtype: str) -> str:
         return "fp32"
     if name in ("n", "m", "columns", "lengths") or re.fullmatch(r".*_[bhn]", name):
         return "i32"
-    return POINTERS.get(name, f"*{dtype}")
+    if name == "first":
+        return "*i32"
+    if name in ("at_q", "at_k"):
+        return "*fp32" if curve else "*i32"
+    return "*fp32" if name in FLOATS else f"*{dtype}"
 
 
-def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: int) -> None:
-    constants = {**SIZES, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), **constants}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kind(name, dtype) for name in names}
+def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: int, pruned: bool = False) -> None:
+    constants = {**SIZES, "first": None, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length(), **constants}
+    if pruned:
+        del constants["first"]
+    names, curve = kernel.arg_names, constants["BIAS"] >= tiles.CURVE.value
+    signature = {name: "constexpr" if name in constants else kind(name, dtype, curve) for name in names}
     chosen = {(names.index(name),): value for name, value in constants.items() if name in names}
     compile(
         ASTSource(fn=kernel, signature=signature, constexprs=chosen),
@@ -42,8 +49,15 @@ def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: in
 
 
 if __name__ == "__main__":
-    t = triton_kernels
-    kernels = (t.forward, t.query_gradient, t.key_gradient, triton_table.diagonal_sums, triton_table.scattered_sums)
-    for dtype, width, bias, padded in (("bf16", 40, t.DISTANCE, False), ("fp32", 32, t.POSITIONS, True)):
+    arch, forward = int(sys.argv[1]), triton_kernels.forward
+    main = (forward, triton_kernels.query_gradient, triton_kernels.key_gradient)
+    by_distance, scattered, curve = triton_table.diagonal_sums, triton_table.scattered_sums, triton_curve.curve_sums
+    for dtype, width, bias, padded, kernels in (
+        ("bf16", 40, tiles.DISTANCE.value, False, (*main, by_distance)),
+        ("fp32", 32, tiles.POSITIONS.value, True, (*main, scattered)),
+        ("bf16", 64, tiles.CURVE.value + 5, True, (*main, by_distance, curve)),
+        ("fp32", 40, tiles.CURVE.value, False, (*main, by_distance, curve)),
+    ):
         for kernel in kernels:
-            build(kernel, dtype, width, {"BIAS": bias.value, "PADDED": padded}, int(sys.argv[1]))
+            build(kernel, dtype, width, {"BIAS": bias, "PADDED": padded}, arch)
+    build(forward, "bf16", 64, {"BIAS": tiles.DISTANCE.value, "PADDED": False}, arch, pruned=True)

@@ -326,8 +326,32 @@ def test_pruned_evaluation(state, corpus, tmp_path, capsys):
     for flags, message in (
         (("--attention-prune", "0"), "0 < EPS < 1"),
         (("--attention-prune", "1e-4", "--engine", "fairseq"), "goes with --engine fast"),
+        (("--attention-backend", "sdpa", "--engine", "fairseq"), "--attention-backend goes with --engine fast"),
+        (("--attention-backend", "sdap"), "did you mean 'sdpa'"),
+        (("--attention-prune", "1e-4", "--attention-backend", "flex"), "prunes on the backends sdpa and triton"),
         (("--attention-prune", "1e-4", "--rpe", "nope"), "cannot be pruned"),
     ):
         argv = ["eval", path, corpus, "--lengths", "64", "--device", "cpu", *flags]
         assert main([str(a) for a in argv]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_backend_of_an_evaluation(state, corpus, tmp_path, capsys, monkeypatch):
+    """Kernels in place of the checkpoint's backend, pruned as well; what they refuse is one line."""
+    pytest.importorskip("triton", reason="needs the package triton")
+    from fairseq_rpe.attention import triton_launch, triton_prune
+
+    monkeypatch.setattr(triton_launch, "INTERPRETER_SIZES", {"BLOCK_M": 128, "BLOCK_N": 128})
+    decided, decide = [], triton_prune.left_out
+    monkeypatch.setattr(triton_prune, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
+    path = checkpoint_with(state, tmp_path, decoder_attention_heads=1)
+    length = str(min(900, corpus_files.count_tokens(corpus, "test") - 1))
+    [plain] = rows_of(capsys, path, corpus, length)
+    [kernels] = rows_of(capsys, path, corpus, length, "--attention-backend", "triton")
+    assert kernels["loss_base2"] == pytest.approx(plain["loss_base2"], rel=1e-5) and not decided
+    flags = ("--attention-backend", "triton", "--attention-prune", "1e-4")
+    [pruned] = rows_of(capsys, path, corpus, length, *flags)
+    assert pruned["loss_base2"] == pytest.approx(plain["loss_base2"], rel=1e-3) and decided
+    narrow = checkpoint_with(state, tmp_path)
+    assert main([str(a) for a in ["eval", narrow, corpus, "--lengths", "64", "--device", "cpu", *flags]]) == 2
+    assert "head widths from 32" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_a_model_prunes_in_evaluation_only(task):
     for spec, changes, message in (
         ("nope", {}, "no bias of the distance alone"),
         ("fire", {}, "no bias of the distance alone"),
-        ("alibi", {"attention_backend": "reference"}, "prunes on the sdpa backend alone"),
+        ("alibi", {"attention_backend": "reference"}, "prunes on the backends sdpa and triton"),
     ):
         with pytest.raises(UserError, match=message):
             make_model(task, spec, **changes).decoder.prune_attention(1e-4)

@@ -142,6 +142,7 @@ def _own_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; with ``learned`` the bias collects the gradient of the scores, of a few heads at a time."""
     grad, q, k, v, out, lse = saved
+    rounded = out.dtype != lse.dtype
     batch, heads, n, width = q.shape
     scale = width**-0.5
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -165,7 +166,8 @@ def _own_backward(
                 torch.bmm(g, vs.mT, out=_merged(ds))
                 if keep is not None:
                     ds.mul_(keep[at])
-                ds.sub_(delta[at]).mul_(p)
+                # the same sum; sums of n² terms dS show how the output was rounded
+                ds.sub_(torch.linalg.vecdot(p, ds)[..., None] if rounded else delta[at]).mul_(p)
                 if keep is not None:
                     p.mul_(keep[at])
                 _merged(dv[seen]).baddbmm_(_merged(p).mT, g)

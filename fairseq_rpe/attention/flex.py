@@ -49,7 +49,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if plan.remap is not None:
         return "this encoding changes the scores, which backend 'flex' never has: use 'reference'"
     if plan.prune:
-        return "backend 'flex' prunes nothing: use 'sdpa' on the CPU or no pruning"
+        return "backend 'flex' prunes nothing: use 'triton', 'sdpa' on the CPU or no pruning"
     if dropout > 0:
         return f"backend 'flex' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
     if not q.is_cuda:

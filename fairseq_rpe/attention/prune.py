@@ -1,5 +1,7 @@
 """Causal attention with a Toeplitz bias that skips far keys which cannot matter, with a proved bound of the error.
 
+The bound serves every backend that prunes; :func:`pruned` is the one for a CPU.
+
 Write p_j for the exact weights of a query and δ for the part of them on the keys that are left out. The exact output is
 o = (1 - δ)·a + δ·b with a, b the weighted means of the values kept and left out, and the pruned output is a. So
 o - a = δ·(b - a), and both means lie between the least and the largest value of each component:
@@ -42,7 +44,7 @@ def check_eps(eps: float) -> None:
 
 
 def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
-    """Whether attention may be pruned.
+    """Whether attention may be pruned; on which devices, a backend knows.
 
     Raises:
         UserError: what stands against it.
@@ -52,8 +54,6 @@ def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
     if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.form.table))):
         raise UserError("pruning is for evaluation: train without it")
-    if q.device.type != "cpu":
-        raise UserError(f"pruning runs on the CPU, not on '{q.device.type}': evaluate there or without it")
 
 
 @torch.no_grad()
@@ -70,8 +70,8 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
     """
     n = q.shape[2]
     vector = ToeplitzBias(n, q, table).vector
-    offset, norm, radius = _norms(q, k)
-    tail = _tail(vector[:, :n].flip(1))
+    offset, norm, radius = norms(q, k)
+    tail = tail_bounds(vector[:, :n].flip(1))
     holes = bool((table == float("-inf")).any())
     out = torch.empty_like(q)
     for start in range(0, n, BLOCK):
@@ -81,7 +81,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
         found, lse = _partial(qb, k[:, :, near:stop], v[:, :, near:stop], added[..., near:], holes)
         if near:
             low = offset[:, :, rows] - lse.flip(2)
-            first = _left_out(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
+            first = left_out(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
             for b, h in (first < near).nonzero().tolist():
                 one, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
                 more, more_lse = _partial(
@@ -100,7 +100,7 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, holes: bool) -> tupl
     return out.to(lse.dtype), lse
 
 
-def _norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q_i·m/√D with the slack for rounding and |q_i|/√D, each (B, H, n); max |k_j - m| by block, (B, H, n / BLOCK)."""
     q, k = q.to(torch.promote_types(q.dtype, torch.float32)), k.to(torch.promote_types(k.dtype, torch.float32))
     mean = k.mean(2, keepdim=True)
@@ -108,18 +108,25 @@ def _norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     norm = q.norm(dim=3) * scale
     slack = SLACK + SLACK_OF_SCORE * norm * k.norm(dim=3).amax(2, keepdim=True)
     radius = F.pad((k - mean).norm(dim=3), (0, -k.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK)).amax(3)
-    return (q @ mean.mT)[..., 0] * scale + slack, norm, radius
+    return torch.linalg.vecdot(q, mean) * scale + slack, norm, radius  # a product of matrices might be in TF32
 
 
-def _tail(table: Tensor) -> Tensor:
+def tail_bounds(table: Tensor) -> Tensor:
     """(H, n) -> (H, N): ln BLOCK + the largest bias between two blocks that are 0, 1, … blocks apart."""
     blocks = math.ceil(table.shape[1] / BLOCK)
     padded = F.pad(table, (BLOCK - 1, (blocks + 1) * BLOCK - table.shape[1]), value=float("-inf"))
     return F.max_pool1d(padded, 2 * BLOCK - 1, BLOCK)[:, :blocks] + math.log(BLOCK)
 
 
-def _left_out(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, block: int, eps: float) -> Tensor:
-    """(B, H) index of the first key to keep for the queries of a block, given (B, H, R), (B, H, R) and (B, H, J)."""
+def left_out(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, block: int, eps: float) -> Tensor:
+    """(B, H) index of the first key to keep for block ``block`` of queries, a multiple of BLOCK.
+
+    Args:
+        low: (B, H, R) q_i·m/√D with the slack, less the log-sum-exp of the nearest keys.
+        norm: (B, H, R) |q_i|/√D.
+        radius: (B, H, J) of the J blocks of keys before the nearest.
+        tail: of :func:`tail_bounds`.
+    """
     worst = (norm[..., None] * radius[:, :, None] + low[..., None]).amax(2)
     count = radius.shape[2]
     mass = worst + tail[:, block - count + 1 : block + 1].flip(1)

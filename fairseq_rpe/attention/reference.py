@@ -26,7 +26,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         UserError: the plan asks for pruning.
     """
     if plan.prune:
-        raise UserError("the reference backend is exact and prunes nothing: use 'sdpa' or no pruning")
+        raise UserError("the reference backend is exact and prunes nothing: use 'sdpa', 'triton' or no pruning")
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5

@@ -39,6 +39,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     made = _structured(plan, n, m)
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
+        if q.device.type != "cpu":
+            raise UserError(
+                f"backend 'sdpa' prunes on the CPU, not on '{q.device.type}': evaluate there, with 'triton' or unpruned"
+            )
         if made is not None:
             return pruned(q, k, v, made[1], plan.prune)
     if made is None:
@@ -60,11 +64,8 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     if isinstance(form, Toeplitz):
         return ToeplitzBias, _from_zero(form, n)
     if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
-        far, near = form.far[:n], form.near[0, :n]
-        with torch.no_grad():
-            top = max(1.0, float((far * near).max()))
-        pieces = form.pieces(top)
-        return CurveBias, pieces.value, pieces.slope, far, near, pieces.ends, pieces.middle
+        pieces = form.cut()
+        return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
     return None
 
 

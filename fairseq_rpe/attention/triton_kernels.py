@@ -1,97 +1,19 @@
-"""Triton kernels of causal attention with a bias of the distance: forward, dQ, dK and dV, and the table's gradient.
+"""Triton kernels of causal attention with a bias: forward, dQ, and dK with dV.
 
-Conventions: query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Logits and the log-sum-exp
-are in base 2 (``exp2`` is the hardware's exponential), so the table arrives multiplied by log2(e). Tensors with a row
-per query share one memory layout, those with a row per key another; the last dimension is dense. Rows are addressed in
-int64: 65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32.
-
-BIAS is NONE; DISTANCE: column at - j of a table that has ``TABLE_MARGIN`` more columns than keys, so that only the
-blocks on the diagonal need bounds; or POSITIONS: column ``at_q[i] - at_k[j]``, clamped to the table's ends.
+Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
+memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. What BIAS
+stands for is in ``triton_tiles``.
 """
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TABLE_MARGIN = 256  # at least twice the largest block
-LENGTHS = ("n", "m", "columns", "lengths")  # one compilation serves all of them, odd or even
-NONE, DISTANCE, POSITIONS = (tl.constexpr(x) for x in range(3))
-IN_INTERPRETER = tl.constexpr(INTERPRETED)
+from .prune import BLOCK
+from .triton_tiles import LENGTHS, POSITIONS, _dot, _gradient, _load, _logits, _rounded, _store
 
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """float32 x in dtype, rounded to nearest, ties to even."""
-    if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter cuts off the bits that hardware rounds
-        bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def _dot(a, b):
-    """a b with float32 sums; float32 factors as three TF32 products, which keeps float32's precision."""
-    if IN_INTERPRETER:  # which multiplies the bit patterns of bfloat16; float32 holds the same rounded values
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, BLOCK_D): rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing to a product."""
-    d = tl.arange(0, BLOCK_D)
-    mask = ((rows >= 0) & (rows < count))[:, None] & (d < WIDTH)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(
-        base + rows.to(tl.int64)[:, None] * stride + d[None, :], _rounded(values, base.dtype.element_ty), mask=mask
-    )
-
-
-@triton.jit
-def _logits(
-    product, at, j, at_q, table, at_k, padding, m, columns, scale,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
-
-    Without DIAGONAL every j is known to be a key that every query of the block sees.
-    """
-    s = product * scale
-    visible = (j <= at) & (j >= 0)
-    if BIAS == DISTANCE:
-        # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
-        entry = (table + at.to(tl.int64)) - j.to(tl.int64)
-        # always true: loads inside a branch are not staged through shared memory, where these would take most of it
-        if columns > 0:
-            if DIAGONAL:
-                s += tl.load(entry, mask=visible, other=0.0)
-            else:
-                s += tl.load(entry)
-    if BIAS == POSITIONS:
-        column = at_q - tl.load(at_k + j, mask=(j >= 0) & (j < m), other=0)
-        s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
-    if PADDED:
-        visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)
-    if DIAGONAL or PADDED:
-        s = tl.where(visible, s, float("-inf"))
-    return s
-
-
-@triton.jit
-def _gradient(logits, lse, dp, delta):
-    """Weights P of a tile and the gradient of its logits in nats: dS = P (dP - delta), dP = dO·Vᵀ."""
-    p = tl.exp2(logits - lse)
-    return p, p * (dp - delta)
+PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 
 
 @triton.jit
@@ -122,18 +44,21 @@ def _attend(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward(
-    q, k, v, out, lse, table, at_q, at_k, padding,
+    q, k, v, out, lse, table, at_q, at_k, padding, first,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below."""
+    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below.
+
+    first: None, or int32 (B, H, n / BLOCK) first key that each ``prune.BLOCK`` of queries reads, a multiple of it.
+    """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = start + tl.arange(0, BLOCK_M)
     at = i + (m - n)
     row = at
-    if BIAS == POSITIONS:
+    if BIAS >= POSITIONS:
         row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
     q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
@@ -143,8 +68,13 @@ def forward(
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N  # keys that the block's first query sees, whole blocks of them
     last = tl.minimum(start + BLOCK_M + m - n, m)
+    far, unseen = 0, 0.0
+    if first is not None:
+        decided = tl.cdiv(n, PRUNE_BLOCK)
+        far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
+        unseen = float("-inf")  # there is no backward pass, and what is pruned next needs to know
     acc, total, top = _attend(
-        acc, total, top, 0, below, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
+        acc, total, top, far, below, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
         scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
     )  # fmt: skip
     acc, total, top = _attend(
@@ -155,12 +85,12 @@ def forward(
     total = tl.where(empty, 1.0, total)
     _store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
     lse_row = lse + (batch * tl.num_programs(1) + head) * n
-    tl.store(lse_row + i, tl.where(empty, 0.0, top) + tl.log2(total), mask=i < n)
+    tl.store(lse_row + i, tl.where(empty, unseen, top) + tl.log2(total), mask=i < n)
 
 
 @triton.jit
 def _query_gradient(
-    dq, lo, hi, q, grad, lse, delta, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
+    dq, excess, lo, hi, q, grad, lse, delta, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +104,8 @@ def _query_gradient(
         )  # fmt: skip
         _, ds = _gradient(s, lse[:, None], _dot(grad, tl.trans(v)), delta[:, None])
         dq += _dot(_rounded(ds, k.dtype), k)
-    return dq
+        excess += tl.sum(ds, 1)
+    return dq, excess
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -184,13 +115,17 @@ def query_gradient(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, and delta = Σ_d dO·O, which the other kernels read. factor is 1/sqrt(D)."""
+    """dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor is 1/sqrt(D).
+
+    Here delta is Σ_d dO·O, the same but for the rounding of P and O in half precision. Gradients of learned biases are
+    sums of n² terms dS that show it; so delta is corrected by what the dS of a query, which sum to 0, sum to instead.
+    """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = start + tl.arange(0, BLOCK_M)
     at = i + (m - n)
     row = at
-    if BIAS == POSITIONS:
+    if BIAS >= POSITIONS:
         row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
     offset = batch * q_b + head * q_h
     q_block = _load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
@@ -198,21 +133,22 @@ def query_gradient(
     out_block = _load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
     delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
     per_row = (batch * tl.num_programs(1) + head) * n
-    tl.store(delta + per_row + i, delta_block, mask=i < n)
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = _query_gradient(
-        total, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row, at_k_row,
-        padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
+    excess = tl.zeros([BLOCK_M], dtype=tl.float32)
+    total, excess = _query_gradient(
+        total, excess, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
+        at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
     )  # fmt: skip
-    total = _query_gradient(
-        total, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
+    total, excess = _query_gradient(
+        total, excess, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
         at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
     )  # fmt: skip
+    tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
     _store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
 
 
@@ -226,7 +162,7 @@ def _key_gradient(
         i = first + tl.arange(0, BLOCK_M)
         at = i + (m - n)
         row = at
-        if BIAS == POSITIONS:
+        if BIAS >= POSITIONS:
             row = tl.load(at_q + i, mask=i < n, other=0)
         q = _load(q_base, i, q_n, n, WIDTH, BLOCK_D)
         grad = _load(grad_base, i, q_n, n, WIDTH, BLOCK_D)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import triton
 
-from .triton_kernels import INTERPRETED, forward, key_gradient, query_gradient
+from .triton_kernels import forward, key_gradient, query_gradient
+from .triton_tiles import INTERPRETED
 
 # (block of queries, block of keys, warps, stages of the pipeline); the backward kernel of keys takes them transposed,
 # without the first, for which it has too few registers
 SIZES = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2)]
 FEW_QUERIES = [(16, 64, 4, 2), (16, 16, 4, 1)]
+INTERPRETER_SIZES = {"BLOCK_M": 32, "BLOCK_N": 16}  # small: so that short sequences have several blocks
 ROW_BYTES = range(2**13, 2**15 + 1)  # of the longer side of a block: as much as chips hold beside the rest
 
 
@@ -48,7 +50,7 @@ KEY_GRADIENT = _tuned(key_gradient, [(n, m, w, s) for m, n, w, s in SIZES[1:]] +
 
 def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: Any) -> None:
     """Run a kernel on a grid of (blocks of ``rows``, heads, batch); ``block`` names the size that cuts the rows."""
-    sizes = {"BLOCK_M": 32, "BLOCK_N": 16} if INTERPRETED else {}
+    sizes = INTERPRETER_SIZES if INTERPRETED else {}
     lengths = 0 if shared["n"] <= 16 else 1 if shared["m"] <= 2048 else 2
     run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **sizes, lengths=lengths)
 

@@ -1,9 +1,9 @@
 """Triton kernels of the table's gradient: the sum of dS over everything that read a column of the table.
 
-With uniform positions a column is a distance, so its gradient is a sum along a diagonal. All square tiles at the same
-block distance t from the diagonal hold the same diagonals in the same places: one program adds up these tiles entry by
-entry and sums along diagonals once, at the end. That recomputes two products of the backward pass, and needs no atomics
-and no n² buffer; sums are taken in a fixed order.
+With uniform positions a column is a distance, so its gradient is a sum along a diagonal, as is that of a curve's far.
+All square tiles at the same block distance t from the diagonal hold the same diagonals in the same places: one program
+adds up these tiles entry by entry and sums along diagonals once, at the end. That recomputes two products of the
+backward pass, and needs no atomics and no n² buffer; sums are taken in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels import DISTANCE, INTERPRETED, LENGTHS, POSITIONS, _dot, _gradient, _load, _logits
 from .triton_launch import run
+from .triton_tiles import CURVE, INTERPRETED, LENGTHS, POSITIONS, _dot, _gradient, _load, _logits, _on_curve
 
 
 @triton.jit(do_not_specialize=LENGTHS[:3])
 def diagonal_sums(
-    q, k, v, grad, lse, delta, sums, table, padding,
-    q_b, q_h, q_n, k_b, k_h, k_n, n, m, columns, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+    q, k, v, grad, lse, delta, sums, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
+    """Of dS, or on a curve of d far in base 2.
+
+    One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
     t = tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, SIZE)
@@ -37,6 +39,9 @@ def diagonal_sums(
     for first in range(tl.maximum(t * SIZE - (m - n), 0) // SIZE * SIZE, n, SIZE):
         i = first + rows
         at = i + (m - n)
+        row = at
+        if BIAS >= CURVE:
+            row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
         j = first + (m - n) - t * SIZE + rows
         q_block = _load(queries, i, q_n, n, WIDTH, BLOCK_D)
         grad_block = _load(grads, i, q_n, n, WIDTH, BLOCK_D)
@@ -45,10 +50,16 @@ def diagonal_sums(
         lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
         delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
         s = _logits(
-            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], at, table_row, table, padding_row, m, columns,
-            scale, DISTANCE, PADDED, True,
+            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k, padding_row, m,
+            columns, scale, BIAS, PADDED, True,
         )  # fmt: skip
         _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
+        if BIAS >= CURVE:
+            visible = (j[None, :] >= 0) & (j[None, :] <= at[:, None])
+            _, _, slope, _ = _on_curve(
+                at[:, None], j[None, :], row[:, None], at_k, table_row, visible, BIAS - CURVE, True
+            )  # fmt: skip
+            ds *= slope * row[:, None]
         tile += ds
     diagonal = rows[:, None] - rows[None, :] + SIZE
     at_sum = sums + ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + t) * (2 * SIZE)
@@ -91,17 +102,21 @@ def scattered_sums(
 
 def table_gradient(shared: dict[str, Any], table: Tensor) -> Tensor:
     """(H, R) float32 gradient of the table. shared: the kernels' arguments, with grad, lse and delta."""
-    q, m = shared["q"], shared["m"]
-    batch, heads, n, _ = q.shape
-    row = shared["BLOCK_D"] * q.element_size()
-    size = 16 if INTERPRETED else 64 if row <= 256 else 32
-    options = {"SIZE": size, "num_warps": 4, "num_stages": 2 if row <= 128 else 1}
     if shared["BIAS"] == POSITIONS.value:
         sums = table.new_zeros(table.shape, dtype=torch.float32)
-        run(scattered_sums, lambda meta: triton.cdiv(n, size), shared, sums=sums, **options)
+        size, options = squares(shared)
+        run(scattered_sums, lambda meta: triton.cdiv(shared["n"], size), shared, sums=sums, **options)
         return sums
+    return by_distance(shared)
+
+
+def by_distance(shared: dict[str, Any]) -> Tensor:
+    """(H, m) float32 sums along diagonals."""
+    q, m = shared["q"], shared["m"]
+    batch, heads, _, _ = q.shape
+    size, options = squares(shared)
     blocks = triton.cdiv(m, size) + 1
-    sums = table.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
+    sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
     run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
     # neighbouring block distances share half of their distances, and the first begins ``size`` before distance 0
     parts = sums.sum(0)
@@ -109,3 +124,10 @@ def table_gradient(shared: dict[str, Any], table: Tensor) -> Tensor:
     whole[:, :-1] += parts[..., :size]
     whole[:, 1:] += parts[..., size:]
     return whole.flatten(1)[:, size : size + m]
+
+
+def squares(shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The side of square tiles, and the options of a kernel that works on them."""
+    row = shared["BLOCK_D"] * shared["q"].element_size()
+    size = 16 if INTERPRETED else 64 if row <= 256 else 32
+    return size, {"SIZE": size, "num_warps": 4, "num_stages": 2 if row <= 128 else 1}

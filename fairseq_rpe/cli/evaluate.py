@@ -47,11 +47,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compute-dtype", choices=("fp32", "bf16"), help="of matrix products (default: the checkpoint's)"
     )
+    parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
     parser.add_argument(
         "--attention-prune",
         type=float,
         metavar="EPS",
-        help="leave out far keys that provably hold less than EPS of a query's attention, on a CPU (default: exact)",
+        help="leave out far keys that provably hold less than EPS of a query's attention (default: exact)",
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
     parser.add_argument(
@@ -123,6 +124,8 @@ def _engine(args: argparse.Namespace, cfg: dict[str, Any]) -> Engine:
     if args.engine == FAIRSEQ:
         if args.attention_prune is not None:
             raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
+        if args.attention_backend is not None:
+            raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
         return functools.partial(score, args)
     from fairseq_rpe.cli.fast import Fast
 

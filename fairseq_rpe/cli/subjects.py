@@ -88,7 +88,12 @@ def _parts(cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # settings of a checkpoint that a command's option replaces
-_OVERRIDES = {"rpe": "rpe", "positions_eval": "positions", "compute_dtype": "compute_dtype"}
+_OVERRIDES = {
+    "rpe": "rpe",
+    "positions_eval": "positions",
+    "compute_dtype": "compute_dtype",
+    "attention_backend": "attention_backend",
+}
 
 
 def load(args: argparse.Namespace, path: Path) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ class Curve(Pair):
     ``fn`` is the plain way to the same bias. What knows no curves takes this for the Pair that it is.
 
     Attributes:
-        far: (m,) of the distances 0 … m-1 between *indices*, at least 0.
+        far: (m,) of the distances 0 … m-1 between *indices*, at least 0, never falling.
         near: (B or 1, n) of the queries, above 0.
         pieces: called with the largest x, gives f on [0, x].
     """
@@ -73,6 +73,12 @@ class Curve(Pair):
     far: Tensor = field(kw_only=True)
     near: Tensor = field(kw_only=True)
     pieces: Callable[[float], Pieces] = field(kw_only=True)
+
+    def cut(self) -> Pieces:
+        """f's pieces on [0, x] with the largest x that the queries, the last n of m tokens, meet, or 1."""
+        with torch.no_grad():
+            top = float((self.far[-self.near.shape[1] :] * self.near).max())
+        return self.pieces(max(1.0, top))
 
 
 @dataclass(frozen=True)

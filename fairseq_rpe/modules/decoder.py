@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, auto, check_eps, choose, sdpa
+from ..attention.triton import triton
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
@@ -56,14 +57,14 @@ class RPEDecoder(TransformerDecoderBase):
     def prune_attention(self, eps: float) -> None:
         """From here on leave out up to ``eps`` of each query's attention, far keys that provably weigh no more.
 
-        For evaluation on a CPU; ``attention/prune.py`` has the bound of the error.
+        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` has the bound of the error.
 
         Raises:
             UserError: eps is not between 0 and 1, or this model cannot be pruned.
         """
         check_eps(eps)
-        if self.attend not in (auto, sdpa):
-            raise UserError("attention prunes on the sdpa backend alone: choose --attention-backend sdpa")
+        if self.attend not in (auto, sdpa, triton):
+            raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
         for encoding in self.encodings:
             if not isinstance(encoding.form(Positions.arange(2)), Toeplitz):
                 raise UserError("this encoding adds no bias of the distance alone: its attention cannot be pruned")
