@@ -13,10 +13,8 @@ one process; peak memory is that of a process of its own.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import machine
 import torch
 from tqdm import tqdm
 
@@ -138,17 +137,11 @@ def peak_memory(row: str, side: str) -> float:
 
 def print_memory(row: str, side: str) -> None:
     step = build(side, *ROWS[row])
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak restarts from what is in use now
-    before = memory_in_kib("VmRSS")
+    machine.forget_peak()
+    before = machine.status("VmRSS")
     for _ in range(3):
         step()
-    print(json.dumps((memory_in_kib("VmHWM") - before) / 1024))
-
-
-def memory_in_kib(field: str) -> int:
-    """A field of Linux's /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+    print(json.dumps((machine.status("VmHWM") - before) / 1024))
 
 
 def main() -> None:
@@ -184,18 +177,9 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    OUT.mkdir(exist_ok=True)
+    head = f"{machine.processor()}, {os.cpu_count()} cores, torch {torch.__version__}, "
     target = OUT / "train_step.csv"
-    temporary = target.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(
-            f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-            f"{torch.get_num_threads()} threads, medians of {args.repeats}\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, target)
+    machine.write_csv(target, f"{head}{torch.get_num_threads()} threads, medians of {args.repeats}", rows)
     print(f"wrote {target}")
 
 
