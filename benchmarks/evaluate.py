@@ -50,7 +50,7 @@ from fairseq_rpe.encodings.alibi import alibi_slopes
 from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
 
 def build(cls, args, task):
-    args.no_token_positional_embeddings = True
+    args.no_token_positional_embeddings, args.max_target_positions = True, 1 << 20  # or longer blocks are left out
     model = TransformerLanguageModel.build_model.__func__(TransformerLanguageModel, args, task)
     kept = torch.zeros(args.decoder_attention_heads, 0, 0)
 
