@@ -10,8 +10,8 @@ multiples of torch's causal attention without a bias. This project goes by its b
 the other ways. Before anything is timed each way is compared with the reference: a wrong one is left out, and the exit
 status is 1.
 
-At each length the ways take turns: seven where a run takes less than a second, three below ten, two below thirty, else
-one; medians are reported. Below 0.1 s the second of two calls counts; compiling never does. Memory is what a fresh
+At each length the ways take turns: seven where a run takes less than half a second, three below ten, two below thirty,
+else one; medians are reported. Below 0.1 s the second of two calls counts; compiling never does. Memory is what a fresh
 process (on a GPU: the allocator) needs at the peak of a step, inputs and what is kept between steps included; setup_mib
 is the peak while these were made. A way is left out where a run would take more than --limit-seconds or more memory
 than is free, both foretold from the length before: four times its numbers where the length doubles.
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {False: "forward", True: "forward+backward"}
-RUNS = ((1.0, 7), (10.0, 3), (30.0, 2))  # seconds of a run: runs
+RUNS = ((0.5, 7), (10.0, 3), (30.0, 2))  # seconds of a run: runs
 SETTLED = 0.1  # seconds; a shorter first call says more about memory and code being fetched
 START = 0.5  # seconds that a process for the memory takes before it runs anything
 # what a process for the memory finds loaded already

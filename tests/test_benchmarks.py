@@ -150,4 +150,4 @@ def test_the_table_has_what_the_csv_has(forms, tmp_path, monkeypatch, capsys):
 
 
 def test_short_runs_are_timed_more_often(forms):
-    assert [forms.runs(seconds) for seconds in (0.5, 1.0, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
+    assert [forms.runs(seconds) for seconds in (0.4, 0.5, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
