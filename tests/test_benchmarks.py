@@ -86,7 +86,7 @@ def test_every_way_agrees_with_the_reference(forms, backward):
         if way == "FlexAttention" and form not in ("learned buckets", "Pair"):
             continue  # seconds each to compile; the benchmark checks all
         why = forms.wrong_or_refused(case)
-        assert why is None or not why.startswith("WRONG"), (form, way, why)
+        assert why is None or not why.startswith(("WRONG", "FAILED")), (form, way, why)
         if why is None:
             checked.add((form, way))
     assert {(f, w) for f in ways.BIASES for w in ("sdpa", "dense bias")} <= checked
@@ -97,13 +97,18 @@ def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
     def later(x):
         return lambda: torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True)
 
+    def fails(x):
+        raise TypeError("another version")
+
     monkeypatch.setitem(forms.ways.WAYS, "dense bias", (later, ("fixed Toeplitz",)))
+    monkeypatch.setitem(forms.ways.WAYS, "x-transformers", (fails, ("fixed Toeplitz",)))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert call(forms, monkeypatch, *flags(tmp_path, "fixed Toeplitz", "64")) == 1
     said = capsys.readouterr().err
     assert "left out, fixed Toeplitz, dense bias, forward: WRONG: " in said
+    assert "left out, fixed Toeplitz, x-transformers, forward: FAILED: TypeError: another version" in said
     assert "left out, fixed Toeplitz, flash-attn, forward: flash-attn runs on a GPU" in said
-    assert "dense bias" not in {r["way"] for r in read(tmp_path / "forms.csv")[1]}
+    assert {r["way"] for r in read(tmp_path / "forms.csv")[1]} == {"torch, causal", "sdpa"}
 
 
 def test_what_would_take_too_long_or_too_much_is_left_out(forms, tmp_path, monkeypatch, capsys):
@@ -129,6 +134,23 @@ def test_what_would_take_too_long_or_too_much_is_left_out(forms, tmp_path, monke
     assert "left out, Pair, dense bias, forward, 128 tokens: it would need about" in said
     got = {(r["form"], r["way"]) for r in read(path)[1] if r["length"] == "128" and r["pass"] == "forward"}
     assert got == {("none", "torch, causal")}
+
+
+def test_what_does_not_fit_into_memory_is_left_out(forms, tmp_path, monkeypatch, capsys):
+    def full(case, threads):
+        if case.way == "sdpa":
+            raise forms.BrokenProcessPool("killed")
+        if case.way == "dense bias":
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 byte")
+        return 2.0, 1.0
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(forms, "measured_peaks", full)
+    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
+    said = capsys.readouterr().err
+    assert "left out, Pair, sdpa, forward, 64 tokens: its process was killed" in said
+    assert "left out, Pair, dense bias, forward+backward, 64 tokens: not enough memory" in said
+    assert {r["way"] for r in read(tmp_path / "forms.csv")[1]} == {"torch, causal"}
 
 
 def test_the_table_has_what_the_csv_has(forms, tmp_path, monkeypatch, capsys):
