@@ -197,7 +197,7 @@ def remaining(cases: list[Case], rows: Rows, limit: float) -> float:
     found = 0.0
     for case in cases:
         seconds, _ = foretold(rows, case)
-        if seconds <= limit:
+        if too_much(rows, case, limit) is None:
             found += START + (runs(seconds) * (1 + (seconds < SETTLED)) + 1) * seconds
     return found
 
@@ -207,7 +207,9 @@ def head(args: argparse.Namespace) -> str:
     cuda = args.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else f"{machine.processor()}, {os.cpu_count()} cores"
     parts = [name, f"torch {torch.__version__}", f"{args.threads} threads", f"{ways.HEADS} heads of {ways.WIDTH}"]
-    return ", ".join([*parts, args.dtype, f"limit {args.limit_seconds:g} s", f"load {os.getloadavg()[0]:.1f}"])
+    forms = "all forms" if set(args.forms) == set(ways.FORMS) else f"forms {' + '.join(args.forms)}"
+    parts += [args.dtype, forms, f"backends {' + '.join(args.backends)}", f"limit {args.limit_seconds:g} s"]
+    return ", ".join([*parts, f"load {os.getloadavg()[0]:.1f}"])
 
 
 def measure(args: argparse.Namespace) -> int:

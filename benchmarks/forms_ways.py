@@ -29,7 +29,7 @@ from fairseq_rpe.encodings.t5 import bucket
 
 HEADS, WIDTH = 8, 64
 CHECK = 320  # tokens; more than one block, and the last one not full
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value
 Step = Callable[[], Tensor]
 
 

@@ -52,7 +52,8 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     assert "left out, Pair, FlexAttention, forward: FlexAttention compiles C++ on the CPU" in first.stderr
     path = tmp_path / "forms.csv"
     head, rows = read(path)
-    assert "1 threads, 8 heads of 64, fp32, limit 60 s, load" in head and f"torch {torch.__version__}" in head
+    assert "1 threads, 8 heads of 64, fp32, forms Pair, backends sdpa, limit 60 s, load" in head
+    assert f"torch {torch.__version__}" in head
     found = {(r["form"], r["way"]) for r in rows}
     assert found == {("none", "torch, causal"), ("Pair", "sdpa"), ("Pair", "dense bias")}
     groups = [(n, p) for n in ("64", "96") for p in ("forward", "forward+backward")]
@@ -91,6 +92,18 @@ def test_every_way_agrees_with_the_reference(forms, backward):
             checked.add((form, way))
     assert {(f, w) for f in ways.BIASES for w in ("sdpa", "dense bias")} <= checked
     assert backward or ("none", "flex") in checked
+
+
+def test_an_encoding_that_changes_the_scores_is_measured_on_the_reference(forms, monkeypatch):
+    ways = forms.ways
+    assert ways.remapping() is None and "remapped scores" not in ways.FORMS
+    nope = ways.registry.get("nope")
+    monkeypatch.setattr(nope, "remap", staticmethod(lambda scores, pos: 2 * scores), raising=False)
+    assert ways.remapping() == "nope"
+    monkeypatch.setitem(ways.FORMS, "remapped scores", ways.Subject("nope"))
+    assert [way for form, way in ways.pairs(["sdpa"]) if form == "remapped scores"] == ["reference"]
+    assert ways.deviation(ways.Case("remapped scores", "reference", 64, True, "cpu", torch.float32)) == 0
+    assert "FAILED" not in forms.wrong_or_refused(ways.Case("remapped scores", "sdpa", 64, False, "cpu", torch.float32))
 
 
 def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
