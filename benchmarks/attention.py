@@ -18,12 +18,9 @@ beyond them at its peak.
 from __future__ import annotations
 
 import argparse
-import csv
-import ctypes
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -137,10 +135,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         if part == "toeplitz":
             found += [{"part": part, "length": n, "backward": b} for n in lengths for b in (False, True)]
         elif part == "fire":
-            free = int(
-                next(x for x in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in x).split()[1]
-            )
-            most = max((n for n in lengths if LISTING_BYTES * n * n < 0.85 * 1024 * free), default=0)
+            most = max((n for n in lengths if LISTING_BYTES * n * n < 0.85 * machine.available()), default=0)
             found += [{"part": part, "length": n, "backward": False, "listing": n == most} for n in lengths]
         else:
             found += [{"part": part, "length": n, "backward": False} for n in lengths]
@@ -170,23 +165,17 @@ def measure(found: dict[str, Way], backward: bool, repeats: int) -> dict[str, li
     return times
 
 
-def status(key: str, file: str = "/proc/self/status") -> int:
-    """KiB from /proc: of this process VmRSS (now) and VmHWM (at most)."""
-    return int(Path(file).read_text().partition(f"{key}:")[2].split()[0])
-
-
 def peak(case: dict[str, Any], name: str, args: argparse.Namespace) -> None:
     """Print the MiB of q, k, v and all that one way needs beyond them; for a process of its own."""
     with torch.set_grad_enabled(case["backward"]):
         way = ways(case, args)[name]
         small = ways({**case, "part": "toeplitz" if case["part"] == "pruned" else case["part"], "length": 600}, args)
     run(small.get(name, small["here"]), case["backward"])  # code is loaded on first use
-    ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back
-    Path("/proc/self/clear_refs").write_text("5")  # and the peak so far forgotten
-    before = status("VmRSS")
+    machine.forget_peak()
+    before = machine.status("VmRSS")
     out = run(way, case["backward"])
     inputs = 3 * HEADS * case["length"] * out.shape[3] * out.element_size()
-    print(json.dumps((status("VmHWM") - before) / 1024 + inputs / 2**20))
+    print(json.dumps((machine.status("VmHWM") - before) / 1024 + inputs / 2**20))
 
 
 def memory(case: dict[str, Any], name: str) -> float:
@@ -223,23 +212,10 @@ def errors(args: argparse.Namespace, n: int) -> dict[str, str]:
 
 def write(part: str, lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
     path = OUT / ("attention.csv" if part == "toeplitz" else f"attention-{part}.csv")
-    OUT.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(
-            f"# {machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
-            f"{args.threads} threads, {HEADS} heads, float32, medians of {args.repeats}\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(temporary, path)
+    head = f"{machine.processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
+    head += f"{args.threads} threads, {HEADS} heads, float32, medians of {args.repeats}"
+    machine.write_csv(path, head, lines)
     print(f"wrote {path}")
-
-
-def machine() -> str:
-    names = [x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """Evaluation over lengths: one ``fairseq-rpe eval`` against one fairseq-eval-lm process a length.
 
     python benchmarks/evaluate.py                  # 14 lengths, a few minutes on two cores
-    python benchmarks/evaluate.py --lengths 512,9216
+    python benchmarks/evaluate.py --lengths 9216
 
 Both score the same untrained tiny model over the same random text, binarised by fairseq-preprocess, with 50,265 types.
+At the longest length there is a third process, ``stock``: fairseq-eval-lm with the same weights in fairseq's own
+transformer_lm and ALiBi as a dense mask (B·H, T, T), as the ALiBi fork of fairseq has it.
 Time is that of whole processes, start included, on the clock and on the processor; peak memory is the kernel's resident
 maximum of each. This process itself loads no torch: a child's maximum starts from what its parent had in use.
 """
@@ -11,7 +13,6 @@ maximum of each. This process itself loads no torch: a child's maximum starts fr
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -22,11 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import machine
+
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path(__file__).parent / "results" / "evaluate.csv"
 LENGTHS = "512,768,1024,1280,1536,1792,2048,3072,4096,5120,6144,7168,8192,9216"
 TYPES = 50265
 BATCH_TOKENS = 2048
+STOCK_COLUMNS = ("stock_seconds", "stock_cpu_seconds", "stock_peak_MiB", "stock_relative_difference")
 TINY = ["--arch", "transformer_rpe_lm_tiny", "--rpe", "alibi", "--criterion", "lm_cross_entropy", "--cpu"]
 # fairseq-eval-lm's cli_main, but its result in full: it prints two digits of the perplexity.
 EVAL_LM = """
@@ -37,6 +41,34 @@ from fairseq_cli import eval_lm
 args = options.parse_args_and_arch(options.get_eval_lm_parser())
 result = eval_lm.main(convert_namespace_to_omegaconf(args))
 print(json.dumps({"loss_base2": float(result["loss"])}))
+"""
+# fairseq's own model in place of the checkpoint's; the mask is kept from batch to batch.
+STOCK = """
+import torch
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELanguageModel
+
+def build(cls, args, task):
+    args.no_token_positional_embeddings, args.max_target_positions = True, 1 << 20  # or longer blocks are left out
+    model = TransformerLanguageModel.build_model.__func__(TransformerLanguageModel, args, task)
+    kept = torch.zeros(args.decoder_attention_heads, 0, 0)
+
+    def mask(x):
+        nonlocal kept
+        tokens, rows = x.shape[:2]
+        if tokens > kept.shape[1]:
+            at = torch.arange(tokens)
+            slopes = torch.tensor(alibi_slopes(args.decoder_attention_heads))
+            kept = slopes[:, None, None] * (at - at[:, None])
+            kept += torch.full((tokens, tokens), float("-inf")).triu_(1)
+        fit = kept[:, :tokens, :tokens]
+        return fit if rows == 1 else fit.repeat(rows, 1, 1)
+
+    model.decoder.buffered_future_mask = mask
+    return model
+
+TransformerRPELanguageModel.build_model = classmethod(build)
 """
 
 
@@ -85,6 +117,7 @@ def main() -> None:
         fast, seconds, busy, memory = measured(
             *("-m", "fairseq_rpe.cli.main", "eval", checkpoint, data, "--lengths", args.lengths, "--device", "cpu")
         )
+        longest = max(found["length"] for found in fast)
         for found in fast:
             length = found["length"]
             flags = [data, "--path", checkpoint, "--user-dir", ROOT / "fairseq_rpe", "--gen-subset", "test", "--cpu"]
@@ -101,8 +134,14 @@ def main() -> None:
                     "fast_peak_MiB": round(found["peak_mb"]),
                     "loss_base2": found["loss_base2"],
                     "relative_difference": f"{abs(found['loss_base2'] / wanted['loss_base2'] - 1):.1e}",
+                    **dict.fromkeys(STOCK_COLUMNS),
                 }
             )
+            if length == longest:
+                [stock], *used = measured("-c", STOCK + EVAL_LM, *flags)
+                difference = abs(found["loss_base2"] / stock["loss_base2"] - 1)
+                values = (*(round(x, 2) for x in used[:2]), round(used[2]), f"{difference:.1e}")
+                rows[-1] |= dict(zip(STOCK_COLUMNS, values, strict=True))
             print(json.dumps(rows[-1]), flush=True)
     total, total_busy = (sum(row[column] for row in rows) for column in ("fairseq_seconds", "fairseq_cpu_seconds"))
     highest = max(row["fairseq_peak_MiB"] for row in rows)
@@ -121,25 +160,9 @@ def main() -> None:
     print(json.dumps(rows[-1]))
     print(f"time: {total / seconds:.2f} times shorter, on the processor {total_busy / busy:.2f} times")
     print(f"peak memory: {memory / highest:.2f} of fairseq's")
-    write(args.out, rows)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(f"# {processor()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}\n")
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)
-    print(f"wrote {path}")
-
-
-def processor() -> str:
-    """The model name that Linux gives."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    machine.write_csv(args.out, f"{machine.processor()}, {os.cpu_count()} cores, OMP_NUM_THREADS={threads}", rows)
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ one with this one's and with the settings of malloc that ``fairseq-rpe train`` g
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from tqdm import tqdm
 
@@ -144,17 +143,11 @@ def peak_memory(row: str, side: str) -> float:
 
 def print_memory(row: str, side: str) -> None:
     step = build(side, *ROWS[row])
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak restarts from what is in use now
-    before = memory_in_kib("VmRSS")
+    machine.forget_peak()
+    before = machine.status("VmRSS")
     for _ in range(3):
         step()
-    print(json.dumps((memory_in_kib("VmHWM") - before) / 1024))
-
-
-def memory_in_kib(field: str) -> int:
-    """A field of Linux's /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+    print(json.dumps((machine.status("VmHWM") - before) / 1024))
 
 
 class Checkout:
@@ -193,7 +186,7 @@ def serve(row: str, side: str, rpe: str) -> None:
         value = step()
         print("answer", value if loss is None else time.perf_counter() - start, flush=True)
         loss = value
-    print("answer", memory_in_kib("VmHWM") / 1024, flush=True)
+    print("answer", machine.status("VmHWM") / 1024, flush=True)
 
 
 def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
@@ -217,17 +210,8 @@ def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict
 
 
 def write(rows: list[dict[str, Any]], target: Path, repeats: int) -> None:
-    OUT.mkdir(exist_ok=True)
-    temporary = target.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(
-            f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-            f"{torch.get_num_threads()} threads, medians of {repeats}\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, target)
+    head = f"{machine.processor()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+    machine.write_csv(target, f"{head}{torch.get_num_threads()} threads, medians of {repeats}", rows)
     print(f"wrote {target}")
 
 

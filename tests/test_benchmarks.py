@@ -1,0 +1,188 @@
+"""benchmarks/attention_forms.py at tiny lengths: what it times is right, what it leaves out is said, it resumes."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+SCRIPT = FOLDER / "attention_forms.py"
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """The script as a module, with no processes for the memory."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("attention_forms")
+    monkeypatch.setattr(module, "measured_peaks", lambda case, threads: (2.0, 1.0))
+    yield module
+    torch.set_num_threads(1)
+
+
+def read(path):
+    head, *lines = path.read_text().splitlines()
+    return head, list(csv.DictReader(lines))
+
+
+def flags(folder, form, *lengths):
+    files = ["--csv", str(folder / "forms.csv"), "--figure", str(folder / "forms.png")]
+    return [*files, "--threads", "1", "--forms", form, "--lengths", *lengths]
+
+
+def call(module, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["attention_forms.py", *arguments])
+    return module.main()
+
+
+def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
+    def run(*more):
+        command = [sys.executable, str(SCRIPT), *flags(tmp_path, "Pair", "64", "96"), *more]
+        environment = {**os.environ, "CXX": "no-such-compiler", "PYTHONPATH": str(FOLDER.parent)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert "left out, Pair, FlexAttention, forward: FlexAttention compiles C++ on the CPU" in first.stderr
+    path = tmp_path / "forms.csv"
+    head, rows = read(path)
+    assert "1 threads, 8 heads of 64, fp32, forms Pair, backends sdpa, limit 60 s, load" in head
+    assert f"torch {torch.__version__}" in head
+    found = {(r["form"], r["way"]) for r in rows}
+    assert found == {("none", "torch, causal"), ("Pair", "sdpa"), ("Pair", "dense bias")}
+    groups = [(n, p) for n in ("64", "96") for p in ("forward", "forward+backward")]
+    assert list(dict.fromkeys((r["length"], r["pass"]) for r in rows)) == groups
+    for row in rows:
+        limit = next(r for r in rows if (r["length"], r["pass"]) == (row["length"], row["pass"]))
+        assert limit["form"] == "none" and float(limit["ratio"]) == 1 == float(limit["peak_ratio"])
+        assert float(row["ms"]) > 0 and int(row["runs"]) >= 1
+        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(limit["ms"]), rel=0.1)
+        inputs = 4 * 4 * 512 * int(row["length"]) / 2**20  # q, k, v, and the gradient of the output
+        assert float(row["peak_mib"]) > 0.8 * inputs and float(row["setup_mib"]) > 0
+    assert (tmp_path / "forms.png").read_bytes().startswith(b"\x89PNG")
+
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("96,forward+backward")]
+    path.write_text("\n".join(kept) + "\n")
+    second = run()
+    assert second.returncode == 0 and second.stdout.count("done;") == 1, second.stderr
+    again = path.read_text().splitlines()
+    assert again[: len(kept)] == kept and len(again) == len(lines)
+    other = run("--dtype", "bf16")
+    assert other.returncode == 2 and "--fresh starts over" in other.stderr and len(other.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_way_agrees_with_the_reference(forms, backward):
+    ways = forms.ways
+    checked = set()
+    for form, way in ways.pairs(["sdpa", "flex"]):
+        case = ways.Case(form, way, 64, backward, "cpu", torch.float32)
+        if way == "FlexAttention" and form not in ("learned buckets", "Pair"):
+            continue  # seconds each to compile; the benchmark checks all
+        why = forms.wrong_or_refused(case)
+        assert why is None or not why.startswith(("WRONG", "FAILED")), (form, way, why)
+        if why is None:
+            checked.add((form, way))
+    assert {(f, w) for f in ways.BIASES for w in ("sdpa", "dense bias")} <= checked
+    assert backward or ("none", "flex") in checked
+
+
+def test_an_encoding_that_changes_the_scores_is_measured_on_the_reference(forms, monkeypatch):
+    ways = forms.ways
+    assert ways.remapping() is None and "remapped scores" not in ways.FORMS
+    nope = ways.registry.get("nope")
+    monkeypatch.setattr(nope, "remap", staticmethod(lambda scores, pos: 2 * scores), raising=False)
+    assert ways.remapping() == "nope"
+    monkeypatch.setitem(ways.FORMS, "remapped scores", ways.Subject("nope"))
+    assert [way for form, way in ways.pairs(["sdpa"]) if form == "remapped scores"] == ["reference"]
+    assert ways.deviation(ways.Case("remapped scores", "reference", 64, True, "cpu", torch.float32)) == 0
+    assert "FAILED" not in forms.wrong_or_refused(ways.Case("remapped scores", "sdpa", 64, False, "cpu", torch.float32))
+
+
+def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
+    def later(x):
+        return lambda: torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True)
+
+    def fails(x):
+        raise TypeError("another version")
+
+    monkeypatch.setitem(forms.ways.WAYS, "dense bias", (later, ("fixed Toeplitz",)))
+    monkeypatch.setitem(forms.ways.WAYS, "x-transformers", (fails, ("fixed Toeplitz",)))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert call(forms, monkeypatch, *flags(tmp_path, "fixed Toeplitz", "64")) == 1
+    said = capsys.readouterr().err
+    assert "left out, fixed Toeplitz, dense bias, forward: WRONG: " in said
+    assert "left out, fixed Toeplitz, x-transformers, forward: FAILED: TypeError: another version" in said
+    assert "left out, fixed Toeplitz, flash-attn, forward: flash-attn runs on a GPU" in said
+    assert {r["way"] for r in read(tmp_path / "forms.csv")[1]} == {"torch, causal", "sdpa"}
+
+
+def test_what_would_take_too_long_or_too_much_is_left_out(forms, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
+    path = tmp_path / "forms.csv"
+    lines = path.read_text().splitlines()
+    columns = lines[1].split(",")
+    for at, line in enumerate(lines):
+        cells = next(csv.reader([line]))
+        if cells[1:3] == ["forward", "Pair"] and cells[4] == "sdpa":
+            cells[columns.index("ms")] = "40000"
+        elif cells[1:3] == ["forward", "Pair"] and cells[4] == "dense bias":
+            cells[columns.index("setup_mib")] = "1e12"
+        else:
+            continue
+        lines[at] = ",".join(cells)
+    path.write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "128")) == 0
+    said = capsys.readouterr().err
+    assert "left out, Pair, sdpa, forward, 128 tokens: a run would take about 160 s" in said
+    assert "left out, Pair, dense bias, forward, 128 tokens: it would need about" in said
+    got = {(r["form"], r["way"]) for r in read(path)[1] if r["length"] == "128" and r["pass"] == "forward"}
+    assert got == {("none", "torch, causal")}
+
+
+def test_what_does_not_fit_into_memory_is_left_out(forms, tmp_path, monkeypatch, capsys):
+    def full(case, threads):
+        if case.way == "sdpa":
+            raise forms.BrokenProcessPool("killed")
+        if case.way == "dense bias":
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 byte")
+        return 2.0, 1.0
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(forms, "measured_peaks", full)
+    assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
+    said = capsys.readouterr().err
+    assert "left out, Pair, sdpa, forward, 64 tokens: its process was killed" in said
+    assert "left out, Pair, dense bias, forward+backward, 64 tokens: not enough memory" in said
+    assert {r["way"] for r in read(tmp_path / "forms.csv")[1]} == {"torch, causal"}
+
+
+def test_the_table_has_what_the_csv_has(forms, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "forms.csv"
+    path.write_text(
+        "# a machine, load 0.1\nlength,pass,form,encoding,way,ms,ratio,peak_mib,peak_ratio,setup_mib,runs\n"
+        '512,forward,none,nope,"torch, causal",4.00,1.000,5.0,1.000,4.0,7\n'
+        "512,forward,Pair,kerple_log at warped positions,sdpa,9.00,2.250,15.0,3.000,4.0,7\n"
+        '1024,forward,none,nope,"torch, causal",16.00,1.000,10.0,1.000,8.0,7\n'
+    )
+    assert call(forms, monkeypatch, "--table", "--csv", str(path), "--figure", str(tmp_path / "f.png")) == 0
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert ["none", "torch, causal, milliseconds", "4.00", "16.00"] in cells
+    assert ["Pair, kerple_log at warped positions", "here: sdpa", "2.25", ""] in cells
+    assert ["Pair, kerple_log at warped positions", "here: sdpa", "3.00", ""] in cells
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    assert call(forms, monkeypatch, "--table", "--csv", str(tmp_path / "none.csv")) == 2
+    assert "run benchmarks/attention_forms.py first" in capsys.readouterr().err
+
+
+def test_short_runs_are_timed_more_often(forms):
+    assert [forms.runs(seconds) for seconds in (0.4, 0.5, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
