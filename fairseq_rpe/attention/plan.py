@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core import Dense, Form, Positions
+from ..core import Curve, Dense, Form, Positions
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Plan:
         form = self.form
         if isinstance(form, Dense):
             form = Dense(form.bias[:, :, start:stop, :seen])
+        if isinstance(form, Curve):
+            form = replace(form, far=form.far[:seen], near=form.near[:, start:stop])
         padding = None if self.padding is None else self.padding[:, :seen]
         return replace(
             self, positions=replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen]), form=form, padding=padding
