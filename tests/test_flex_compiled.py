@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from test_flex import H, assert_same, evaluation, inputs, left_padding, warped  # noqa: F401
+from test_flex import ON_CPU, H, assert_same, evaluation, inputs, left_padding, warped  # noqa: F401
 from torch._dynamo.utils import counters
 from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
@@ -21,10 +21,13 @@ from fairseq_rpe.attention import flex as backend
 from fairseq_rpe.core import Curve, Dense, Pointwise, Positions, Toeplitz
 from fairseq_rpe.encodings import build
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))) or not check_cpu_supported(),
-    reason="needs a C++ compiler and a processor that torch compiles FlexAttention for",
-)
+pytestmark = [
+    ON_CPU,
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++"))) or not check_cpu_supported(),
+        reason="needs a C++ compiler and a processor that torch compiles FlexAttention for",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
