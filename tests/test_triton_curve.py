@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="needs the package triton")
 from test_triton import D, H, assert_same, both, left_padding, outputs_and_gradients
 
 from fairseq_rpe.attention import Plan, reference, sdpa
+from fairseq_rpe.attention.curve import pieces_of
 from fairseq_rpe.attention.triton import refusal, triton
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
@@ -89,7 +90,8 @@ def test_only_gradients_that_are_needed():
     """A fixed curve needs none; one of which only far or only near is learned gets that one."""
     pos = Positions.arange(20, device=DEVICE)
     form = build(FIRE, H, H * D).to(DEVICE).form(pos)
-    pieces = replace(form.cut(), value=form.cut().value.detach(), slope=form.cut().slope.detach())
+    cut = pieces_of(form, Plan(pos, form))
+    pieces = replace(cut, value=cut.value.detach(), slope=cut.slope.detach())
     fixed = replace(form, far=form.far.detach(), near=form.near.detach(), pieces=lambda top: pieces)
     q, k, v = (torch.randn(1, H, 20, D, device=DEVICE) for _ in range(3))
     assert not triton(q, k, v, Plan(pos, fixed)).requires_grad
@@ -103,7 +105,7 @@ def test_only_gradients_that_are_needed():
 def by_pieces(q, k, v, plan):
     """Attention with the bias looked up in the pieces, pair by pair."""
     form, n = plan.form, q.shape[2]
-    pieces = form.cut()
+    pieces = pieces_of(form, plan)
     distance = (torch.arange(n)[:, None] - torch.arange(n)).clamp_min(0).to(q.device)
     x = form.far[distance] * form.near[0, :, None]
     p = torch.bucketize(x, pieces.ends, right=True)

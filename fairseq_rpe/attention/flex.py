@@ -1,23 +1,23 @@
 """Attention through torch's FlexAttention: bias and mask as functions of (batch, head, query, key).
 
-On CUDA it is compiled, once for all lengths, into one kernel that reads tables and skips hidden blocks; gradients of
-learned tables are those of captured tensors. On the CPU the same functions run unfused, with O(n²) memory: a check of
-the functions rather than a fast path.
+On CUDA it is compiled, once for all lengths, into one kernel that reads tables or works a bias out for each pair, and
+skips hidden blocks; gradients of learned tables and numbers are those of captured tensors. On the CPU the same
+functions run unfused, with O(n²) memory: a check of the functions rather than a fast path.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..core import Form, Pair, Toeplitz, UserError
+from ..core import Curve, Form, Pair, Pointwise, Toeplitz, UserError
+from .flex_bias import Function, score_mod
 from .plan import Plan
 
-Function = Callable[..., Tensor]  # of (score, batch, head, query, key) or of (batch, head, query, key)
 BLOCK = 128  # of a block mask
 WIDTHS = range(16, 257)
 KEPT_MASKS = 32
@@ -38,9 +38,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     given = q.dtype
     if not q.is_cuda:  # unfused, it would round the scores to half precision
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    # past the limit, fullgraph makes torch raise an error where it would fall back to O(n²) memory in silence
-    with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
-        out = _compiled(q.device.type)(q, k, v, score_mod=_bias(plan, q.shape[0]), block_mask=_mask(plan, q, k))
+    # past the limit, fullgraph makes torch raise an error where it would fall back to O(n²) memory in silence; "duck
+    # shapes" would compile sizes that happen to be equal (a batch of 2, 2 blocks) as one, and anew where they differ
+    with torch._dynamo.config.patch(recompile_limit=COMPILATIONS), shapes.patch(use_duck_shape=False):
+        out = _compiled(q.device.type)(q, k, v, score_mod=score_mod(plan, q.shape[0]), block_mask=_mask(plan, q, k))
     return out.to(given)
 
 
@@ -56,8 +57,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
             return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
         return None
-    if isinstance(plan.form, Pair):
-        return "backend 'flex' compiles tables, not this function of two positions: use 'sdpa'"
+    if isinstance(plan.form, Pair) and not isinstance(plan.form, (Curve, Pointwise)):
+        return "backend 'flex' compiles tables and arithmetic of a head, not this function of two positions: use 'sdpa'"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"backend 'flex' takes float16, bfloat16 or float32 on a GPU, not {q.dtype}: use 'sdpa'"
     if q.shape[-1] not in WIDTHS:
@@ -69,6 +70,8 @@ def _learned(form: Form | None) -> bool:
     """Whether the bias may need a gradient; what a function reads is not known."""
     if isinstance(form, Toeplitz):
         return form.table.requires_grad
+    if isinstance(form, Pointwise):
+        return any(x.requires_grad for x in form.numbers)
     return isinstance(form, Pair) or (form is not None and form.bias.requires_grad)
 
 
@@ -76,37 +79,6 @@ def _learned(form: Form | None) -> bool:
 def _compiled(device: str) -> Function:
     backend = "inductor" if device == "cuda" else "eager"
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
-
-
-def _bias(plan: Plan, batch: int) -> Function | None:
-    """What adds the bias to a score. All that varies is a tensor: numbers would be compiled in."""
-    form, pos = plan.form, plan.positions
-    if form is None:
-        return None
-    if isinstance(form, Toeplitz):
-        first = pos.k[:, :1]  # a common offset need not be a multiple of the step
-        at_q, at_k = (torch.round((x - first) / form.step).int().expand(batch, -1) for x in (pos.q, pos.k))
-        at_q, table = at_q + form.origin, form.table
-        last = at_q.new_full((), table.shape[1] - 1)
-
-        def from_table(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            column = (at_q[b, i] - at_k[b, j]).clamp_min(0)
-            return score + table[h, torch.minimum(column, last)]
-
-        return from_table
-    if isinstance(form, Pair):
-        where_q, where_k, fn, aux = pos.q.expand(batch, -1), pos.k.expand(batch, -1), form.fn, form.aux
-
-        def from_function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + fn(where_q[b, i][None, None], where_k[b, j][None, None], *aux)[0, :, 0, 0][h]
-
-        return from_function
-    bias = form.bias.expand(batch, -1, -1, -1)
-
-    def from_matrix(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + bias[b, h, i, j]
-
-    return from_matrix
 
 
 def _mask(plan: Plan, q: Tensor, k: Tensor) -> BlockMask:

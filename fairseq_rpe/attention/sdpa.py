@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core import Curve, Toeplitz, UserError, block
 from .blocks import BlockAttention
-from .curve import CurveBias
+from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan
 from .prune import check_pruning, pruned
@@ -64,7 +64,7 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     if isinstance(form, Toeplitz):
         return ToeplitzBias, _from_zero(form, n)
     if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
-        pieces = form.cut()
+        pieces = pieces_of(form, plan)
         return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
     return None
 

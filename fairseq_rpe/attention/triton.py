@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from ..core import Curve, Positions, Toeplitz, UserError
+from .curve import pieces_of
 from .plan import Plan
 from .prune import check_pruning
 
@@ -56,7 +57,7 @@ def _bias(plan: Plan, m: int) -> tuple[Tensor, ...]:
     if form is None:
         return ()
     if isinstance(form, Curve):
-        pieces = form.cut()
+        pieces = pieces_of(form, plan)
         return pieces.value, pieces.slope, form.far, form.near, pieces.ends, pieces.middle
     if _uniform(plan):
         return (_by_distance(form, m),)

@@ -12,6 +12,7 @@ _HOME = {
     "Form": "forms",
     "Pair": "forms",
     "Pieces": "forms",
+    "Pointwise": "forms",
     "Toeplitz": "forms",
     "block": "forms",
     "lower": "forms",

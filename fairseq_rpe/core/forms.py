@@ -43,6 +43,21 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Pointwise(Pair):
+    """A Pair that is arithmetic of both positions and a few numbers of the head, which a kernel can work out per pair.
+
+    ``bias[h, i, j] = scalar(i, j, *(x[h] for x in numbers))``. ``fn`` is the plain way to the same bias.
+
+    Attributes:
+        scalar: of scalars, or of tensors that broadcast.
+        numbers: (H,) each; they carry the gradient to whatever made them.
+    """
+
+    scalar: Callable[..., Tensor] = field(kw_only=True)
+    numbers: tuple[Tensor, ...] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
 class Pieces:
     """A function of one number per head, linear between ``ends``: f_h(x) = value[h, p] + slope[h, p]·(x - middle[p]).
 
@@ -65,7 +80,7 @@ class Curve(Pair):
     ``fn`` is the plain way to the same bias. What knows no curves takes this for the Pair that it is.
 
     Attributes:
-        far: (m,) of the distances 0 … m-1 between *indices*, at least 0, never falling.
+        far: (m,) of the distances 0 … m-1 between *indices*, at least 0 and never falling.
         near: (B or 1, n) of the queries, above 0.
         pieces: called with the largest x, gives f on [0, x].
     """
@@ -73,12 +88,6 @@ class Curve(Pair):
     far: Tensor = field(kw_only=True)
     near: Tensor = field(kw_only=True)
     pieces: Callable[[float], Pieces] = field(kw_only=True)
-
-    def cut(self) -> Pieces:
-        """f's pieces on [0, x] with the largest x that the queries, the last n of m tokens, meet, or 1."""
-        with torch.no_grad():
-            top = float((self.far[-self.near.shape[1] :] * self.near).max())
-        return self.pieces(max(1.0, top))
 
 
 @dataclass(frozen=True)

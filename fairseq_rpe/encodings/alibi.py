@@ -26,9 +26,9 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 @functools.lru_cache(maxsize=64)
-def slope_column(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(H, 1) slopes; cached rather than a buffer, so that no checkpoint holds them and ``.half()`` spares them."""
-    return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)[:, None]
+def slopes(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(H,) slopes; cached rather than a buffer, so that no checkpoint holds them and ``.half()`` spares them."""
+    return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)
 
 
 @register("alibi")
@@ -41,8 +41,11 @@ class Alibi(DistanceBias):
     formula = "-k_h·d,  k_h = 2^(-8h/H)"
     paper = "Press, Smith, Lewis 2022 (arXiv 2108.12409)"
 
-    def bias(self, d: Tensor) -> Tensor:
-        return -slope_column(self.heads, d.dtype, d.device) * d
+    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+        return (slopes(self.heads, like.dtype, like.device),)
+
+    def of_head(self, d: Tensor, k: Tensor) -> Tensor:
+        return -k * d
 
     def series(self) -> list[str]:
         return [f"-{exact(k)}*n" for k in alibi_slopes(self.heads)]

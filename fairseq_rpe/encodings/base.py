@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core import Form, LogWeight, Pair, Positions, Registry, Toeplitz, UserError, block
+from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
 
 ENTRY_POINTS = "fairseq_rpe.encodings"
 registry: Registry[type[Encoding]] = Registry(
@@ -121,13 +121,27 @@ def no_bias(encoding: Encoding, why: str) -> list[LogWeight] | None:
 
 
 class DistanceBias(Encoding):
-    """An additive bias that depends on the distance alone. Fill ``bias``."""
+    """An additive bias that depends on the distance alone. Fill ``bias``.
+
+    Or fill ``of_head`` and, where it needs them, ``numbers``: the same bias written for one head, which a kernel on a
+    GPU can then work out for every pair where positions are not evenly spaced and no table will do.
+    """
 
     def bias(self, d: Tensor) -> Tensor:
         """(R,) distances >= 0 in tokens, float -> (H, R) log-bias, in ``d``'s dtype and differentiable."""
+        return self.of_head(d, *(x[:, None] for x in self.numbers(d))).expand(self.heads, -1)
+
+    def of_head(self, d: Tensor, *numbers: Tensor) -> Tensor:
+        """The log-bias at d of the head that has these ``numbers``: arithmetic of scalars that broadcasts."""
         raise NotImplementedError
 
+    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+        """(H,) tensors in the dtype and on the device of ``like``."""
+        return ()
+
     def form(self, pos: Positions) -> Form:
+        if pos.step is None and type(self).bias is DistanceBias.bias:
+            return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
         if pos.step is None:
             return Pair(self._pairwise)
         if pos.contiguous:
@@ -139,6 +153,9 @@ class DistanceBias(Encoding):
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
         d = (i[:, :, None] - j[:, None, :]).clamp_min(0)
         return self.bias(d.flatten()).unflatten(1, d.shape).transpose(0, 1)
+
+    def _of_positions(self, i: Tensor, j: Tensor, *numbers: Tensor) -> Tensor:
+        return self.of_head((i - j).clamp_min(0), *numbers)
 
 
 class PairBias(Encoding):

@@ -68,6 +68,9 @@ class _Kerple(DistanceBias):
         """(H,) scales."""
         return positive(self.raw_a.to(dtype) + self._a_offset, FLOOR)
 
+    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+        return self.p(like.dtype), self.a(like.dtype)
+
     def scalars(self) -> dict[str, Tensor]:
         return {"p": self.p(), "a": self.a()}
 
@@ -90,8 +93,8 @@ class KerpleLog(_Kerple):
     Config = KerpleLogConfig
     formula = "-p_h·ln(1 + a_h·d),  p, a > 0 learned"
 
-    def bias(self, d: Tensor) -> Tensor:
-        return -self.p(d.dtype)[:, None] * torch.log1p(self.a(d.dtype)[:, None] * d)
+    def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
+        return -p * torch.log1p(a * d)
 
     def series(self) -> list[LogWeight]:
         return [LogWeight(f"-{p}*log(1 + {a}*n)", "kerple_log converges iff p > 1") for p, a in self._exact()]
@@ -111,8 +114,8 @@ class KerplePower(_Kerple):
     def p(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return between(self.raw_p.to(dtype) + self._p_offset, FLOOR, 2.0)
 
-    def bias(self, d: Tensor) -> Tensor:
-        return -self.a(d.dtype)[:, None] * d.pow(self.p(d.dtype)[:, None])
+    def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
+        return -a * d.pow(p)
 
     def series(self) -> list[LogWeight]:
         return [LogWeight(f"-{a}*n**{p}", "kerple_power converges for every a, p > 0") for p, a in self._exact()]

@@ -38,16 +38,17 @@ class Sandwich(DistanceBias):
             raise UserError(f"option 'dim' of 'sandwich' must be even, not {width}")
         self.terms = width // 2
 
-    def bias(self, d: Tensor) -> Tensor:
+    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+        return (self.heads / (8 * torch.arange(1, self.heads + 1, device=like.device, dtype=like.dtype)),)
+
+    def of_head(self, d: Tensor, scale: Tensor) -> Tensor:
         first = 0 if self.config.form == "paper" else 1
-        s = torch.arange(first, first + self.terms, device=d.device, dtype=d.dtype)
         total = torch.zeros_like(d)
-        for frequency in 10000.0 ** (-s / self.terms):
-            total += torch.cos(d * frequency)
+        for s in range(first, first + self.terms):
+            total = total + torch.cos(d * 10000.0 ** (-s / self.terms))
         if self.config.form == "evo":
             total = total - self.terms - 1e-4
-        h = torch.arange(1, self.heads + 1, device=d.device, dtype=d.dtype)
-        return total * (self.heads / (8 * h))[:, None]
+        return total * scale
 
     def series(self) -> list[LogWeight]:
         shift = 0 if self.config.form == "paper" else self.terms + 1e-4

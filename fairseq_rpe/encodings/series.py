@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import exact, option
-from .alibi import alibi_slopes, slope_column
+from .alibi import alibi_slopes, slopes
 from .base import DistanceBias, register
 
 _PAPER = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307.10156)"
@@ -36,10 +36,11 @@ class _Series(DistanceBias):
     paper = _PAPER
     formulas: ClassVar[tuple[str, str]]  # of x = k_h·d, and of n = d
 
-    def bias(self, d: Tensor) -> Tensor:
-        if self.config.form == "heads":
-            return self.heads_form(slope_column(self.heads, d.dtype, d.device) * d)
-        return self.paper_form(d)[None].expand(self.heads, -1)
+    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+        return (slopes(self.heads, like.dtype, like.device),) if self.config.form == "heads" else ()
+
+    def of_head(self, d: Tensor, *k: Tensor) -> Tensor:
+        return self.heads_form(k[0] * d) if k else self.paper_form(d)
 
     def series(self) -> list[str]:
         if self.config.form == "heads":
@@ -47,11 +48,11 @@ class _Series(DistanceBias):
         return [self.formulas[1]] * self.heads
 
     def heads_form(self, x: Tensor) -> Tensor:
-        """x = k_h·d, (H, R) -> (H, R)."""
+        """x = k_h·d, any shape -> the same."""
         raise NotImplementedError
 
     def paper_form(self, d: Tensor) -> Tensor:
-        """(R,) -> (R,)."""
+        """d, any shape -> the same."""
         raise NotImplementedError
 
 

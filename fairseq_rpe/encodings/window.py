@@ -30,9 +30,8 @@ class Window(DistanceBias):
     formula = "0 where d < window, else -inf"
     paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
 
-    def bias(self, d: Tensor) -> Tensor:
-        row = torch.zeros_like(d).masked_fill(d >= self.config.window, float("-inf"))
-        return row[None].expand(self.heads, -1)
+    def of_head(self, d: Tensor) -> Tensor:
+        return torch.zeros_like(d).masked_fill(d >= self.config.window, float("-inf"))
 
     def series(self) -> list[LogWeight]:
         return [LogWeight("0", keys=self.config.window)] * self.heads

@@ -1,0 +1,119 @@
+"""Bias forms as FlexAttention's score_mod: functions of (score, batch, head, query, key), which are scalars.
+
+All that varies is a tensor, and numbers in closures would be compiled in. Tensors in closures are copies: torch 2.13
+gives captured views no gradient, without a word, and compiles other strides anew. Indices stay in bounds for pairs in
+the future and past a ragged end too: kernels call these functions there and mask the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz
+from .curve import pieces_of
+from .plan import Plan
+
+Function = Callable[..., Tensor]
+CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
+COMPARED = 4  # ends in a cell, or a multiple: a network that learns should not compile anew with every kink
+
+
+def score_mod(plan: Plan, batch: int) -> Function | None:
+    """What adds the bias of ``plan`` to a score, for ``batch`` rows; None where there is no bias."""
+    form, pos = plan.form, plan.positions
+    if form is None:
+        return None
+    if isinstance(form, Toeplitz):
+        return _from_table(form, pos, batch)
+    if isinstance(form, Pointwise):
+        return _from_numbers(form, pos, batch)
+    if isinstance(form, Curve):
+        return _from_pieces(form, pieces_of(form, plan), pos, batch)
+    if isinstance(form, Pair):
+        return _from_function(form, pos, batch)
+    return _from_matrix(form)
+
+
+def _rows(x: Tensor, batch: int) -> Tensor:
+    """(B or 1, n) -> (batch, n), a copy."""
+    return _copy(x.expand(batch, -1))
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _from_table(form: Toeplitz, pos: Positions, batch: int) -> Function:
+    first = pos.k[:, :1]  # a common offset need not be a multiple of the step
+    at_q, at_k = (_rows(torch.round((x - first) / form.step).int(), batch) for x in (pos.q, pos.k))
+    at_q, table = at_q + form.origin, _copy(form.table)
+    last = at_q.new_full((), table.shape[1] - 1)
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        column = (at_q[b, i] - at_k[b, j]).clamp_min(0)
+        return score + table[h, torch.minimum(column, last)]
+
+    return add
+
+
+def _from_numbers(form: Pointwise, pos: Positions, batch: int) -> Function:
+    at_q, at_k, scalar, numbers = (
+        _rows(pos.q, batch),
+        _rows(pos.k, batch),
+        form.scalar,
+        [_copy(x) for x in form.numbers],
+    )
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
+
+    return add
+
+
+def _from_pieces(form: Curve, pieces: Pieces, pos: Positions, batch: int) -> Function:
+    """The piece of x is the number of ends <= x: those in the cells before x's, looked up, and a few that are compared.
+
+    A binary search would load less often only for clustered ends, and what inductor makes of a chain of look-ups grows
+    exponentially with its length.
+    """
+    ends, middle, value, slope = pieces.ends, _copy(pieces.middle), _copy(pieces.value), _copy(pieces.slope)
+    scale = (CELLS - 1) / ends[-1] if len(ends) else ends.new_ones(())
+    held = torch.bincount((ends * scale).int().clamp(0, CELLS - 1), minlength=CELLS)
+    before = (held.cumsum(0) - held).int()
+    compared = max(1, -(-int(held.max()) // COMPARED)) * COMPARED
+    ends = F.pad(ends, (0, compared), value=float("nan"))  # never <= x, whatever x
+    far, near = _copy(form.far), _rows(form.near, batch)
+    shift = torch.full((), pos.k.shape[1] - pos.q.shape[1], device=far.device)
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x = far[(i + shift - j).clamp_min(0)] * near[b, i]
+        first = before[(x * scale).clamp_max(CELLS - 1).int().clamp_min(0)]
+        piece = first
+        for place in range(compared):
+            piece = piece + (ends[first + place] <= x).int()
+        return score + value[h, piece] + slope[h, piece] * (x - middle[piece])
+
+    return add
+
+
+def _from_function(form: Pair, pos: Positions, batch: int) -> Function:
+    at_q, at_k, fn, aux = _rows(pos.q, batch), _rows(pos.k, batch), form.fn, form.aux
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
+
+    return add
+
+
+def _from_matrix(form: Dense) -> Function:
+    bias = _copy(form.bias) if form.bias.requires_grad else form.bias
+    row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
+
+    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[b * row, h, i, j]
+
+    return add

@@ -1,0 +1,79 @@
+"""The flex backend compiled by inductor, whose C++ stands in for a GPU's Triton: what it makes of every kind of bias.
+
+Both go through the same lowering of the functions of single pairs; only the C++ runs without a GPU. One compilation
+each has to serve all lengths here.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from test_flex import ON_CPU, H, assert_same, evaluation, inputs, left_padding, warped  # noqa: F401
+from torch._dynamo.utils import counters
+from torch._inductor.codegen.common import KernelArgs
+from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
+from torch.nn.attention.flex_attention import flex_attention
+
+from fairseq_rpe.attention import Plan
+from fairseq_rpe.attention import flex as backend
+from fairseq_rpe.core import Curve, Dense, Pointwise, Positions, Toeplitz
+from fairseq_rpe.encodings import build
+
+pytestmark = [
+    ON_CPU,
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++"))) or not check_cpu_supported(),
+        reason="needs a C++ compiler and a processor that torch compiles FlexAttention for",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def inductor(monkeypatch):
+    """flex by inductor on the CPU.
+
+    torch 2.13 puts its own variable for the size of a block, named ks0 or ks1, into the C++ by replacing text, and so
+    breaks the size ks17: such a size of a block is given a name of its own.
+    """
+    name_of = KernelArgs.size
+
+    def size(self, symbol):
+        if symbol.name.startswith("u"):
+            return self.sizevars.setdefault(symbol, f"block_{symbol.name}_")
+        return name_of(self, symbol)
+
+    monkeypatch.setattr(KernelArgs, "size", size)
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend="inductor")
+    monkeypatch.setattr(backend, "_compiled", lambda device: compiled)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        ("t5_bias:init_std=1", Toeplitz),
+        ("kerple_power", Pointwise),
+        ("window:window=40", Pointwise),
+        ("fire", Curve),
+        ("fire:activation=gelu", Curve),
+    ],
+)
+def test_equals_reference(spec, kind):
+    """Odd lengths with padding, and few queries against more keys, all in one compilation."""
+    compiled = 0
+    for n, m in ((150, 150), (301, 301), (140, 391)):
+        torch.manual_seed(0)
+        encoding = build(spec, H, 16 * H, 64)
+        pos = warped(n, m) if kind is Pointwise else Positions.arange(n, m)
+        form = encoding.form(pos)
+        assert isinstance(form, kind)
+        assert_same(Plan(pos, form, left_padding(m)), *inputs(n, m))
+        compiled = compiled or counters["stats"]["unique_graphs"]
+        assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_matrix():
+    plan = Plan(Positions.arange(150), Dense(torch.randn(1, H, 150, 150)), left_padding(150))
+    assert_same(plan, *inputs(150))
