@@ -152,7 +152,7 @@ def _own_backward(
         start, stop = rows.start, rows.stop
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
         gb, qb, ob, lb = (x[:, :, rows].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
-        delta, qb, dqb = (gb * ob).sum(-1, keepdim=True), qb.mul_(scale), torch.empty_like(qb)
+        minus_delta, qb, dqb = (gb * ob).sum(-1, keepdim=True).neg_(), qb.mul_(scale), torch.empty_like(qb)
         fit = _fit(rows, q.device)
         for some in _parts(heads, fit):
             added = bias.block(start, stop, some)
@@ -163,11 +163,15 @@ def _own_backward(
                 p, ds = weights[..., :stop], grads[..., :stop]
                 torch.sub(added, lb[at][..., None], out=p)
                 _merged(p).baddbmm_(qs, ks.mT).exp_()
-                torch.bmm(g, vs.mT, out=_merged(ds))
-                if keep is not None:
-                    ds.mul_(keep[at])
-                # the same sum; sums of n² terms dS show how the output was rounded
-                ds.sub_(torch.linalg.vecdot(p, ds)[..., None] if rounded else delta[at]).mul_(p)
+                if keep is None and not rounded:
+                    _merged(ds.copy_(minus_delta[at])).baddbmm_(g, vs.mT)
+                else:
+                    torch.bmm(g, vs.mT, out=_merged(ds))
+                    if keep is not None:
+                        ds.mul_(keep[at])
+                    # the same sum where the output was rounded, which sums of n² terms dS would show
+                    ds.add_(-torch.linalg.vecdot(p, ds)[..., None] if rounded else minus_delta[at])
+                ds.mul_(p)
                 if keep is not None:
                     p.mul_(keep[at])
                 _merged(dv[seen]).baddbmm_(_merged(p).mT, g)
