@@ -150,16 +150,25 @@ def print_memory(row: str, side: str) -> None:
     print(json.dumps((machine.status("VmHWM") - before) / 1024))
 
 
+def own_command(side: str, row: str, rpe: str) -> list[str]:
+    return [sys.executable, __file__, "--serve", side, "--rows", row, "--rpe", rpe]
+
+
+def both_checkouts(before: Path) -> dict[str, dict[str, str]]:
+    """The environments of processes that train with the package of another checkout, and with this one's."""
+    from fairseq_rpe.cli.launch import keep_memory
+
+    environment = {"before": {**os.environ, "PYTHONPATH": str(before.resolve())}}
+    return environment | {"after": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **keep_memory(0)}}
+
+
 class Checkout:
     """A process that trains with the package of one checkout, a step at a time."""
 
-    def __init__(self, folder: Path, row: str, side: str, rpe: str, settings: dict[str, str]) -> None:
+    def __init__(self, row: str, side: str, rpe: str, environment: dict[str, str]) -> None:
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", side, "--rows", row, "--rpe", rpe],
-            env={**os.environ, "PYTHONPATH": str(folder.resolve()), **settings},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            own_command(side, row, rpe), env=environment, stdin=pipe, stdout=pipe, text=True
         )
 
     def ask(self) -> float:
@@ -191,11 +200,9 @@ def serve(row: str, side: str, rpe: str) -> None:
 
 def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
     """One line of the comparison with the checkout in ``folder``."""
-    from fairseq_rpe.cli.launch import keep_memory
-
-    here = Path(__file__).parents[1]
-    both = {"before": Checkout(folder, row, "type1", rpe, {})}
-    both |= {name: Checkout(here, row, side, rpe, keep_memory(0)) for name, side in sides.items()}
+    environment = both_checkouts(folder)
+    both = {"before": Checkout(row, "type1", rpe, environment["before"])}
+    both |= {name: Checkout(row, side, rpe, environment["after"]) for name, side in sides.items()}
     losses = {name: side.ask() for name, side in both.items()}
     times: dict[str, list[float]] = {name: [] for name in both}
     for _ in tqdm(range(repeats), desc=f"{row}, {rpe}", leave=False):
@@ -226,7 +233,14 @@ def main() -> None:
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.rows[0], args.serve, args.rpe[0])
+        (print_profile if args.profile else serve)(args.rows[0], args.serve, args.rpe[0])
+        return
+    if args.profile and args.before:
+        for row in args.rows:
+            for rpe in args.rpe:
+                for name, environment in both_checkouts(args.before).items():
+                    print(f"{name}: ", end="", flush=True)
+                    subprocess.run([*own_command("type1", row, rpe), "--profile"], env=environment, check=True)
         return
     if args.profile:
         for row in args.rows:
