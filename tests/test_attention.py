@@ -202,3 +202,28 @@ def test_remap_is_applied_by_the_reference():
     plan = Plan(Positions.arange(6), remap=lambda scores, pos: torch.zeros_like(scores))
     mean = v.cumsum(2) / torch.arange(1, 7)[:, None]
     torch.testing.assert_close(reference(q, k, v, plan), mean)
+
+
+def test_long_texts_take_longer_blocks(monkeypatch):
+    """The same output, and gradients, with blocks of LONG_ROWS, the last one not full."""
+    from fairseq_rpe.attention import blocks
+
+    torch.manual_seed(0)
+    n, pos = 700, Positions.arange(700)
+    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
+    plan = Plan(pos, build("kerple_log", 2, 32).form(pos))
+    seen, plain = [], blocks._flash
+    monkeypatch.setattr(
+        blocks, "_flash", lambda q, *args, **named: (seen.append(q.shape[2]), plain(q, *args, **named))[1]
+    )
+    want = sdpa(q, k, v, plan)
+    assert set(seen) == {256, 700 - 512}
+    seen.clear()
+    monkeypatch.setattr(blocks, "LONG", 700)
+    monkeypatch.setattr(blocks, "LONG_ROWS", 384)
+    got = sdpa(q, k, v, plan)
+    assert seen == [384, 700 - 384]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (want, got)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -16,6 +16,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from .dropout import ROWS, keep_block
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
+# torch's kernel multiplies larger tiles from 768 rows on; they pay where little of a block is in the future
+LONG, LONG_ROWS = 12288, 768
 GROUP_ELEMENTS = 1 << 18  # scores that are worked on at a time, so that they stay in a CPU's cache
 DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -85,14 +87,15 @@ class BlockAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         fused = q.device.type == "cpu" and dropout == 0
-        for rows in _parts(n, FORWARD_ROWS):
+        for rows in _parts(n, LONG_ROWS if fused and not bias.made and n >= LONG else FORWARD_ROWS):
             keep = _keep(seed, rows.start, rows.stop, q, dropout) if dropout > 0 else None
             for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
                 added = bias.block(rows.start, rows.stop, some)[None]
-                qb, kb, vb = q[:, some, rows].flip(2), k[:, some, : rows.stop], v[:, some, : rows.stop]
+                kb, vb = k[:, some, : rows.stop], v[:, some, : rows.stop]
                 if fused:
-                    block, block_lse = _flash(qb, kb, vb, 0.0, False, attn_mask=added)
+                    block, block_lse = _flash(q[:, some, rows].flip(2), kb, vb, 0.0, False, attn_mask=added)
                 else:
+                    qb = q[:, some, rows].flip(2)
                     scores = (
                         torch.matmul(qb.to(added.dtype), kb.to(added.dtype).mT).mul_(q.shape[3] ** -0.5).add_(added)
                     )
@@ -101,6 +104,7 @@ class BlockAttention(torch.autograd.Function):
                     block = torch.matmul(weights if keep is None else weights.mul_(keep[:, some]), vb.to(weights.dtype))
                 out[:, some, rows] = block.flip(2)
                 lse[:, some, rows] = block_lse.flip(2)
+                del block  # before the next one is made
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.dropout, ctx.seed, ctx.make = dropout, seed, make
         return out
@@ -147,7 +151,7 @@ def _own_backward(
     scale = width**-0.5
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    buffers = _Buffers(lse)
+    buffers = _Buffers(lse, batch, heads)
     for rows in _parts(n, BACKWARD_ROWS):
         start, stop = rows.start, rows.stop
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
@@ -192,14 +196,17 @@ def _fit(rows: slice, device: torch.device) -> int:
 class _Buffers:
     """Room for the scores of a group, kept from one to the next: fresh memory costs more than what is done with it."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.room = [like.new_empty(0), like.new_empty(0)]
+    def __init__(self, like: Tensor, batch: int, heads: int) -> None:
+        sizes = []
+        for rows in _parts(like.shape[2], BACKWARD_ROWS):
+            fit = _fit(rows, like.device)
+            group = min(fit, heads) * min(batch, max(1, fit // heads))
+            sizes.append(group * (rows.stop - rows.start) * (2 * rows.stop - rows.start))
+        self.room = [like.new_empty(max(sizes)) for _ in range(2)]
 
     def of(self, batch: int, heads: int, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Twice (B, h, R, M + R), the second zero from column M on; rows of 2^k numbers would share few cache lines."""
         size = batch * heads * rows * (cols + rows)
-        if self.room[0].numel() < size:
-            self.room = [x.new_empty(size) for x in self.room]
         scores, grads = (x[:size].view(batch, heads, rows, cols + rows) for x in self.room)
         grads[..., cols:].zero_()
         return scores, grads
