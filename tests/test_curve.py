@@ -95,8 +95,9 @@ def test_attention_and_every_gradient(spec, dropout, monkeypatch):
     smooth = "gelu" in spec
     positions = {name: [x.pop(name) for x in found] for name in ("c", "L_multiplier") if name in found[0]}
     assert_same(*found, 1e-4 if smooth else 3e-5)
-    for a, b in positions.values():  # the slope of a smooth network is right in the middle of a piece only
-        assert (a - b).abs() <= (5e-3 if smooth else 3e-5) * a.abs().clamp_min(1)
+    # a smooth network's slope is right in the middle of a piece only; c's gradient is a difference of numbers near 100
+    for a, b in positions.values():
+        assert (a - b).abs() <= (5e-3 if smooth else 1e-4) * a.abs().clamp_min(1)
 
 
 @pytest.mark.parametrize("step", [1.0, 0.25])
