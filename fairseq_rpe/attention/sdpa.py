@@ -23,7 +23,8 @@ from .prune import check_pruning, pruned
 from .toeplitz import ToeplitzBias
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
-PAIR_ELEMENTS = 1 << 20  # query-key pairs in a block whose bias is made by a function
+# query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
+PAIR_ELEMENTS, DEVICE_PAIR_ELEMENTS = 1 << 17, 1 << 20
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
@@ -79,7 +80,8 @@ def _from_zero(form: Toeplitz, n: int) -> Tensor:
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
     """Any form, padding or number of queries; recomputes each block's bias in the backward pass."""
     n, m = q.shape[2], k.shape[2]
-    rows = max(ROWS, PAIR_ELEMENTS // m // ROWS * ROWS)
+    pairs = PAIR_ELEMENTS if q.device.type == "cpu" else DEVICE_PAIR_ELEMENTS
+    rows = max(ROWS, pairs // m // ROWS * ROWS)
     seed = draw_seed() if dropout > 0 else 0
     visible = plan.visible(n, m, q.device)
 
