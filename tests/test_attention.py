@@ -204,26 +204,37 @@ def test_remap_is_applied_by_the_reference():
     torch.testing.assert_close(reference(q, k, v, plan), mean)
 
 
-def test_long_texts_take_longer_blocks(monkeypatch):
-    """The same output, and gradients, with blocks of LONG_ROWS, the last one not full."""
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("spec", ["alibi", "kerple_log"])
+def test_far_keys_apart(spec, dtype, tolerance, monkeypatch):
+    """1101 tokens in parts of 512 rows: the keys before a part are one call, those in it a few; the last not full."""
     from fairseq_rpe.attention import blocks
 
+    calls, plain = [], blocks._flash
+
+    def flash(q, k, *args, **named):
+        calls.append((q.shape[2], k.shape[2]))
+        return plain(q, k, *args, **named)
+
+    monkeypatch.setattr(blocks, "_flash", flash)
+    monkeypatch.setattr(blocks, "FAR_ROWS", 512)
+    a, b = (outputs_and_gradients(f, spec, 1101, dtype) for f in (reference, sdpa))
+    near = [(256, 256), (256, 512)]
+    assert sorted(set(calls)) == sorted({*near, (512, 512), (77, 77), (77, 1024)})
+    assert_same(a, b, tolerance)
+
+
+def test_far_keys_that_a_table_hides(monkeypatch):
+    """No query sees further than 100 tokens, nor distances 3 and 5: queries that see nothing of the far keys."""
+    monkeypatch.setattr("fairseq_rpe.attention.blocks.FAR_ROWS", 512)
     torch.manual_seed(0)
-    n, pos = 700, Positions.arange(700)
-    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
-    plan = Plan(pos, build("kerple_log", 2, 32).form(pos))
-    seen, plain = [], blocks._flash
-    monkeypatch.setattr(
-        blocks, "_flash", lambda q, *args, **named: (seen.append(q.shape[2]), plain(q, *args, **named))[1]
-    )
-    want = sdpa(q, k, v, plan)
-    assert set(seen) == {256, 700 - 512}
-    seen.clear()
-    monkeypatch.setattr(blocks, "LONG", 700)
-    monkeypatch.setattr(blocks, "LONG_ROWS", 384)
-    got = sdpa(q, k, v, plan)
-    assert seen == [384, 700 - 384]
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (want, got)]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    n = 1101
+    table = torch.randn(H, n)
+    table[:, 100:] = table[:, [3, 5]] = -math.inf
+    q, k, v = (torch.randn(B, H, n, D, requires_grad=True) for _ in range(3))
+    plan = Plan(Positions.arange(n), Toeplitz(table))
+    a, b = (attend(q, k, v, plan) for attend in (reference, sdpa))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    found = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (a, b)]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -17,8 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from .dropout import ROWS, keep_block
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
-# torch's kernel multiplies larger tiles from 768 rows on; they pay where little of a block is in the future
-LONG, LONG_ROWS = 12288, 768
+FAR_ROWS = 1024  # and the keys before them are one call: torch's kernel multiplies larger tiles from 768 rows on
 GROUP_ELEMENTS = 1 << 19  # scores that are worked on at a time, so that they stay in a CPU's cache
 DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
 LOG2E = math.log2(math.e)  # powers of two take a CPU a quarter of the time of powers of e
@@ -30,10 +29,14 @@ assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 class BlockBias(Protocol):
     """The bias of n queries and keys, block by block, and the gradients of the tensors that it is made of.
 
-    ``made`` says that a block is computed, not a view: then a few heads at a time.
+    ``made`` says that a block is computed, not a view: then a few heads at a time. ``holes``: pairs of the past may be
+    -inf, so that a query may see none of some keys.
     """
 
     made: bool
+
+    @property
+    def holes(self) -> bool: ...
 
     def block(self, start: int, stop: int, heads: slice) -> Tensor:
         """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
@@ -60,9 +63,9 @@ def diagonal_sums(wide: Tensor) -> Tensor:
     return wide.flatten(-2)[..., : rows * (width - 1)].unflatten(-1, (rows, width - 1)).sum(-2)
 
 
-def _parts(size: int, part: int) -> Iterator[slice]:
-    for start in range(0, size, part):
-        yield slice(start, min(start + part, size))
+def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
+    for first in range(start, stop, part):
+        yield slice(first, min(first + part, stop))
 
 
 class BlockAttention(torch.autograd.Function):
@@ -84,33 +87,14 @@ class BlockAttention(torch.autograd.Function):
         make: Callable[..., BlockBias],
         *tensors: Tensor,
     ) -> Tensor:
-        n, heads = q.shape[2], q.shape[1]
-        bias = make(n, q, *tensors)
+        bias = make(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        fused = q.device.type == "cpu" and dropout == 0
-        for rows in _parts(n, LONG_ROWS if fused and not bias.made and n >= LONG else FORWARD_ROWS):
-            keep = _keep(seed, rows.start, rows.stop, q, dropout) if dropout > 0 else None
-            for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
-                added = bias.block(rows.start, rows.stop, some)[None]
-                kb, vb = k[:, some, : rows.stop], v[:, some, : rows.stop]
-                if fused:
-                    block, block_lse = _flash(q[:, some, rows].flip(2), kb, vb, 0.0, False, attn_mask=added)
-                else:
-                    qb = q[:, some, rows].flip(2)
-                    scores = (
-                        torch.matmul(qb.to(added.dtype), kb.to(added.dtype).mT).mul_(q.shape[3] ** -0.5).add_(added)
-                    )
-                    top = scores.amax(-1, keepdim=True)
-                    weights = scores.sub_(top).mul_(LOG2E).exp2_()
-                    total = weights.sum(-1, keepdim=True)
-                    block_lse = (top + total.log())[..., 0]
-                    if keep is not None:
-                        weights.mul_(keep[:, some])
-                    block = torch.matmul(weights, vb.to(weights.dtype)).div_(total)
-                out[:, some, rows] = block.flip(2)
-                lse[:, some, rows] = block_lse.flip(2)
-                del block  # before the next one is made
+        if q.device.type == "cpu" and dropout == 0:
+            for group in _groups(q, bias):
+                _fused_forward((q, k, v, out, lse), bias, *group)
+        else:
+            _own_forward(q, k, v, bias, out, lse, dropout, seed)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.dropout, ctx.seed, ctx.make = dropout, seed, make
         return out
@@ -130,21 +114,77 @@ class BlockAttention(torch.autograd.Function):
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, *found
 
 
+def _fused_forward(
+    saved: tuple[Tensor, ...], bias: BlockBias, rows: slice, some: slice, calls: list[tuple[slice, slice]]
+) -> None:
+    """Output and log-sum-exp of one of :func:`_groups`; in a function, so that all that it makes is gone after it."""
+    q, k, v, out, lse = saved
+    qb = q[:, some, rows].flip(2)
+    for near, keys in calls:
+        part = slice(rows.stop - near.stop, rows.stop - near.start)
+        added = bias.block(near.start, near.stop, some)[None][..., keys]
+        block, block_lse = _flash(qb[:, :, part], k[:, some, keys], v[:, some, keys], 0.0, False, attn_mask=added)
+        if keys.stop < near.stop:
+            far, far_lse = block.to(lse.dtype), block_lse
+            continue
+        if keys.start:
+            lower = far_lse[:, :, part]
+            block = block.to(lse.dtype).lerp_(far[:, :, part], (lower - block_lse).sigmoid_()[..., None])
+            block_lse = torch.logaddexp(block_lse, lower)
+        out[:, some, near] = block.flip(2)
+        lse[:, some, near] = block_lse.flip(2)
+
+
 def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv where the bias needs no gradient: torch's kernel is faster and never has the scores."""
     grad, q, k, v, out, lse = saved
-    n, heads = q.shape[2], q.shape[1]
-    dq, (dk, dv) = torch.empty_like(q), (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for rows in _parts(n, FORWARD_ROWS):
-        for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
-            at, seen = (slice(None), some, rows), (slice(None), some, slice(rows.stop))
-            gb, qb, ob, lb = (x[at].flip(2) for x in (grad, q, out, lse))
-            added = bias.block(rows.start, rows.stop, some)[None]
-            dqb, dkb, dvb = _flash_backward(gb, qb, k[seen], v[seen], ob, lb, 0.0, False, attn_mask=added)
-            dq[at] = dqb.flip(2)
-            dk[seen] += dkb
-            dv[seen] += dvb
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    dq = torch.empty_like(q)
+    for rows, some, calls in _groups(q, bias):
+        grads, queries, outs, sums = (x[:, some, rows].flip(2) for x in (grad, q, out, lse))
+        dqb = torch.zeros_like(queries, dtype=lse.dtype)
+        for near, keys in calls:
+            part, seen = slice(rows.stop - near.stop, rows.stop - near.start), (slice(None), some, keys)
+            g, qs, ob, lb = (x[:, :, part] for x in (grads, queries, outs, sums))
+            added = bias.block(near.start, near.stop, some)[None][..., keys]
+            dqs, dks, dvs = _flash_backward(g, qs, k[seen], v[seen], ob, lb, 0.0, False, attn_mask=added)
+            dqb[:, :, part] += dqs
+            dk[seen] += dks
+            dv[seen] += dvs
+        dq[:, some, rows] = dqb.flip(2)
     return dq, dk, dv
+
+
+def _groups(q: Tensor, bias: BlockBias) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
+    """Rows and heads with their calls of torch's kernel, each some of the rows and keys: the keys before all first."""
+    batch, heads, n, _ = q.shape
+    enough = -(-2 * torch.get_num_threads() // batch)  # heads for all threads; what more of them return takes memory
+    for rows in _parts(n, FORWARD_ROWS if bias.made else FAR_ROWS):
+        first = 0 if bias.made or bias.holes else rows.start
+        calls = [(near, slice(first, near.stop)) for near in _parts(rows.stop, FORWARD_ROWS, rows.start)]
+        if first:
+            calls.insert(0, (rows, slice(0, first)))
+        for some in _parts(heads, _fit(rows, q.device) if bias.made else enough if n > FAR_ROWS else heads):
+            yield rows, some, calls
+
+
+def _own_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, out: Tensor, lse: Tensor, dropout: float, seed: int
+) -> None:
+    n, heads = q.shape[2], q.shape[1]
+    for rows in _parts(n, FORWARD_ROWS):
+        keep = _keep(seed, rows.start, rows.stop, q, dropout) if dropout > 0 else None
+        for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
+            added = bias.block(rows.start, rows.stop, some)[None]
+            qb, kb, vb = q[:, some, rows].flip(2), k[:, some, : rows.stop], v[:, some, : rows.stop]
+            scores = torch.matmul(qb.to(added.dtype), kb.to(added.dtype).mT).mul_(q.shape[3] ** -0.5).add_(added)
+            top = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(top).mul_(LOG2E).exp2_()
+            total = weights.sum(-1, keepdim=True)
+            if keep is not None:
+                weights.mul_(keep[:, some])
+            out[:, some, rows] = torch.matmul(weights, vb.to(weights.dtype)).div_(total).flip(2)
+            lse[:, some, rows] = (top + total.log())[..., 0].flip(2)
 
 
 def _own_backward(

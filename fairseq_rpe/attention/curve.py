@@ -31,7 +31,7 @@ class CurveBias:
     for all heads.
     """
 
-    made = True
+    made, holes = True, False
 
     def __init__(self, n: int, like: Tensor, *tensors: Tensor) -> None:
         self.n, self.dtypes = n, [x.dtype for x in tensors[:4]]

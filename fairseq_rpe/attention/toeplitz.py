@@ -24,6 +24,10 @@ class ToeplitzBias:
         self.vector[:, :n] = 0.0 if table is None else table.detach().flip(1)
         self.sums: Tensor | None = None
 
+    @property
+    def holes(self) -> bool:
+        return self.table is not None and bool(torch.isneginf(self.table).any())
+
     def block(self, start: int, stop: int, heads: slice) -> Tensor:
         return distances(self.vector[heads], self.n, start, stop)
 
