@@ -159,8 +159,9 @@ def _groups(q: Tensor, bias: BlockBias) -> Iterator[tuple[slice, slice, list[tup
     """Rows and heads with their calls of torch's kernel, each some of the rows and keys: the keys before all first."""
     batch, heads, n, _ = q.shape
     enough = -(-2 * torch.get_num_threads() // batch)  # heads for all threads; what more of them return takes memory
+    apart = n > FAR_ROWS and not bias.made and not bias.holes
     for rows in _parts(n, FORWARD_ROWS if bias.made else FAR_ROWS):
-        first = 0 if bias.made or bias.holes else rows.start
+        first = rows.start if apart else 0
         calls = [(near, slice(first, near.stop)) for near in _parts(rows.stop, FORWARD_ROWS, rows.start)]
         if first:
             calls.insert(0, (rows, slice(0, first)))
