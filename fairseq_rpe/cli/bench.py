@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.files import atomic_write, replace_with
 from fairseq_rpe.cli.options import add_rpe_module, int_list, load_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write, replace_with
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli.files import read_json
 from fairseq_rpe.cli.report import BOARD, IDENTITY, method_of, run_name, slug
+from fairseq_rpe.core.files import read_json
 
 _LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
 

@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli.files import replace_with
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import replace_with
 
 LAST = "checkpoint_last.pt"
 

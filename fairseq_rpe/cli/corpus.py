@@ -6,8 +6,8 @@ import os
 import struct
 from pathlib import Path
 
-from fairseq_rpe.cli.files import file_digest
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.data.place import describe_files, read_manifest
 
 _MAGIC = b"MMIDIDX\x00\x00"

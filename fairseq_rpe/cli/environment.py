@@ -13,8 +13,8 @@ from typing import Any
 
 from fairseq_rpe import __version__
 from fairseq_rpe.cli import processes
-from fairseq_rpe.cli.files import read_json, write_json
 from fairseq_rpe.cli.options import package_folder
+from fairseq_rpe.core.files import read_json, write_json
 
 FILE = "environment.json"
 # these tell one start from another, everything else one environment from another

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.cli import board
-from fairseq_rpe.cli.files import atomic_write, replace_with
 from fairseq_rpe.cli.report import BOARD, PAGE, align, measured, method_of
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write, replace_with
 from fairseq_rpe.core.spec import parse
 
 if TYPE_CHECKING:

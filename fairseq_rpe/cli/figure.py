@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.analysis.style import looks
-from fairseq_rpe.cli.files import replace_with
 from fairseq_rpe.cli.report import mean, names_and_lengths
+from fairseq_rpe.core.files import replace_with
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

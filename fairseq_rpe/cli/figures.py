@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import checkpoints, report
-from fairseq_rpe.cli.files import check_folder, make_folder, read_json, replace_with
 from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import check_folder, make_folder, read_json, replace_with
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

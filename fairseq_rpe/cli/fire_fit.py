@@ -8,9 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.files import atomic_write
 from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor

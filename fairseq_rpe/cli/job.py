@@ -10,8 +10,8 @@ import hydra
 from omegaconf import DictConfig
 
 from fairseq_rpe.cli import cells, processes, runner
-from fairseq_rpe.cli.files import lock
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import lock
 
 # the one place of a job: cores and GPUs are those that SLURM gave to it
 _PLACE: list[dict[str, str]] = [{}]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fairseq_rpe import __version__
-from fairseq_rpe.cli.files import atomic_write
+from fairseq_rpe.core.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.cli import environment, report, train_log
-from fairseq_rpe.cli.files import read_json, read_json_lines
 from fairseq_rpe.cli.page import NOT_RECORDED, Block, Cell, Commands, Part, Row, Table, Text, number, picture, words
+from fairseq_rpe.core.files import read_json, read_json_lines
 
 _DIGITS = 12  # of a digest: enough to tell checkpoints apart
 _SHOWN = {

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import recipes
-from fairseq_rpe.cli.files import atomic_write, read_json, read_json_lines
 from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_float
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write, read_json, read_json_lines
 
 if TYPE_CHECKING:
     from fairseq_rpe.cli.page import Section

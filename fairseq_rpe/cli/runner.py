@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fairseq_rpe.cli import processes
-from fairseq_rpe.cli.files import read_json_lines
+from fairseq_rpe.core.files import read_json_lines
 
 _POLL_SECONDS = 0.2
 _RANK = re.compile(r"\[rank\d+\]: ")

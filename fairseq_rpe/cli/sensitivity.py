@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.files import atomic_write, check_folder, make_folder, replace_with
 from fairseq_rpe.cli.options import positive_float, positive_int
 from fairseq_rpe.cli.report import align
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write, check_folder, make_folder, replace_with
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

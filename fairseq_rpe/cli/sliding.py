@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli import corpus
-from fairseq_rpe.cli.files import (
+from fairseq_rpe.cli.options import int_list, load_rpe_module, positive_int
+from fairseq_rpe.cli.report import align
+from fairseq_rpe.cli.subjects import Subject, add_subjects, device_of, find_subjects, load, read_stream
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import (
     append_json_line,
     atomic_write,
     check_folder,
@@ -21,10 +25,6 @@ from fairseq_rpe.cli.files import (
     read_json_lines,
     replace_with,
 )
-from fairseq_rpe.cli.options import int_list, load_rpe_module, positive_int
-from fairseq_rpe.cli.report import align
-from fairseq_rpe.cli.subjects import Subject, add_subjects, device_of, find_subjects, load, read_stream
-from fairseq_rpe.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

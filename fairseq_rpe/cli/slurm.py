@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fairseq_rpe.cli import processes, runner
 from fairseq_rpe.cli.cells import Cell
-from fairseq_rpe.cli.files import lock
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import lock
 
 FOLDER = "slurm"
 _LAUNCHER = "submitit_slurm"

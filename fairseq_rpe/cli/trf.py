@@ -9,10 +9,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.files import atomic_write, check_folder, make_folder, replace_with
 from fairseq_rpe.cli.options import positive_int
 from fairseq_rpe.cli.verdict import Rows, add_source, judged, place_cells, shown, trf_cells, weights_of
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write, check_folder, make_folder, replace_with
 
 if TYPE_CHECKING:
     from fairseq_rpe.analysis.sensitivity_figures import Line

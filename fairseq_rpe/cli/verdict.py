@@ -10,10 +10,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.files import atomic_write
 from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
 from fairseq_rpe.cli.trained import load_encodings
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write
 
 if TYPE_CHECKING:
     from fairseq_rpe.analysis.convergence import HeadVerdict

@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import run
 
-from fairseq_rpe.cli import checkpoints, files, launch, train
+from fairseq_rpe.cli import checkpoints, launch, train
+from fairseq_rpe.core import files
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.cli.places import places
 

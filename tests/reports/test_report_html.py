@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import run, save_checkpoint
 
-from fairseq_rpe.cli import environment, files, recipes, report, train_log
+from fairseq_rpe.cli import environment, recipes, report, train_log
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import UserError
+from fairseq_rpe.core import UserError, files
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"

@@ -1,6 +1,6 @@
 """Compile what inductor makes of the flex backend for CUDA devices of compute capability 10·major + minor, without one.
 
-usage: python tests/compile_flex.py 90     # prints each bias and kernel that compiled
+usage: python tests/attention/compile_flex.py 90     # prints each bias and kernel that compiled
 
 torch's lowering for GPUs is applied to tensors on the CPU, which needs its test for the CPU taken out; inductor then
 ends in an error, after the kernels have been written.

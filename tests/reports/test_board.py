@@ -23,13 +23,13 @@ from torch import nn
 
 from fairseq_rpe.analysis import bias_figures, history
 from fairseq_rpe.cli import board as evaluations
-from fairseq_rpe.cli import files, report
+from fairseq_rpe.cli import report
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import UserError
+from fairseq_rpe.core import UserError, files
 from fairseq_rpe.encodings import build
 from fairseq_rpe.modules.board import Board
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]

@@ -17,10 +17,11 @@ import pytest
 import torch
 from conftest import run
 
-from fairseq_rpe.cli import checkpoints, files
+from fairseq_rpe.cli import checkpoints
 from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.cli.options import package_folder
+from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]

@@ -17,8 +17,9 @@ from conftest import run
 
 from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.cli import accuracy, cells, files, runner, sweep
+from fairseq_rpe.cli import accuracy, cells, runner, sweep
 from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.core import files
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]

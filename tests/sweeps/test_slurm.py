@@ -19,8 +19,9 @@ from conftest import PACKAGE, run
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_sweep import BROKEN
 
-from fairseq_rpe.cli import files, report, slurm
+from fairseq_rpe.cli import report, slurm
 from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import files
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]

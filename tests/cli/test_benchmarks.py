@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPT = FOLDER / "attention_forms.py"
 
 

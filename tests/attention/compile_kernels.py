@@ -1,6 +1,6 @@
 """Compile the Triton kernels for CUDA devices of compute capability 10·major + minor, without one.
 
-usage: python tests/compile_kernels.py 90     # prints the name of each kernel that compiled
+usage: python tests/attention/compile_kernels.py 90     # prints the name of each kernel that compiled
 """
 
 from __future__ import annotations
