@@ -1,6 +1,7 @@
 """Count the measurements of block sizes over calls at several lengths; clock and GPU are replaced by stand-ins.
 
-usage: python tests/attention/tune_kernels.py [deterministic]    # a line per call: candidates measured so far, programs launched
+usage: python tests/attention/tune_kernels.py [deterministic]
+Prints a line per call: candidates measured so far, programs launched.
 """
 
 from __future__ import annotations
