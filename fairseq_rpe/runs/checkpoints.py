@@ -21,7 +21,7 @@ from fairseq_rpe.runs.folder import CheckpointFolder
 class Checkpoint:
     """A checkpoint of fairseq's, its tensors left on disk.
 
-    ``model`` and ``task``: the settings that fairseq keeps of each. ``updates``: behind it, ``None`` if it does not say.
+    ``model`` and ``task``: the settings that fairseq keeps of each. ``updates``: behind it, if it says so.
     """
 
     path: Path

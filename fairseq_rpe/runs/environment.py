@@ -10,7 +10,10 @@ from importlib import metadata
 from pathlib import Path
 
 from fairseq_rpe import __version__
+from fairseq_rpe.core import devices
+from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes
+from fairseq_rpe.runs.folder import Start
 
 _FAIRSEQ = ("ve-fairseq", "fairseq")
 
