@@ -47,31 +47,21 @@ def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
 
 
 @dataclass
-class _Active:
-    cell: Cell
-    stages: list[Stage]
-    place: int
-    child: subprocess.Popen[bytes] | None = None
-    log_start: int = 0
-    read_to: int = 0
+class Following:
+    """What the log of a training says of its progress, from ``start`` on."""
+
+    log: Path
+    start: int = 0
     updates: int = 0
     loss: str = ""
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start the next stage."""
-        log = self.stages[0].log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as file:
-            self.log_start = self.read_to = file.tell()
-            self.child = processes.spawn(self.stages[0].command, environment, log=file)
-
-    def follow(self) -> None:
-        """Read what training has logged since the last look."""
-        with open(self.stages[0].log, "rb") as file:
-            file.seek(self.read_to)
+    def read(self) -> None:
+        """Read what was logged since the last look, whole lines only."""
+        with open(self.log, "rb") as file:
+            file.seek(self.start)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self.read_to += len(whole)
+        self.start += len(whole)
         for line in whole.decode(errors="replace").splitlines():
             _, brace, rest = line.partition("| train_inner | {")
             if brace:
@@ -79,9 +69,42 @@ class _Active:
                 self.updates = int(stats["num_updates"])
                 self.loss = stats["loss"]
 
+
+@dataclass
+class _Active:
+    """A run that is being carried out at a place."""
+
+    cell: Cell
+    stages: list[Stage]
+    place: int
+    child: subprocess.Popen[bytes] | None = None
+    log_start: int = 0
+    following: Following | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.stages[0].name == TRAINING
+
+    @property
+    def done(self) -> int:
+        """Updates and evaluated lengths."""
+        if self.trains:
+            return self.following.updates
+        results = len(read_json_lines(self.cell.folder.results))
+        return self.cell.plan.updates + min(self.cell.rows, results)
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start the next stage."""
+        log = self.stages[0].log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as file:
+            self.log_start = file.tell()
+            self.following = Following(log, self.log_start)
+            self.child = processes.spawn(self.stages[0].command, environment, log=file)
+
     def describe(self) -> str:
-        if self.stages[0].name == TRAINING and self.loss:
-            return f"{self.cell.name} {self.updates}/{self.cell.plan.updates} loss {self.loss}"
+        if self.trains and self.following.loss:
+            return f"{self.cell.name} {self.following.updates}/{self.cell.plan.updates} loss {self.following.loss}"
         return f"{self.cell.name} {self.stages[0].name}"
 
 
@@ -94,15 +117,9 @@ class _Progress:
 
     def show(self, active: Sequence[_Active]) -> None:
         for job in active:
-            self.done[job.cell.name] = job.updates + _evaluated(job)
+            self.done[job.cell.name] = job.done
         self.bar.set_description_str(" | ".join(job.describe() for job in active), refresh=False)
         self.bar.update(max(0, sum(self.done.values()) - self.bar.n))
-
-
-def _evaluated(job: _Active) -> int:
-    if job.stages[0].name == TRAINING:
-        return 0
-    return min(job.cell.rows, len(read_json_lines(job.cell.folder.results)))
 
 
 def last_error(log: Path, start: int = 0) -> str:
@@ -138,14 +155,12 @@ def execute(
                 while waiting and free:
                     cell, stages = waiting.pop(0)
                     job = _Active(cell, list(stages), free.pop(0))
-                    if stages[0].name != TRAINING:
-                        job.updates = cell.plan.updates
                     active.append(job)
                     job.start(places[job.place])
                 time.sleep(_POLL_SECONDS)
                 for job in list(active):
-                    if job.stages[0].name == TRAINING:
-                        job.follow()
+                    if job.trains:
+                        job.following.read()
                     code = job.child.poll()
                     if code is None:
                         continue
@@ -155,7 +170,6 @@ def execute(
                         failures.append(f"{job.cell.name} failed while {job.stages[0].name}: {why} (log: {log})")
                     elif len(job.stages) > 1:
                         del job.stages[0]
-                        job.updates = job.cell.plan.updates
                         job.start(places[job.place])
                         continue
                     else:
