@@ -10,7 +10,7 @@ import torch
 from conftest import ALL_SPECS
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, auto, choose, pick, reference, sdpa
+from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, pick, reference, sdpa
 from fairseq_rpe.attention.dropout import ROWS, keep_block
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
@@ -184,7 +184,8 @@ def test_dropout_mask_is_reproducible_and_unbiased():
 
 def test_choose():
     assert choose("auto") is choose("auto", remaps=True) is auto
-    assert choose("sdpa") is sdpa
+    assert choose("sdpa").attend is sdpa and choose("reference", remaps=True).attend is reference
+    assert [name for name, backend in BACKENDS.items() if backend.prunes] == ["sdpa", "triton"]
     q = torch.zeros(1, 1, 2, 4)
     assert pick(q, q, q, Plan(Positions.arange(2))) == "sdpa"
     assert pick(q, q, q, Plan(Positions.arange(2), remap=lambda scores, pos: scores)) == "reference"

@@ -2,7 +2,7 @@
 
 Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
 memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. What BIAS
-stands for is in ``triton_tiles``.
+stands for is in ``tiles``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .prune import BLOCK
-from .triton_tiles import LENGTHS, POSITIONS, _dot, _gradient, _load, _logits, _rounded, _store
+from ..prune import BLOCK
+from .tiles import LENGTHS, POSITIONS, dot, gradient, load, logits, query_gradients, query_rows, rounded, store
 
 PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 
@@ -25,10 +25,10 @@ def _attend(
     """Online softmax over the keys lo … hi - 1: acc (BLOCK_M, BLOCK_D), total and top (BLOCK_M,)."""
     for first in range(lo, hi, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
-        k = _load(k_base, j, k_n, m, WIDTH, BLOCK_D)
-        v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
-        s = _logits(
-            _dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
+        k = load(k_base, j, k_n, m, WIDTH, BLOCK_D)
+        v = load(v_base, j, k_n, m, WIDTH, BLOCK_D)
+        s = logits(
+            dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
             BIAS, PADDED, DIAGONAL,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(s, 1))
@@ -37,7 +37,7 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + _dot(_rounded(p, v.dtype), v)
+        acc = acc * shrink[:, None] + dot(rounded(p, v.dtype), v)
         top = higher
     return acc, total, top
 
@@ -60,7 +60,7 @@ def forward(
     row = at
     if BIAS >= POSITIONS:
         row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
-    q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    q_block = load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -83,7 +83,7 @@ def forward(
     )  # fmt: skip
     empty = top == float("-inf")  # a row that sees nothing: 0, and weights of 0 in the backward pass
     total = tl.where(empty, 1.0, total)
-    _store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
+    store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
     lse_row = lse + (batch * tl.num_programs(1) + head) * n
     tl.store(lse_row + i, tl.where(empty, unseen, top) + tl.log2(total), mask=i < n)
 
@@ -96,14 +96,11 @@ def _query_gradient(
 ):  # fmt: skip
     for first in range(lo, hi, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
-        k = _load(k_base, j, k_n, m, WIDTH, BLOCK_D)
-        v = _load(v_base, j, k_n, m, WIDTH, BLOCK_D)
-        s = _logits(
-            _dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
-            BIAS, PADDED, DIAGONAL,
+        ds, k = query_gradients(
+            q, grad, lse, delta, at, at_q, j, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
+            WIDTH, BLOCK_D, BIAS, PADDED, DIAGONAL,
         )  # fmt: skip
-        _, ds = _gradient(s, lse[:, None], _dot(grad, tl.trans(v)), delta[:, None])
-        dq += _dot(_rounded(ds, k.dtype), k)
+        dq += dot(rounded(ds, k.dtype), k)
         excess += tl.sum(ds, 1)
     return dq, excess
 
@@ -128,9 +125,9 @@ def query_gradient(
     if BIAS >= POSITIONS:
         row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
     offset = batch * q_b + head * q_h
-    q_block = _load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
-    grad_block = _load(grad + offset, i, q_n, n, WIDTH, BLOCK_D)
-    out_block = _load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
+    q_block = load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
+    grad_block = load(grad + offset, i, q_n, n, WIDTH, BLOCK_D)
+    out_block = load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
     delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
     per_row = (batch * tl.num_programs(1) + head) * n
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
@@ -149,7 +146,7 @@ def query_gradient(
         at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
     )  # fmt: skip
     tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
-    _store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
+    store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
 
 
 @triton.jit
@@ -164,18 +161,15 @@ def _key_gradient(
         row = at
         if BIAS >= POSITIONS:
             row = tl.load(at_q + i, mask=i < n, other=0)
-        q = _load(q_base, i, q_n, n, WIDTH, BLOCK_D)
-        grad = _load(grad_base, i, q_n, n, WIDTH, BLOCK_D)
-        lse_block = tl.load(lse + i, mask=i < n, other=float("inf"))
-        delta_block = tl.load(delta + i, mask=i < n, other=0.0)
+        q, grad, lse_block, delta_block = query_rows(q_base, grad_base, lse, delta, i, q_n, n, WIDTH, BLOCK_D)
         # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
-        s = _logits(
-            _dot(k, tl.trans(q)), at[None, :], j[:, None], row[None, :], table, at_k, padding, m, columns, scale,
+        s = logits(
+            dot(k, tl.trans(q)), at[None, :], j[:, None], row[None, :], table, at_k, padding, m, columns, scale,
             BIAS, PADDED, DIAGONAL,
         )  # fmt: skip
-        p, ds = _gradient(s, lse_block[None, :], _dot(v, tl.trans(grad)), delta_block[None, :])
-        dv += _dot(_rounded(p, grad.dtype), grad)
-        dk += _dot(_rounded(ds, q.dtype), q)
+        p, ds = gradient(s, lse_block[None, :], dot(v, tl.trans(grad)), delta_block[None, :])
+        dv += dot(rounded(p, grad.dtype), grad)
+        dk += dot(rounded(ds, q.dtype), q)
     return dk, dv
 
 
@@ -191,8 +185,8 @@ def key_gradient(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     j = start + tl.arange(0, BLOCK_N)
     offset = batch * k_b + head * k_h
-    k_block = _load(k + offset, j, k_n, m, WIDTH, BLOCK_D)
-    v_block = _load(v + offset, j, k_n, m, WIDTH, BLOCK_D)
+    k_block = load(k + offset, j, k_n, m, WIDTH, BLOCK_D)
+    v_block = load(v + offset, j, k_n, m, WIDTH, BLOCK_D)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     per_row = (batch * tl.num_programs(1) + head) * n
     table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
@@ -212,5 +206,5 @@ def key_gradient(
         delta + per_row, table_row, at_q_row, at_k_row, padding_row, n, m, columns, scale,
         WIDTH, BLOCK_D, BLOCK_M, BIAS, PADDED, False,
     )  # fmt: skip
-    _store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
-    _store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
+    store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
+    store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
