@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli import processes
+from fairseq_rpe.runs import processes
 from fairseq_rpe.cli.defaults import defaults_for
 from fairseq_rpe.cli.options import package_folder, positive_int
 from fairseq_rpe.core.errors import UserError
@@ -118,7 +118,7 @@ def command(args: argparse.Namespace, wanted: Plan, node: Node, gpus: int) -> li
     # torch's own DistributedDataParallel, fairseq's default, is asked for a GPU by fairseq
     kind = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     world = ["--distributed-world-size", str(args.nproc * args.nodes)]
-    return [*torchrun, "-m", "fairseq_rpe.cli.rank", *fairseq, *kind, *world]
+    return [*torchrun, "-m", "fairseq_rpe.runs.rank", *fairseq, *kind, *world]
 
 
 def _fairseq_flags(args: argparse.Namespace, wanted: Plan) -> list[str]:

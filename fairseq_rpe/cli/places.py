@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from fairseq_rpe.cli import processes
+from fairseq_rpe.runs import processes
 from fairseq_rpe.core.errors import UserError
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fairseq_rpe.cli import processes
+from fairseq_rpe.runs import processes
 from fairseq_rpe.core.files import read_json_lines
 
 _POLL_SECONDS = 0.2

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from fairseq_rpe.cli import processes, runner
+from fairseq_rpe.runs import processes, runner
 from fairseq_rpe.cli.cells import Cell
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock

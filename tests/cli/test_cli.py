@@ -142,7 +142,7 @@ def test_dry_run_prints_the_command_and_writes_nothing(corpus, tmp_path, capsys)
     assert main(argv) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "run").exists()
-    assert "-m torch.distributed.run --nproc-per-node 3 --standalone -m fairseq_rpe.cli.rank " in line
+    assert "-m torch.distributed.run --nproc-per-node 3 --standalone -m fairseq_rpe.runs.rank " in line
     assert "--rpe kerple_log" in line and "--decoder-embed-dim 32" in line and "--distributed-world-size 3" in line
     assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp" in line
 
@@ -201,7 +201,7 @@ def test_two_processes_equal_two_accumulated_batches(corpus, tmp_path):
 
 def test_sigterm_ends_the_children(tmp_path):
     script = (
-        "import sys\nfrom fairseq_rpe.cli import processes\n"
+        "import sys\nfrom fairseq_rpe.runs import processes\n"
         "child = processes.spawn([sys.executable, '-c', 'import time; time.sleep(600)'], {})\n"
         "print(child.pid, flush=True)\n"
         "try:\n    processes.wait_all([child])\nexcept processes.Stopped:\n    sys.exit(143)\n"
