@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    """The same as :func:`~fairseq_rpe.attention.reference.reference` for Toeplitz forms and for no bias.
+    """The same as :func:`~fairseq_rpe.attention.reference.reference` for Toeplitz and Curve forms and for no bias.
 
     q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) of it.
     Products, softmax and sums are float32. Gradients of gradients are not available. What queries that are

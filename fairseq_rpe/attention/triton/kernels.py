@@ -2,7 +2,7 @@
 
 Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
 memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. What BIAS
-stands for is in ``tiles``.
+stands for is in ``tiles``. A program's walk has two parts, compiled apart: blocks below the diagonal, and those on it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,6 @@ from ..prune import BLOCK
 from .tiles import LENGTHS, POSITIONS, dot, gradient, load, logits, query_gradients, query_rows, rounded, store
 
 PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
-
-
-@triton.jit
-def _attend(
-    acc, total, top, lo, hi, q, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the keys lo … hi - 1: acc (BLOCK_M, BLOCK_D), total and top (BLOCK_M,)."""
-    for first in range(lo, hi, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        k = load(k_base, j, k_n, m, WIDTH, BLOCK_D)
-        v = load(v_base, j, k_n, m, WIDTH, BLOCK_D)
-        s = logits(
-            dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
-            BIAS, PADDED, DIAGONAL,
-        )  # fmt: skip
-        higher = tl.maximum(top, tl.max(s, 1))
-        # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + dot(rounded(p, v.dtype), v)
-        top = higher
-    return acc, total, top
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -73,36 +47,28 @@ def forward(
         decided = tl.cdiv(n, PRUNE_BLOCK)
         far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
         unseen = float("-inf")  # there is no backward pass, and what is pruned next needs to know
-    acc, total, top = _attend(
-        acc, total, top, far, below, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
-        scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
-    )  # fmt: skip
-    acc, total, top = _attend(
-        acc, total, top, below, last, q_block, at, row, keys, values, k_n, table_row, at_k_row, padding_row, m, columns,
-        scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
-    )  # fmt: skip
+    for diagonal in tl.static_range(2):
+        for begin in range(below if diagonal else far, last if diagonal else below, BLOCK_N):
+            j = begin + tl.arange(0, BLOCK_N)
+            k_block = load(keys, j, k_n, m, WIDTH, BLOCK_D)
+            v_block = load(values, j, k_n, m, WIDTH, BLOCK_D)
+            s = logits(
+                dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k_row,
+                padding_row, m, columns, scale, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            higher = tl.maximum(top, tl.max(s, 1))
+            # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(s - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None] + dot(rounded(p, v_block.dtype), v_block)
+            top = higher
     empty = top == float("-inf")  # a row that sees nothing: 0, and weights of 0 in the backward pass
     total = tl.where(empty, 1.0, total)
     store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
     lse_row = lse + (batch * tl.num_programs(1) + head) * n
     tl.store(lse_row + i, tl.where(empty, unseen, top) + tl.log2(total), mask=i < n)
-
-
-@triton.jit
-def _query_gradient(
-    dq, excess, lo, hi, q, grad, lse, delta, at, at_q, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    for first in range(lo, hi, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        ds, k = query_gradients(
-            q, grad, lse, delta, at, at_q, j, k_base, v_base, k_n, table, at_k, padding, m, columns, scale,
-            WIDTH, BLOCK_D, BIAS, PADDED, DIAGONAL,
-        )  # fmt: skip
-        dq += dot(rounded(ds, k.dtype), k)
-        excess += tl.sum(ds, 1)
-    return dq, excess
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -137,40 +103,17 @@ def query_gradient(
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     excess = tl.zeros([BLOCK_M], dtype=tl.float32)
-    total, excess = _query_gradient(
-        total, excess, 0, below, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
-        at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, False,
-    )  # fmt: skip
-    total, excess = _query_gradient(
-        total, excess, below, last, q_block, grad_block, lse_block, delta_block, at, row, keys, values, k_n, table_row,
-        at_k_row, padding_row, m, columns, scale, WIDTH, BLOCK_D, BLOCK_N, BIAS, PADDED, True,
-    )  # fmt: skip
+    for diagonal in tl.static_range(2):
+        for begin in range(below if diagonal else 0, last if diagonal else below, BLOCK_N):
+            j = begin + tl.arange(0, BLOCK_N)
+            ds, k_block = query_gradients(
+                q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k_row,
+                padding_row, m, columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            total += dot(rounded(ds, k_block.dtype), k_block)
+            excess += tl.sum(ds, 1)
     tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
     store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
-
-
-@triton.jit
-def _key_gradient(
-    dk, dv, lo, hi, k, v, j, q_base, grad_base, q_n, lse, delta, table, at_q, at_k, padding, n, m, columns, scale,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    for first in range(lo, hi, BLOCK_M):
-        i = first + tl.arange(0, BLOCK_M)
-        at = i + (m - n)
-        row = at
-        if BIAS >= POSITIONS:
-            row = tl.load(at_q + i, mask=i < n, other=0)
-        q, grad, lse_block, delta_block = query_rows(q_base, grad_base, lse, delta, i, q_n, n, WIDTH, BLOCK_D)
-        # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
-        s = logits(
-            dot(k, tl.trans(q)), at[None, :], j[:, None], row[None, :], table, at_k, padding, m, columns, scale,
-            BIAS, PADDED, DIAGONAL,
-        )  # fmt: skip
-        p, ds = gradient(s, lse_block[None, :], dot(v, tl.trans(grad)), delta_block[None, :])
-        dv += dot(rounded(p, grad.dtype), grad)
-        dk += dot(rounded(ds, q.dtype), q)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -196,15 +139,23 @@ def key_gradient(
     below = tl.cdiv(tl.maximum(start + BLOCK_N - 1 - (m - n), 0), BLOCK_M) * BLOCK_M
     dk_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    dk_block, dv_block = _key_gradient(
-        dk_block, dv_block, first, tl.minimum(below, n), k_block, v_block, j, queries, grads, q_n, lse + per_row,
-        delta + per_row, table_row, at_q_row, at_k_row, padding_row, n, m, columns, scale,
-        WIDTH, BLOCK_D, BLOCK_M, BIAS, PADDED, True,
-    )  # fmt: skip
-    dk_block, dv_block = _key_gradient(
-        dk_block, dv_block, below, n, k_block, v_block, j, queries, grads, q_n, lse + per_row,
-        delta + per_row, table_row, at_q_row, at_k_row, padding_row, n, m, columns, scale,
-        WIDTH, BLOCK_D, BLOCK_M, BIAS, PADDED, False,
-    )  # fmt: skip
+    for diagonal in tl.static_range(1, -1, -1):
+        for begin in range(first if diagonal else below, tl.minimum(below, n) if diagonal else n, BLOCK_M):
+            i = begin + tl.arange(0, BLOCK_M)
+            at = i + (m - n)
+            row = at
+            if BIAS >= POSITIONS:
+                row = tl.load(at_q_row + i, mask=i < n, other=0)
+            q_block, grad_block, lse_block, delta_block = query_rows(
+                queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
+            )
+            # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
+            s = logits(
+                dot(k_block, tl.trans(q_block)), at[None, :], j[:, None], row[None, :], table_row, at_k_row,
+                padding_row, m, columns, scale, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            p, ds = gradient(s, lse_block[None, :], dot(v_block, tl.trans(grad_block)), delta_block[None, :])
+            dv_block += dot(rounded(p, grad_block.dtype), grad_block)
+            dk_block += dot(rounded(ds, q_block.dtype), q_block)
     store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
     store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
