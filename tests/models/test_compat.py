@@ -6,11 +6,13 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import PACKAGE, fairseq, make_model
+from fairseq.tasks.language_modeling import LanguageModelingTask
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat, guards
@@ -299,7 +301,10 @@ def test_context_window_with_workers_is_refused(task):
         task.eval_lm_dataloader(dataset=None, context_window=4, num_workers=2)
 
 
-def test_guard_counts_tokens():
+def test_guard_counts_tokens(monkeypatch):
+    def expect(tokens: int, **flags: int) -> None:
+        LanguageModelingTask.eval_lm_dataloader(None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
+
     class Scorer:
         def generate(self, models, sample, **kwargs):
             return [[{"positional_scores": torch.tensor(row)}] for row in sample]
@@ -316,11 +321,13 @@ def test_guard_counts_tokens():
 
     guards.guard_module(Module)
     guards.guard_module(Module)
-    guards._expected["tokens"] = 3
+    monkeypatch.setattr(LanguageModelingTask, "eval_lm_dataloader", lambda *_, **__: None)
+    guards.guard_workers()
+    expect(3)
     assert Module.eval_lm(None, [[[-1.0, -2.0], [-3.0]]])["scored_tokens"] == 3
     with pytest.raises(UserError, match="scored 2 of 3 tokens"):
         Module.eval_lm(None, [[[-1.0, -2.0]]])
     with pytest.raises(UserError, match="probability 0"):
         Module.eval_lm(None, [[[-1.0, float("-inf"), 0.0]]])
-    guards._expected["tokens"] = None
+    expect(3, num_shards=2)
     assert Module.eval_lm(None, [])["scored_tokens"] == 0
