@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compat.shutil, "copyfile", killed)
+        patch.setattr(shutil, "copyfile", killed)
         with pytest.raises(KeyboardInterrupt):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old"
@@ -228,7 +229,7 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compat.shutil, "copyfile", full)
+        patch.setattr(shutil, "copyfile", full)
         with pytest.raises(UserError, match="could not be written .*No space left.*make room"):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old" and not list(tmp_path.glob("*.copying"))
