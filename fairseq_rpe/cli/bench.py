@@ -7,13 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_rpe_module, int_list, load_rpe_module, positive_int
-from fairseq_rpe.core.devices import chosen
+from fairseq_rpe.cli.options import add_rpe_module, int_list, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, replace_with
-from fairseq_rpe.core.table import csv_text
 
 if TYPE_CHECKING:
     from fairseq_rpe.analysis.speed import Timing
@@ -22,13 +20,10 @@ COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio")
 _ENCODINGS = "nope alibi kerple_log fire"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="time attention with each encoding and backend on this machine",
-        description="At every length all encodings and backends take turns; ratios are to torch's own causal attention "
-        "without a bias in the same turns. What a backend refuses is left out and named.",
-        allow_abbrev=False,
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "At every length all encodings and backends take turns; ratios are to torch's own causal attention "
+        "without a bias in the same turns. What a backend refuses is left out and named."
     )
     parser.add_argument("--encodings", default=_ENCODINGS, metavar='"SPEC ..."', help=f'default: "{_ENCODINGS}"')
     parser.add_argument("--backends", default="all", metavar='"NAME ..."', help="default: all")
@@ -50,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     from fairseq_rpe.analysis.speed import Setting, measure, tables
     from fairseq_rpe.attention import BACKENDS
+    from fairseq_rpe.core.devices import chosen
+    from fairseq_rpe.runs.specs import load_rpe_module
 
     load_rpe_module(args.rpe_module)
     if args.out is not None and args.out.exists() and not args.out.is_dir():
@@ -82,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write(timings: Sequence[Timing], about: str, text: str, folder: Path) -> None:
     """bench.csv, bench.md and bench.png."""
+    from fairseq_rpe.core.table import csv_text
     from fairseq_rpe.figures.timing import draw
 
     folder.mkdir(parents=True, exist_ok=True)
