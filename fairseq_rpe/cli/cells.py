@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import accuracy, checkpoints, corpus, evaluate, launch, report, runner, train
+from fairseq_rpe.cli import accuracy, checkpoints, evaluate, launch, report, runner, train
 from fairseq_rpe.cli.recipes import Method
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import read_json, read_json_lines, write_json
+from fairseq_rpe.data import folder as corpus
 
 _MODULE = "fairseq_rpe.cli.main"
 _LOG_INTERVAL = "25"

@@ -18,8 +18,6 @@ from fairseq_rpe.cli import (
     fire_fit,
     inspect,
     prepare,
-    prepare_known,
-    prepare_text,
     processes,
     report,
     sensitivity,
@@ -33,8 +31,6 @@ from fairseq_rpe.core.errors import UserError
 
 _COMMANDS = (
     prepare,
-    prepare_text,
-    prepare_known,
     train,
     evaluate,
     sliding,

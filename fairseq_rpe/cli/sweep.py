@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import cells, corpus, launch, recipes, report, runner, slurm, train
+from fairseq_rpe.cli import cells, launch, recipes, report, runner, slurm, train
 from fairseq_rpe.cli.options import check_positions, check_spec, int_list, positive_int
 from fairseq_rpe.cli.places import places
 from fairseq_rpe.cli.recipes import IDENTITY, Method
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock, read_json, read_json_lines, write_json
+from fairseq_rpe.data import folder as corpus
 
 
 def add_parser(subparsers: Any) -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import checkpoints, corpus, environment, launch
+from fairseq_rpe.cli import checkpoints, environment, launch
 from fairseq_rpe.cli.defaults import defaults_for, full_name
 from fairseq_rpe.cli.options import add_rpe_module, check_positions, check_spec, fraction, positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, lock, read_json, write_json
+from fairseq_rpe.data import folder as corpus
 
 STATE = "run.json"
 _BY_ARCH = "default: by architecture"

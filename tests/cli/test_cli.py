@@ -18,11 +18,11 @@ import torch
 from conftest import run
 
 from fairseq_rpe.cli import checkpoints
-from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.cli.options import package_folder
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus_files
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]

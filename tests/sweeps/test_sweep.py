@@ -16,10 +16,10 @@ import pytest
 from conftest import SPECS, run
 
 from fairseq_rpe.analysis import style
-from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli import report, runner
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
+from fairseq_rpe.data import folder as corpus_files
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
