@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fairseq_rpe.cli import corpus
 from fairseq_rpe.cli.options import load_rpe_module, positive_int
 from fairseq_rpe.cli.report import align
 from fairseq_rpe.cli.subjects import Subject, add_subjects, find_subjects, load, read_stream
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder, replace_with
-from fairseq_rpe.data import folder as corpus
 
 if TYPE_CHECKING:
     from torch import Tensor

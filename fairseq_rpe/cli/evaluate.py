@@ -14,12 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli import checkpoints, subjects
+from fairseq_rpe.cli import checkpoints, corpus, subjects
 from fairseq_rpe.cli.fairseq_setup import as_fairseq_command, log_to
 from fairseq_rpe.cli.options import add_rpe_module, int_list, load_rpe_module, package_folder, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import append_json_line, file_digest, read_json_lines
-from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 
 logger = logging.getLogger(__name__)

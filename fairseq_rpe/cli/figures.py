@@ -254,9 +254,8 @@ def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Fi
 
 
 def draw_receptive_field(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
-    from fairseq_rpe.cli import erf, erf_figure
+    from fairseq_rpe.cli import corpus, erf, erf_figure
     from fairseq_rpe.cli.subjects import find_subjects
-    from fairseq_rpe.data import folder as corpus
 
     if args.data is None:
         raise Skip("needs --sweep and --data")

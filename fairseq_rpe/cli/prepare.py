@@ -1,4 +1,4 @@
-"""``fairseq-rpe prepare``, ``prepare-known`` and ``prepare-stdlib``: a corpus from any text, a published one, code."""
+"""``prepare``, ``prepare-known`` and ``prepare-stdlib``: a corpus from any text, a published one, code."""
 
 from __future__ import annotations
 
@@ -13,95 +13,55 @@ from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, TOKENIZERS, PrepareOptions
 from fairseq_rpe.data.sources import KNOWN, choose, compare, gpt2_vocabulary
 
-_STDLIB = """\
-Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file, a byte-exact
-sentencepiece BPE learned, each line an item. Needs no network. Does nothing if the corpus is there already, made from
-the same text with the same options."""
-
-_TEXT = """\
-Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or in a
-.zip), or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. Documents (text files, rows) are kept apart
-and divided by a hash of their text, unless --valid and --test are given. Needs little memory whatever the size of
-the text. Does nothing if the corpus is there already, made from the same text with the same options."""
-
-_KNOWN = """\
-Make a binarised corpus from a published data set: downloaded, or from local files with --from.
-wikitext103 is the raw text, wikitext103-words the published word-level version with <unk>. books is PG-19, the lawful
-stand-in for BookCorpus. Says the published counts, and warns where the text has others."""
+_TWICE = "Does nothing if the corpus is there already, made from the same text with the same options."
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands ``prepare-stdlib``, ``prepare`` and ``prepare-known``."""
-    _add_stdlib(subparsers)
-    _add_text(subparsers)
-    _add_known(subparsers)
-
-
-def _command(subparsers: Any, name: str, about: str, description: str) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        name,
-        help=about,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_stdlib(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file, a "
+        f"byte-exact sentencepiece BPE learned, each line an item. Needs no network. {_TWICE}"
     )
-
-
-def _add_stdlib(subparsers: Any) -> None:
-    parser = _command(subparsers, "prepare-stdlib", "make a code corpus from the Python standard library", _STDLIB)
-    parser.add_argument(
-        "--dest",
-        type=Path,
-        default=Path("data-bin/stdlib"),
-        metavar="DIR",
-        help="folder to make (default: %(default)s)",
-    )
+    dest = Path("data-bin/stdlib")
+    parser.add_argument("--dest", type=Path, default=dest, metavar="DIR", help="folder to make (default: %(default)s)")
     parser.add_argument("--source", type=Path, metavar="DIR", help="use the .py files of this folder instead")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="symbols of the dictionary, 256 bytes and 4 specials included (default: 4096)",
-    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="symbols, bytes and specials too (default: 4096)")
     _add_division(parser, "files", "split by file")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this size in all")
     parser.set_defaults(run=run_stdlib)
 
 
-def _add_text(subparsers: Any) -> None:
-    about = "make a corpus from any text: folders, .txt, .jsonl, .parquet, hub data sets"
-    parser = _command(subparsers, "prepare", about, _TEXT)
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or "
+        "in a .zip), or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. Documents (text files, rows) "
+        "are kept apart and divided by a hash of their text, unless --valid and --test are given. Needs little memory "
+        f"whatever the size of the text. {_TWICE}"
+    )
     parser.add_argument("source", nargs="*", metavar="SOURCE", help="folders, files or hub:OWNER/NAME")
     parser.add_argument("--dest", type=Path, required=True, metavar="DIR", help="folder to make, e.g. data-bin/NAME")
     parser.add_argument("--train", nargs="+", default=[], metavar="SOURCE", help="the same as SOURCE")
     for split in ("valid", "test"):
-        parser.add_argument(
-            f"--{split}", nargs="+", default=[], metavar="SOURCE", help=f"the {split} split; SOURCE is then train only"
-        )
-    parser.add_argument(
-        "--include", action="append", metavar="GLOB", help="only such files of folders, e.g. '*.py'; repeatable"
-    )
+        about = f"the {split} split; SOURCE is then train only"
+        parser.add_argument(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=about)
+    about = "only such files of folders, e.g. '*.py'; repeatable"
+    parser.add_argument("--include", action="append", metavar="GLOB", help=about)
     parser.add_argument("--rows-are-lines", action="store_true", help="rows are lines of one document, not documents")
-    _add_shared(parser)
+    _add_shared(parser, "bpe")
     parser.set_defaults(run=run_text)
 
 
-def _add_known(subparsers: Any) -> None:
-    about = "make a corpus from WikiText-103, PG-19, code or Wikipedia, downloaded or from local files"
-    parser = _command(subparsers, "prepare-known", about, _KNOWN)
+def add_known(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a binarised corpus from a published data set: downloaded, or from local files with --from. wikitext103 "
+        "is the raw text, wikitext103-words the published word-level version with <unk>. books is PG-19, the lawful "
+        "stand-in for BookCorpus. Says the published counts, and warns where the text has others."
+    )
     parser.add_argument("name", choices=tuple(KNOWN), metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--dest", type=Path, metavar="DIR", help="folder to make (default: data-bin/NAME)")
-    parser.add_argument(
-        "--from",
-        dest="local",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="local folders or files instead of a download; splits by train, valid or test in the names of files",
-    )
+    about = "local folders or files instead of a download; splits by train, valid or test in the names of files"
+    parser.add_argument("--from", dest="local", type=Path, nargs="+", default=[], metavar="PATH", help=about)
     parser.add_argument("--archive", action="store_true", help="download the zip archive instead of the hub's files")
-    _add_shared(parser, " (default: the usual one of the corpus)")
+    _add_shared(parser, "the usual one of the corpus")
     parser.set_defaults(run=run_known)
 
 
@@ -109,68 +69,38 @@ def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> 
     # No defaults, so that what would have no effect can be refused.
     parser.add_argument("--seed", type=int, metavar="N", help=f"seed of the {division} (default: 1)")
     for split in ("valid", "test"):
-        parser.add_argument(
-            f"--{split}-fraction",
-            type=float,
-            metavar="X",
-            help=f"share of the {what} for the {split} split (default: 0.05)",
-        )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; changes nothing but the time (default: 2)")
+        about = f"share of the {what} for the {split} split (default: 0.05)"
+        parser.add_argument(f"--{split}-fraction", type=float, metavar="X", help=about)
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; changes only the time (default: 2)")
 
 
-def _add_shared(parser: argparse.ArgumentParser, usual: str = " (default: bpe)") -> None:
+def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
     parser.add_argument("--text-field", metavar="NAME", help="field of rows (default: text)")
-    parser.add_argument(
-        "--skip-invalid",
-        action="store_true",
-        default=None,
-        help="leave out text files that are not UTF-8 instead of stopping",
-    )
-    parser.add_argument(
-        "--divide-by", choices=DIVISIONS, help="what decides the split of a document, text or path of its file"
-    )
-    parser.add_argument(
-        "--boundaries",
-        action=argparse.BooleanOptionalAction,
-        help="mark where documents meet, or let lines follow lines as fairseq-preprocess does",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        choices=TOKENIZERS,
-        help=f"byte-exact sentencepiece BPE learned here, GPT-2's BPE, or white-space words{usual}",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)",
-    )
-    parser.add_argument(
-        "--sample-bytes", type=int, metavar="N", help="learn bpe from at most so much text (default: 20000000)"
-    )
-    parser.add_argument(
-        "--gpt2",
-        type=Path,
-        metavar="DIR",
-        help="folder with vocab.json and merges.txt of GPT-2 (default: download them)",
-    )
+    about = "leave out text files that are not UTF-8 instead of stopping"
+    parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
+    about = "what decides the split of a document: its text (default), or the path of its file in the source"
+    parser.add_argument("--divide-by", choices=DIVISIONS, help=about)
+    about = "mark where documents meet (default), or let lines follow lines as in fairseq-preprocess"
+    parser.add_argument("--boundaries", action=argparse.BooleanOptionalAction, help=about)
+    about = f"byte-exact sentencepiece BPE learned here, GPT-2's BPE, or white-space words (default: {usual})"
+    parser.add_argument("--tokenizer", choices=TOKENIZERS, help=about)
+    about = "symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)"
+    parser.add_argument("--vocab-size", type=int, metavar="N", help=about)
+    about = "learn bpe from at most so much text (default: 20000000)"
+    parser.add_argument("--sample-bytes", type=int, metavar="N", help=about)
+    about = "folder with vocab.json and merges.txt of GPT-2 (default: download them)"
+    parser.add_argument("--gpt2", type=Path, metavar="DIR", help=about)
     parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of this prepared corpus")
     _add_division(parser, "documents", "division")
 
 
 def run_stdlib(args: argparse.Namespace) -> int:
-    """Prepare the standard library's corpus; returns 0."""
-    local_files = [args.source] if args.source else []
-    _prepare(args, {"dest": args.dest, **choose(KNOWN["stdlib"], local_files, args.dest.parent / "downloads")})
+    own = choose(KNOWN["stdlib"], [args.source] if args.source else [], args.dest.parent)
+    _prepare(args, {"dest": args.dest, **own})
     return 0
 
 
 def run_text(args: argparse.Namespace) -> int:
-    """Prepare the corpus of any text; returns 0.
-
-    Raises:
-        UserError: see :func:`fairseq_rpe.data.pipeline.prepare`.
-    """
     if args.source and args.train:
         raise UserError("SOURCE and --train are both given: they are the same, give one")
     if args.valid or args.test:
@@ -181,11 +111,6 @@ def run_text(args: argparse.Namespace) -> int:
 
 
 def run_known(args: argparse.Namespace) -> int:
-    """Prepare a published corpus; returns 0.
-
-    Raises:
-        UserError: see :func:`fairseq_rpe.data.pipeline.prepare`.
-    """
     known = KNOWN[args.name]
     if args.local and args.archive:
         raise UserError("--from and --archive are two sources: give one")
@@ -199,7 +124,7 @@ def run_known(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
-    """Prepare with the options that were given, and ``own`` ones for the others; returns the manifest."""
+    """Prepare with what was given, and ``own`` options for the others; returns the manifest."""
     names = {field.name for field in fields(PrepareOptions)} - {"dest", "train", "valid", "test"}
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = {**own, **given, "include": tuple(given.get("include", ()))}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fairseq_rpe.cli import corpus
 from fairseq_rpe.cli.options import int_list, load_rpe_module, positive_int
 from fairseq_rpe.cli.report import align
 from fairseq_rpe.cli.subjects import Subject, add_subjects, device_of, find_subjects, load, read_stream
@@ -24,7 +25,6 @@ from fairseq_rpe.core.files import (
     read_json_lines,
     replace_with,
 )
-from fairseq_rpe.data import folder as corpus
 
 if TYPE_CHECKING:
     from torch import Tensor

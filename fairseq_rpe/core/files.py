@@ -15,6 +15,9 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 
+# what fairseq's --user-dir wants
+PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def replace_with(path: Path, write: Callable[[Path], Any]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it onto ``path``."""

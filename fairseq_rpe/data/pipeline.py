@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.chunks import Piece, cut, gather
 from fairseq_rpe.data.destination import make_once
 from fairseq_rpe.data.division import DividedDocuments
 from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary
-from fairseq_rpe.data.pieces import Piece, cut, gather
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.stream import Counts, SplitWriter, encode_chunks
 from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, Given, WordLearner, given_vocabulary

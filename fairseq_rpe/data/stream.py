@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.chunks import Piece
 from fairseq_rpe.data.encoders import EOS, UNK, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import read_manifest, read_split, write_index
-from fairseq_rpe.data.pieces import Piece
 
 _WAITING_PER_WORKER = 4
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.data import gpt2
+from fairseq_rpe.data.chunks import cut
 from fairseq_rpe.data.folder import read_manifest, write_dictionary
-from fairseq_rpe.data.pieces import cut
 from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, train_tokenizer
 
 # The files of each kind of tokenizer beside its dictionary.

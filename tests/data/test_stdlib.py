@@ -14,8 +14,8 @@ from test_tokenizer import CODE, NASTY
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import pipeline
+from fairseq_rpe.data.chunks import cut, gather
 from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_dictionary, read_manifest, read_split
-from fairseq_rpe.data.pieces import cut, gather
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.sources import KNOWN, choose
@@ -242,10 +242,9 @@ def test_any_text_can_be_without_boundaries_and_by_path(source: Path, made: Path
 
 def test_up_to_date_imports_nothing_heavy(source: Path, made: Path) -> None:
     code = (
-        "import sys; from fairseq_rpe.cli import prepare; import argparse\n"
-        "parser = argparse.ArgumentParser(); prepare.add_parser(parser.add_subparsers())\n"
-        f"args = parser.parse_args(['prepare-stdlib', '--source', {str(source)!r}, '--dest', {str(made)!r},\n"
-        " '--vocab-size', '400', '--valid-fraction', '0.3', '--test-fraction', '0.2']); args.run(args)\n"
+        "import sys; from fairseq_rpe.cli.main import main\n"
+        f"main(['prepare-stdlib', '--source', {str(source)!r}, '--dest', {str(made)!r}, '--vocab-size', '400',\n"
+        " '--valid-fraction', '0.3', '--test-fraction', '0.2'])\n"
         "print(*({'fairseq', 'torch', 'pooch', 'tokenizers', 'pyarrow', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

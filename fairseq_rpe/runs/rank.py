@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from fairseq_rpe.cli import processes
+from fairseq_rpe.runs import processes
 
 
 def main() -> None:

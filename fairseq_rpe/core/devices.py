@@ -1,0 +1,70 @@
+"""GPUs: which of them this process may use, and which device a command computes on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .errors import UserError
+
+# A driver leaves one of these (NVIDIA's, WSL's, AMD's): without any, torch need not be asked.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_PROBE = (
+    "import json, torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
+    "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
+)
+
+
+@functools.cache
+def gpus() -> tuple[str, ...]:
+    """Names of the GPUs that torch sees, asked once in a process of its own: who waits for hours needs no CUDA context.
+
+    Raises:
+        UserError: torch cannot be asked.
+    """
+    if sys.platform == "linux" and not any(Path(driver).exists() for driver in _DRIVERS):
+        return ()
+    told = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
+    if told.returncode:
+        reason = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
+        raise UserError(f"torch cannot be asked for GPUs ({reason}): repair its installation, or give --device cpu")
+    return tuple(json.loads(told.stdout.splitlines()[-1]))
+
+
+def visible() -> list[str]:
+    """The same GPUs by the names that CUDA_VISIBLE_DEVICES has for them: numbers or UUIDs."""
+    count = len(gpus())
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] or [str(number) for number in range(count)]
+
+
+def check(device: str, nproc: int) -> list[str]:
+    """The visible GPUs for runs of ``nproc`` processes; none where ``device`` is cpu or there are none.
+
+    Raises:
+        UserError: ``device`` is cuda and there is none, or a run is to have more than there are.
+    """
+    found = visible() if device != "cpu" else []
+    if device == "cuda" and not found:
+        raise UserError("--device cuda: no GPU is visible here: drop the flag, or look at nvidia-smi")
+    if found and nproc > len(found):
+        raise UserError(f"--nproc {nproc}: there are {len(found)} GPUs here: name at most as many, or --device cpu")
+    return found
+
+
+def chosen(device: str) -> str:
+    """What ``--device auto``, ``cpu`` or ``cuda`` comes to in this process, which has loaded torch: cpu or cuda.
+
+    Raises:
+        UserError: cuda is asked for and torch sees no GPU.
+    """
+    import torch
+
+    there = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise UserError("--device cuda: no GPU is visible here: drop the flag, or look at nvidia-smi")
+    return "cuda" if there else "cpu"

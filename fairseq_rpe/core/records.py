@@ -1,0 +1,110 @@
+"""JSON and TOML as typed records: read once, at one edge, every value checked against its annotation."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from .errors import UserError
+from .spec import nearest
+
+Record = TypeVar("Record")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value must be beside its type; ``words`` say it."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _all_differ(values: Any) -> bool:
+    return bool(values) and len(set(values)) == len(values)
+
+
+Count = Annotated[int, Rule(lambda v: v >= 1, "a whole number above 0")]
+Counts = Annotated[tuple[Count, ...], Rule(_all_differ, "a list of different whole numbers above 0")]
+Rate = Annotated[float, Rule(lambda v: 0 < v < float("inf"), "a number above 0 with a decimal point")]
+Fraction = Annotated[float, Rule(lambda v: 0 <= v < 1, "a number with a decimal point from 0 to below 1")]
+Words = tuple[str, ...]
+_WORDS = {str: "text", int: "a whole number", float: "a number with a decimal point", bool: "true or false"}
+
+
+def read(kind: type[Record], given: object, source: str, what: str, strict: bool = True) -> Record:
+    """``given``, as JSON or TOML have it, as a record of ``kind``.
+
+    Args:
+        kind: a dataclass; fields without a default must be there.
+        given: a table; of what is nested in it, tables become records and lists tuples.
+        source, what: the file and the part of it, for messages.
+        strict: refuse unknown keys. Otherwise they are left out: a later version may have written them.
+
+    Raises:
+        UserError: no table, an unknown or missing key, a value that is not what its annotation says.
+    """
+    if not isinstance(given, Mapping):
+        raise UserError(f"{source}: {what} is no table")
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind, include_extras=True)
+    values = {}
+    for key, value in given.items():
+        if key in fields:
+            values[key] = _value(hints[key], value, source, key, what, strict)
+        elif strict:
+            raise UserError(f"{source}: {what} has an unknown key '{key}'{nearest(key, fields)}")
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{source}: {what} lacks {name}")
+    return kind(**values)
+
+
+def write(record: Any) -> dict[str, Any]:
+    """A record as JSON keeps it: every field, nested records as tables."""
+    return dataclasses.asdict(record)
+
+
+def _value(hint: Any, value: object, source: str, key: str, what: str, strict: bool) -> Any:
+    def refuse(words: str) -> typing.NoReturn:
+        raise UserError(f"{source}: {key} of {what} must be {words}, not {value!r}")
+
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        rule = inner[1]
+        try:
+            found = _value(inner[0], value, source, key, what, strict)
+        except UserError:
+            refuse(rule.words)
+        return found if rule.holds(found) else refuse(rule.words)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for kind in inner if kind is not types.NoneType]
+        if value is None and len(kinds) < len(inner):
+            return None
+        for kind in kinds[:-1]:
+            try:
+                return _value(kind, value, source, key, what, strict)
+            except UserError:
+                continue
+        return _value(kinds[-1], value, source, key, what, strict)
+    if origin is typing.Literal:
+        return value if value in inner else refuse(" or ".join(map(str, inner)))
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            refuse("a list")
+        return tuple(_value(inner[0], item, source, key, what, strict) for item in value)
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            refuse("a table")
+        return {str(k): _value(inner[1], item, source, k, f"{key} of {what}", strict) for k, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return read(hint, value, source, f"{key} of {what}", strict)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and not strict:
+        return float(value)
+    return (
+        value
+        if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
+        else refuse(_WORDS.get(hint, hint.__name__))
+    )

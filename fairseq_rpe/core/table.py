@@ -1,0 +1,92 @@
+"""One table, three renderings: CSV for programs, Markdown for people, HTML in the page's template."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tabulate import tabulate
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table shows; ``value`` is the exact number behind it, which CSV has; ``note`` stands small beside it."""
+
+    text: str
+    value: float | int | str | None = None
+    best: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line; ``note`` stands small below its name."""
+
+    name: str
+    cells: list[Cell]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a caption; ``head`` names the column of the rows' names, then those of their cells.
+
+    ``words``: its cells are text, not numbers. ``folded``: the page shows it when asked for. ``groups``: what stands
+    above each pair of columns after the first.
+    """
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    head: list[str]
+    rows: list[Row]
+    words: bool = False
+    folded: bool = False
+    groups: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """The head and the rows; the names to the left, numbers to the right."""
+        sides = ["left", *["left" if self.words else "right"] * (len(self.head) - 1)]
+        lines = [[row.name, *(cell.text for cell in row.cells)] for row in self.rows]
+        return tabulate(lines, self.head, tablefmt="pipe", colalign=sides, disable_numparse=True) + "\n"
+
+    def csv(self) -> str:
+        """The head and the rows, with the exact values where there are any."""
+        return csv_text(self.head, ([row.name, *map(_exact, row.cells)] for row in self.rows))
+
+
+def _exact(cell: Cell) -> float | int | str:
+    return cell.text if cell.value is None else cell.value
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """CSV with line feeds; nothing for ``None``."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def csv_of(columns: Sequence[str], records: Iterable[Any]) -> str:
+    """CSV of the attributes ``columns`` of records."""
+    return csv_text(columns, ([getattr(record, name) for name in columns] for record in records))
+
+
+def number(value: float | None, form: str, best: float | None = None, note: str = "") -> Cell:
+    """A number in a table, marked if it is the ``best`` one; an empty cell for none."""
+    if value is None:
+        return Cell("")
+    return Cell(format(value, form), value, best is not None and value == best, note)
+
+
+def words(value: object) -> Cell:
+    """A text in a table."""
+    return Cell("" if value is None else str(value))
+
+
+def least(values: Sequence[float | None]) -> float | None:
+    """The best of a column of perplexities."""
+    return min((v for v in values if v is not None), default=None)

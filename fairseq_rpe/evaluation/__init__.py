@@ -1,0 +1,1 @@
+"""A trained model on a text: perplexity, sliding windows, answers, receptive fields."""

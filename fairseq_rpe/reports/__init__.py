@@ -1,0 +1,1 @@
+"""What was found by sweeps: tables, figures, TensorBoard and the page."""

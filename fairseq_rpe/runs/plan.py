@@ -1,0 +1,225 @@
+"""What one training run is asked to be, and what that comes to: defaults filled in, numbers fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fairseq_rpe.algorithms import build
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest
+
+ARCH_PREFIX = "transformer_rpe_lm_"
+IDENTITY = "identity"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Training defaults of an architecture.
+
+    ``batch_sentences`` is per process and per accumulation step; ``threads`` is per process,
+    ``None`` for an equal share of the cores, and gives way to OMP_NUM_THREADS. ``schedule`` is ``inverse_sqrt``, or
+    ``linear`` down to zero at the last update.
+    """
+
+    tokens: int
+    updates: int
+    batch_sentences: int
+    lr: float
+    warmup: int
+    dropout: float
+    save_every: int
+    threads: int | None
+    schedule: str = "inverse_sqrt"
+
+
+# Minutes on a laptop: enough to see which encodings break beyond the training length. One thread,
+# because sums over several depend on their number: so the same command gives the same bits anywhere.
+_TINY = Defaults(tokens=64, updates=400, batch_sentences=16, lr=2e-3, warmup=80, dropout=0.0, save_every=200, threads=1)
+# The common published setting: 128 sequences of 512 tokens, 50k updates, 4k of them warm-up.
+_PAPER = Defaults(
+    tokens=512, updates=50000, batch_sentences=128, lr=5e-4, warmup=4000, dropout=0.1, save_every=1000, threads=None
+)
+_SIZES = ("tiny", "wiki103", "base", "large")
+# Generated tasks know their training length themselves. A thousand updates learn to copy 20 items, two thousand more
+# sharpen it; the published setting is that of the index-warping paper.
+_TINY_TASK = Defaults(
+    tokens=0,
+    updates=3000,
+    batch_sentences=64,
+    lr=1e-3,
+    warmup=200,
+    dropout=0.0,
+    save_every=500,
+    threads=1,
+    schedule="linear",
+)
+_PAPER_TASK = Defaults(
+    tokens=0,
+    updates=40000,
+    batch_sentences=64,
+    lr=3e-5,
+    warmup=2400,
+    dropout=0.1,
+    save_every=1000,
+    threads=None,
+    schedule="linear",
+)
+
+
+def full_name(arch: str) -> str:
+    """``tiny`` stands for ``transformer_rpe_lm_tiny``; a full name stays as it is."""
+    return ARCH_PREFIX + arch if arch in _SIZES else arch
+
+
+def defaults_for(arch: str, algorithm: bool) -> Defaults:
+    """The defaults of an architecture, for text or for an algorithmic task; one of your own gets the published ones."""
+    tiny = full_name(arch) == ARCH_PREFIX + "tiny"
+    if algorithm:
+        return _TINY_TASK if tiny else _PAPER_TASK
+    return _TINY if tiny else _PAPER
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one run is asked to be: the options of ``fairseq-rpe train``; ``None`` leaves a value to the architecture.
+
+    Text in ``data``, or a generated task, ``algorithm``. ``nproc`` processes or GPUs on each of ``nodes`` machines.
+    ``extra``: further flags for fairseq-train.
+    """
+
+    rpe: str
+    save_dir: Path
+    data: Path | None = None
+    algorithm: str | None = None
+    positions_train: str = IDENTITY
+    positions_eval: str | None = None
+    seed: int = 1
+    tensorboard: Path | None = None
+    log_format: str = "simple"
+    log_interval: int = 25
+    arch: str = "tiny"
+    rpe_share: str = "auto"
+    attention_backend: str = "auto"
+    device: str = "auto"
+    nproc: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    master: str | None = None
+    update_freq: int = 1
+    rpe_module: Path | None = None
+    tokens: int | None = None
+    updates: int | None = None
+    batch_sentences: int | None = None
+    lr: float | None = None
+    warmup: int | None = None
+    schedule: str | None = None
+    dropout: float | None = None
+    compute_dtype: str = "fp32"
+    save_every: int | None = None
+    inspect_every: int | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.nproc * self.nodes
+
+    @property
+    def defaults(self) -> Defaults:
+        return defaults_for(self.arch, self.algorithm is not None)
+
+    def argv(self) -> list[str]:
+        """The words after ``fairseq-rpe train`` that ask for the same."""
+        words = [] if self.data is None else [str(self.data)]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("data", "extra") and value is not None and (field.name, value) != ("nodes", 1):
+                words += ["--" + field.name.replace("_", "-"), str(value)]
+        return [*words, *(["--", *self.extra] if self.extra else [])]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What fixes the numbers of a run and may not change between two starts; ``None``: not on record.
+
+    ``data`` and ``rpe_module`` are digests (for a generated task its spec), ``nproc`` counts the processes of all
+    nodes. ``last_update`` is there for a ``schedule`` that depends on it.
+    """
+
+    rpe: str | None = None
+    arch: str | None = None
+    data: str | None = None
+    tokens: int | None = None
+    batch_sentences: int | None = None
+    lr: float | None = None
+    warmup: int | None = None
+    dropout: float | None = None
+    update_freq: int | None = None
+    nproc: int | None = None
+    seed: int | None = None
+    rpe_share: str | None = None
+    positions_train: str | None = None
+    positions_eval: str | None = None
+    rpe_module: str | None = None
+    extra: tuple[str, ...] | None = None
+    compute_dtype: str | None = None
+    schedule: str | None = None
+    last_update: int | None = None
+
+    def record(self) -> dict[str, object]:
+        """As run.json has them: of the last three only those that are set, because older runs lack them."""
+        late = ("compute_dtype", "schedule", "last_update")
+        found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
+        return {**found, "extra": list(self.extra or ())}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved run: a run with other ``settings`` is another run."""
+
+    settings: Settings
+    updates: int
+    save_every: int
+
+
+def plan(request: Request, data_digest: str) -> Plan:
+    """Fill in the defaults. ``data_digest`` fixes the data; a task's own spec does for a generated one.
+
+    Raises:
+        UserError: --tokens with a generated task.
+    """
+
+    def chosen(name: str) -> Any:
+        given = getattr(request, name)
+        return getattr(request.defaults, name) if given is None else given
+
+    data, tokens = data_digest, chosen("tokens")
+    if request.algorithm:
+        if request.tokens is not None:
+            raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
+        task = build(request.algorithm)
+        data, tokens = task.spec, task.tokens(task.longest("train"))
+    linear = chosen("schedule") == "linear"
+    settings = Settings(
+        rpe=request.rpe.strip(),
+        arch=full_name(request.arch),
+        data=data,
+        tokens=tokens,
+        **{name: chosen(name) for name in ("batch_sentences", "lr", "warmup", "dropout")},
+        update_freq=request.update_freq,
+        nproc=request.world,
+        seed=request.seed,
+        rpe_share=request.rpe_share,
+        positions_train=request.positions_train,
+        positions_eval=request.positions_eval,
+        rpe_module=file_digest(request.rpe_module) if request.rpe_module else None,
+        extra=request.extra,
+        compute_dtype=request.compute_dtype if request.compute_dtype != "fp32" else None,
+        # the learning rate depends on the last update, so a run cannot be prolonged
+        schedule="linear" if linear else None,
+        last_update=chosen("updates") if linear else None,
+    )
+    return Plan(settings, chosen("updates"), chosen("save_every"))

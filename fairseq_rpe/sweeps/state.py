@@ -1,0 +1,210 @@
+"""What a sweep compares and what is on record of it: ``sweep.json``, written by the sweep and read by its reports."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import read_json, write_json
+from fairseq_rpe.core.records import Count, Rate, Rule
+from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.runs.folder import RunFolder
+from fairseq_rpe.runs.plan import IDENTITY
+
+_LONGEST_NAME = 80
+Url = Annotated[str, Rule(lambda text: text.startswith("https://"), "an address that begins with https://")]
+
+
+def slug(spec: str, seed: int) -> str:
+    """A file name for a run; two specs never share one."""
+    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", spec)[:_LONGEST_NAME]
+    if plain != spec:
+        plain += "-" + hashlib.sha256(spec.encode()).hexdigest()[:6]
+    return f"{plain}-seed{seed}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere."""
+
+    name: str
+    rpe: str
+    positions_train: str = IDENTITY
+    positions_eval: str | None = None
+
+    @property
+    def leaves_positions(self) -> bool:
+        """Whether positions are the plain ones in training and in evaluation."""
+        return {self.positions_train, self.positions_eval or IDENTITY} == {IDENTITY}
+
+    def run_name(self, seed: int, algorithm: str | None = None) -> str:
+        """The folder of a training run: methods that are trained alike share it."""
+        moved = None if self.positions_train == IDENTITY else self.positions_train
+        return slug("@".join(part for part in (algorithm, self.rpe, moved) if part), seed)
+
+
+@dataclass(frozen=True)
+class PublishedSettings:
+    """What is known of published runs."""
+
+    data: str | None = None
+    tokeniser: str | None = None
+    model: str | None = None
+    arch: str | None = None
+    vocabulary: Count | None = None
+    tokens: Count | None = None
+    batch_sentences: Count | None = None
+    updates: Count | None = None
+    lr: Rate | None = None
+    warmup: Count | None = None
+    schedule: Literal["inverse_sqrt", "linear"] | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """Published results: where they are from, what is known of the runs, and the values by method.
+
+    ``values``: by length for text (perplexities, or their natural logarithms where ``measure`` is ``log_ppl``), by
+    task for algorithms (exact answers in per cent).
+    """
+
+    source: str
+    url: Url | None = None
+    settings: PublishedSettings | None = None
+    measure: Literal["ppl", "log_ppl"] = "ppl"
+    values: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
+
+    @property
+    def form(self) -> str:
+        """How to print the values: with as many decimals as the most precise of them, at least two."""
+        given = [str(value) for row in self.values.values() for value in row.values()]
+        return f".{max([2, *(len(text.partition('.')[2]) for text in given)])}f"
+
+    def record(self) -> dict[str, object]:
+        """As TOML and JSON have it: a method's values beside what is said about them."""
+        known = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("settings", "values")}
+        found = {key: value for key, value in known.items() if value is not None and (key, value) != ("measure", "ppl")}
+        if self.settings is not None:
+            found["settings"] = {k: v for k, v in records.write(self.settings).items() if v is not None}
+        return {**found, **self.values}
+
+
+def read_published(given: Mapping[str, object], source: str, methods: Mapping[str, Method] | None) -> Published:
+    """Published results as TOML or JSON have them; ``methods`` are those that may have values, if that is checked."""
+    about = {f.name for f in fields(Published)} - {"values"}
+    values = {name: row for name, row in given.items() if name not in about}
+    for name in values:
+        if methods is not None and name not in methods:
+            raise UserError(f"{source}: published has an unknown method '{name}'{nearest(name, methods)}")
+    own = {name: value for name, value in given.items() if name in about}
+    return records.read(Published, {**own, "values": values}, source, "published", strict=methods is not None)
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What all runs of a sweep share; ``None``: not on record. ``subset``: the split that is scored."""
+
+    arch: str | None = None
+    data: str | None = None
+    tokens: int | None = None
+    batch_sentences: int | None = None
+    lr: float | None = None
+    warmup: int | None = None
+    dropout: float | None = None
+    update_freq: int | None = None
+    nproc: int | None = None
+    rpe_share: str | None = None
+    rpe_module: str | None = None
+    extra: tuple[str, ...] = ()
+    compute_dtype: str | None = None
+    schedule: str | None = None
+    last_update: int | None = None
+    updates: int | None = None
+    subset: str = "test"
+
+
+@dataclass(frozen=True)
+class State:
+    """What is on record of a sweep. ``encodings`` are the names of its methods, in the order asked for.
+
+    ``commands``: run -> stage -> command lines. ``algorithms``: its generated tasks; none for a sweep on text.
+    """
+
+    settings: SweepSettings
+    encodings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    recipe: str | None = None
+    title: str | None = None
+    paper: str | None = None
+    published: Published | None = None
+    commands: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    data: str | None = None
+    algorithms: tuple[str, ...] = ()
+
+    def method(self, name: str) -> Method:
+        """What a label stands for; a plain encoding stands for itself."""
+        return self.methods.get(name, Method(name, name))
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """The ``--out`` folder of a sweep."""
+
+    path: Path
+
+    @property
+    def state_path(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held while a sweep writes here."""
+        return self.path / ".lock"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(self.path / "runs" / name)
+
+    def run_of(self, method: Method, seed: int, algorithm: str | None = None) -> RunFolder:
+        """The run that a method is evaluated with."""
+        return self.run(method.run_name(seed, algorithm))
+
+    def state(self) -> State:
+        """What is on record.
+
+        Raises:
+            UserError: the folder is not one of a sweep, or its record is damaged.
+        """
+        if not self.state_path.is_file():
+            raise UserError(f"{self.path} holds no {self.state_path.name}: name the --out folder of a sweep")
+        given, source = read_json(self.state_path), str(self.state_path)
+        named = given.get("methods") or {}
+        given["methods"] = {name: {"name": name, **method} for name, method in named.items()}
+        published = given.pop("published", None)
+        state = records.read(State, given, source, "the sweep", strict=False)
+        if published:
+            values = read_published(published, source, None)
+            state = State(**{**{f.name: getattr(state, f.name) for f in fields(State)}, "published": values})
+        return state
+
+    def write(self, state: State) -> None:
+        """Put a sweep on record."""
+        given = records.write(state)
+        given["settings"] = {k: v for k, v in given["settings"].items() if v is not None or k == "rpe_module"}
+        given["methods"] = {name: {k: v for k, v in m.items() if k != "name"} for name, m in given["methods"].items()}
+        given["published"] = state.published.record() if state.published else None
+        for key in ("data", "algorithms"):
+            if not given[key]:
+                del given[key]
+        write_json(self.state_path, given)
