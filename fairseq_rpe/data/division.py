@@ -52,13 +52,14 @@ class DividedDocuments:
             sizes: Counter[str] = Counter()
             for document in reader:
                 sizes[document.place] += document.size
-            kept, room = set(), options.max_bytes
+            left_out, room = set(), options.max_bytes
             # Not the hash of the split, in whose order all validation files come first.
             for place in sorted(sizes, key=lambda place: (unit_hash("order", options.seed, place), place)):
-                if sizes[place] <= room:
-                    kept.add(place)
+                if sizes[place] > room:
+                    left_out.add(place)
+                else:
                     room -= sizes[place]
-            reader.entries = [entry for entry in entries if entry.place in kept]
+            reader.entries = [entry for entry in entries if entry.place not in left_out]
         return reader
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:

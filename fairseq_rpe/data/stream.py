@@ -45,14 +45,14 @@ class Encoded(NamedTuple):
     """A chunk of pieces in fairseq's format.
 
     Attributes:
-        ids: of all tokens, in the number type of the dictionary.
-        sizes: tokens of each item, (items,) as little-endian int32.
+        ids: of all tokens, (tokens,), in the number type of the dictionary.
+        sizes: tokens of each item, (items,).
         joins: whether the first item, of empty lines, belongs to the last item before this chunk.
         counts: of this chunk.
     """
 
-    ids: bytes
-    sizes: bytes
+    ids: np.ndarray
+    sizes: np.ndarray
     joins: bool
     counts: Counts
 
@@ -65,8 +65,7 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
     no other item is like that. The writer drops the first of these items: there are as many as gaps between documents.
     Without, each line is an item, as ``fairseq-preprocess`` has it.
     """
-    ids: list[bytes] = []
-    sizes: list[np.ndarray] = []
+    ids, sizes = [np.zeros(0, encoder.dtype)], [np.zeros(0, "<i4")]
     joins = unfinished = False
     counts = Counts()
     for piece in pieces:
@@ -74,11 +73,11 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
         items = _item_sizes(tokens, boundaries)
         blank = bool(len(tokens)) and tokens[0] == EOS
         if boundaries and piece.first:
-            ids.append(np.array([EOS], encoder.dtype).tobytes())
+            ids.append(np.array([EOS], encoder.dtype))
             sizes.append(np.ones(1, "<i4"))
             if blank and len(items) > 1:
                 items = np.concatenate(([items[0] + items[1]], items[2:]))
-        elif (boundaries and blank and sizes) or unfinished:
+        elif (boundaries and blank and len(sizes[-1])) or unfinished:
             sizes[-1][-1] += items[:1].sum()
             items = items[1:]
         elif boundaries and blank:
@@ -86,7 +85,7 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
         if len(items):
             sizes.append(items.astype("<i4"))
         unfinished = not boundaries and bool(tokens[-1] != EOS if len(tokens) else unfinished)
-        ids.append(tokens.tobytes())
+        ids.append(tokens)
         content = piece.text.encode()
         lines = content.count(b"\n")
         counts.add(
@@ -99,7 +98,7 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
                 unknown=int((tokens == UNK).sum()),
             )
         )
-    return Encoded(b"".join(ids), b"".join(s.tobytes() for s in sizes), joins, counts)
+    return Encoded(np.concatenate(ids), np.concatenate(sizes), joins, counts)
 
 
 def _count_words(text: str, content: bytes) -> int:
@@ -197,7 +196,7 @@ class SplitWriter:
         """Append a chunk."""
         # The boundary before the first document.
         extra, self._extra = self._extra, 0
-        ids, sizes = np.frombuffer(encoded.ids, self._dtype)[extra:], np.frombuffer(encoded.sizes, "<i4")[extra:]
+        ids, sizes = encoded.ids[extra:], encoded.sizes[extra:]
         self.counts.add(encoded.counts)
         self.counts.tokens -= extra
         self._bin.write(ids.tobytes())
@@ -232,7 +231,7 @@ def decode_documents(folder: Path, split: str) -> list[bytes]:
     manifest = read_manifest(folder) or {}
     # Corpora that name no tokenizer are of the standard library, from before it was one of the others.
     kind = manifest.get("tokenizer", {}).get("kind", "bpe")
-    boundaries = "tokenizer" in manifest and manifest["options"].get("boundaries", True)
+    boundaries = "tokenizer" in manifest and manifest.get("options", {}).get("boundaries", True)
     decode = load_decoder(kind, folder)
     tokens, sizes = read_split(folder, split)
     if not boundaries:
