@@ -58,7 +58,6 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
     by_hand = f"get it elsewhere and put it at {path}" + (f" (sha256 {sha256})" if sha256 else "")
     try:
         import pooch
-        import requests
     except ImportError:
         raise UserError(f"{path.name} needs the package pooch: pip install pooch, or {by_hand}") from None
     pooch.get_logger().setLevel(logging.WARNING)
@@ -80,7 +79,10 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         )
         try:
             found = fetcher.fetch(path.name, downloader=get)
-        except (_Hopeless, ValueError, requests.RequestException) as error:
+        except (_Hopeless, ValueError, OSError) as error:
+            # Those of the connection have no number, those of the disk have.
+            if getattr(error, "errno", None) is not None:
+                raise
             reasons.append(f"{url}: {' '.join(str(error).split())}")
             continue
         replace_with(path, partial(os.replace, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import sys
 import threading
@@ -147,6 +148,16 @@ def test_interrupted_transfers_leave_nothing(server: Server, tmp_path: Path, mon
     (tmp_path / ".file.zip.prepare-123" / "tmpabc").write_bytes(b"of a killed process")
     get(server, tmp_path / "file.zip", "ok")
     assert list(tmp_path.iterdir()) == [tmp_path / "file.zip"]
+
+
+def test_a_full_disk_is_no_reason_for_a_mirror(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("pooch.core.hash_matches", fail)
+    with pytest.raises(UserError, match="no space left for .*file.zip: free some"):
+        get(server, tmp_path / "file.zip", "ok", urls=[server.url, server.url])
+    assert list(tmp_path.iterdir()) == [] and len(server.requests) == 1
 
 
 def test_mirrors_in_order(server: Server, tmp_path: Path) -> None:
