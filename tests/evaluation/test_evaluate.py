@@ -13,8 +13,6 @@ import torch
 from conftest import TRAIN_FLAGS, fairseq, make_model
 from torch.nn import functional as F
 
-from fairseq_rpe.analysis import blocks
-from fairseq_rpe.analysis.blocks import BlockLoss, target_losses
 from fairseq_rpe.cli import evaluate
 from fairseq_rpe.cli.fast import Fast
 from fairseq_rpe.cli.main import main
@@ -22,6 +20,8 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY, describe_files
 from fairseq_rpe.encodings import build
+from fairseq_rpe.evaluation.losses import BlockLoss, target_losses
+from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
 
 
@@ -203,7 +203,7 @@ def evaluate_args(checkpoint: Path, corpus: Path):
 
 @pytest.mark.parametrize("tile", [(1, 1), (3, 7), (64, 90), (200, 1000)])
 def test_tiles_equal_the_plain_loss(tile, monkeypatch):
-    monkeypatch.setattr(blocks, "TILES", {"cpu": tile})
+    monkeypatch.setattr(cross_entropy, "TILES", {"cpu": tile})
     torch.manual_seed(0)
     x, weight, target = 5 * torch.randn(50, 16), torch.randn(90, 16), torch.randint(90, (50,))
     plain = F.cross_entropy((x.double() @ weight.double().T), target, reduction="none")
@@ -226,7 +226,7 @@ def test_logits_are_never_larger_than_a_tile(state, corpus, tmp_path, capsys, mo
     def refuse(*_, **__):
         raise AssertionError("the logits of all tokens were made")
 
-    monkeypatch.setattr(blocks, "TILES", {"cpu": (16, 50)})
+    monkeypatch.setattr(cross_entropy, "TILES", {"cpu": (16, 50)})
     monkeypatch.setattr(F, "linear", spy)
     monkeypatch.setattr(RPEDecoder, "output_layer", refuse)
     assert_same_numbers(rows_of(capsys, checkpoint, corpus, "901"), wanted)
@@ -339,11 +339,12 @@ def test_pruned_evaluation(state, corpus, tmp_path, capsys):
 def test_the_backend_of_an_evaluation(state, corpus, tmp_path, capsys, monkeypatch):
     """Kernels in place of the checkpoint's backend, pruned as well; what they refuse is one line."""
     pytest.importorskip("triton", reason="needs the package triton")
-    from fairseq_rpe.attention import triton_launch, triton_prune
+    from fairseq_rpe.attention.triton import pruned as kernels_pruned
+    from fairseq_rpe.attention.triton import tuning
 
-    monkeypatch.setattr(triton_launch, "INTERPRETER_SIZES", {"BLOCK_M": 128, "BLOCK_N": 128})
-    decided, decide = [], triton_prune.left_out
-    monkeypatch.setattr(triton_prune, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
+    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 128, "BLOCK_N": 128})
+    decided, decide = [], kernels_pruned.left_out
+    monkeypatch.setattr(kernels_pruned, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
     path = checkpoint_with(state, tmp_path, decoder_attention_heads=1)
     length = str(min(900, corpus_files.count_tokens(corpus, "test") - 1))
     [plain] = rows_of(capsys, path, corpus, length)
