@@ -29,7 +29,7 @@ class Fast:
         import torch
         from tqdm import tqdm
 
-        from fairseq_rpe.analysis.blocks import BlockLoss
+        from fairseq_rpe.evaluation.losses import BlockLoss
 
         if next(self.model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,6 @@
-"""Loss over blocks of text by the position in the block, with the logits of a few tokens and types at a time.
+"""Losses of a trained model's targets, and their mean over blocks of text by the position in the block.
 
-A block has positions 0 … L-1; the target at position p is predicted from p + 1 inputs. The loss of a target y with
-features x and output weights W (V, C) is log Σ_v exp(W_v·x) - W_y·x in nats. The sum over v is taken along from tile to
-tile of the vocabulary with its maximum, so that no more than one tile of logits ever exists.
+A block has positions 0 … L-1; the target at position p is predicted from p + 1 inputs.
 """
 
 from __future__ import annotations
@@ -14,36 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..core import UserError
-from .sliding import losses
+from ..modules.cross_entropy import target_losses
 
-# Tokens (on a CPU for each thread) and types of a tile: what a core's cache holds, and 128 MiB on a GPU.
-TILES = {"cpu": (128, 1024), "cuda": (2048, 16384)}
+ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
 
 
-@torch.no_grad()
-def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32, (N,), without the (N, V) logits.
+def losses(model: Any, inputs: Tensor, targets: Tensor, state: dict[str, Any] | None = None) -> Tensor:
+    """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
+    features = model.decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
+    return _feature_losses(model, features.flatten(0, 1), targets.flatten())
 
-    Args:
-        x: (N, C) features. weight: (V, C). target: (N,) int64.
-    """
-    rows, columns = TILES.get(x.device.type, TILES["cpu"])
-    if x.device.type == "cpu":
-        rows *= torch.get_num_threads()
-    found = [x.new_empty(0, dtype=torch.float32)]
-    for xb, tb in zip(x.split(rows), target.split(rows), strict=True):
-        top = torch.full((len(xb), 1), -math.inf, device=x.device)
-        total = torch.zeros_like(top)
-        for part in weight.split(columns):
-            logits = F.linear(xb, part).float()
-            highest = torch.maximum(top, logits.amax(-1, keepdim=True))
-            total = total * (top - highest).exp() + logits.sub_(highest).exp_().sum(-1, keepdim=True)
-            top = highest
-        own = (xb.float() * weight[tb].float()).sum(-1)
-        found.append((top + total.log())[:, 0] - own)
+
+def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
+    """The same (N,) from features (N, C)."""
+    decoder = model.decoder
+    if decoder.adaptive_softmax is None:
+        return target_losses(features, decoder.output_projection.weight, targets)
+    found = []
+    for x, y in zip(features.split(ADAPTIVE), targets.split(ADAPTIVE), strict=True):
+        scores = model.get_normalized_probs((x[None], None), log_probs=True, sample={"target": y[None].contiguous()})
+        found.append(-scores.float().gather(-1, y[None, :, None]).flatten())
     return torch.cat(found)
 
 
@@ -75,13 +65,10 @@ class BlockLoss:
     def add(self, inputs: Tensor, targets: Tensor) -> None:
         """Score blocks: inputs and targets (B, n), rows padded at their end."""
         inputs, targets = inputs.to(self._nats.device), targets.to(self._nats.device)
-        kept, decoder = targets.ne(self.pad), self.model.decoder
+        kept = targets.ne(self.pad)
         found = torch.zeros(targets.shape, device=targets.device)
-        if decoder.adaptive_softmax is not None:
-            found[kept] = losses(self.model, inputs, targets).view(targets.shape)[kept]
-        else:
-            features = decoder(inputs, features_only=True)[0]
-            found[kept] = target_losses(features[kept], decoder.output_projection.weight, targets[kept])
+        features = self.model.decoder(inputs, features_only=True)[0]
+        found[kept] = _feature_losses(self.model, features[kept], targets[kept])
         n = targets.shape[1]
         self._nats[:n] += found.double().sum(0)
         self._count[:n] += kept.sum(0)
