@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ..core import UserError
 from ..modules.cross_entropy import target_losses
+from .results import Buckets
 
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
 
@@ -35,15 +35,6 @@ def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
         scores = model.get_normalized_probs((x[None], None), log_probs=True, sample={"target": y[None].contiguous()})
         found.append(-scores.float().gather(-1, y[None, :, None]).flatten())
     return torch.cat(found)
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Mean loss in bits of the tokens at positions up to ``upto`` (inclusive) and beyond the bucket before."""
-
-    upto: list[int]
-    loss_base2: list[float]
-    tokens: list[int]
 
 
 class BlockLoss:
@@ -95,4 +86,4 @@ class BlockLoss:
         edges = [0, *(1 << k for k in range((length - 1).bit_length())), length]
         sizes = [b - a for a, b in itertools.pairwise(edges)]
         nats, count = (torch.stack([p.sum() for p in part.split(sizes)]) for part in (self._nats, self._count))
-        return Buckets([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())
+        return Buckets(*map(tuple, ([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())))

@@ -1,4 +1,4 @@
-"""Perplexity with a sliding window, by recomputation and, where that gives the same, with the key/value cache.
+"""Losses with a sliding window, by recomputation and, where that gives the same, with the key/value cache.
 
 Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 1 and Table 1. The stream has T targets
 y_0 … y_(T-1); y_i is predicted from inputs x_0 … x_i, where x_0 is the end-of-sentence symbol and x_i = y_(i-1), as in
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
-from ..evaluation.losses import losses
+from .losses import losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Tick = Callable[[int], Any]
