@@ -60,7 +60,7 @@ def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
 
 
 def check_epsilons(epsilons: Sequence[float], name: str = "epsilon") -> None:
-    """Refuse values of ε outside (0, 1), where n_emp is not defined or always 1; ``name`` is what they were given as."""
+    """Refuse values of ε outside (0, 1), where n_emp is not defined or always 1; ``name``: how to call them."""
     for e in epsilons:
         if not 0 < e < 1:
             raise UserError(f"{name} {e:g} is not between 0 and 1: it is the part of the attention left out")

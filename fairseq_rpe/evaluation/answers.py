@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import time
 
 import torch
 from torch import Tensor

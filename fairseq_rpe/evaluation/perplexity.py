@@ -19,10 +19,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from tqdm import tqdm
 
 from fairseq_rpe import compat, guards
-from fairseq_rpe.cli import corpus
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.loading import check_plain, load, see
 from fairseq_rpe.evaluation.losses import BlockLoss

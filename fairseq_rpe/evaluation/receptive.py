@@ -11,9 +11,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp, quantised, thinned
-from fairseq_rpe.cli import corpus
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import Row, Table, csv_text, words
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone, measured
 from fairseq_rpe.evaluation.requests import Overrides

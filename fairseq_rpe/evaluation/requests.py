@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from fairseq_rpe.algorithms import Algorithm
-from fairseq_rpe.cli import corpus
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.results import AnswerKey, TextKey
 
@@ -94,9 +94,4 @@ class AnswerRequest:
         """A measurement for each number of items."""
         same = (file_digest(self.checkpoint), algorithm.spec, self.split)
         moved = (self.use.rpe, self.use.positions, self.unit)
-        return [AnswerKey(*same, length, *moved) for length in self.lengths or lengths_of(algorithm, self.split)]
-
-
-def lengths_of(algorithm: Algorithm, split: str) -> list[int]:
-    """The numbers of items that occur in a split."""
-    return sorted({example.length for example in algorithm.examples(split)})
+        return [AnswerKey(*same, length, *moved) for length in self.lengths or algorithm.lengths(self.split)]

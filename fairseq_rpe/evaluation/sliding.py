@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from fairseq_rpe.cli import corpus
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.core.table import Cell, Row, Table, csv_of, number
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import loading
 from fairseq_rpe.evaluation.loading import Subject
 from fairseq_rpe.evaluation.requests import Overrides
