@@ -254,8 +254,13 @@ def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Fi
 
 
 def draw_receptive_field(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
-    from fairseq_rpe.cli import corpus, erf, erf_figure
-    from fairseq_rpe.cli.subjects import find_subjects
+    from fairseq_rpe.evaluation.messages import log_to
+
+    log_to(None)
+    from fairseq_rpe.evaluation.loading import find_subjects
+    from fairseq_rpe.evaluation.measurements import Overrides
+    from fairseq_rpe.evaluation.receptive import FieldRequest, measure
+    from fairseq_rpe.figures import empirical
 
     if args.data is None:
         raise Skip("needs --sweep and --data")
@@ -263,14 +268,11 @@ def draw_receptive_field(subjects: Subjects, args: argparse.Namespace) -> dict[s
     plain = [name for name in subjects.encodings if report.leaves_positions(report.method_of(state, name))]
     if not plain:
         raise Skip("every method moves positions")
-    own = erf.defaults([subjects.checkpoint(name) for name in plain], args.data)
-    own.length, own.rpe_module = args.length, args.rpe_module
-    corpus.check_folder(own.data, own.subset)
-    found = find_subjects(own.checkpoints)
-    length, rows = erf.sizes(own, state["settings"]["tokens"])
+    request = FieldRequest(data=args.data, length=args.length, use=Overrides(rpe_module=args.rpe_module))
+    found = find_subjects([subjects.checkpoint(name) for name in plain])
+    length, rows = request.sized(state["settings"]["tokens"])
     named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
-    measured = [erf.measure(own, subject, length, rows) for subject in named]
-    return {"erf": erf_figure.curves(measured, own.epsilon)}
+    return {"erf": empirical.curves([measure(request, one, length, rows) for one in named], request.epsilons)}
 
 
 def _some(found: dict[str, Encoding]) -> dict[str, Encoding]:

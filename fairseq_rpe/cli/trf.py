@@ -90,7 +90,7 @@ def quantised(args: argparse.Namespace) -> tuple[list[str], list[list[Any]], lis
         raise UserError(f"--quantised {args.quantised}: choose at most {LONGEST} distances")
     import torch
 
-    from fairseq_rpe.analysis.erf import quantised as steps
+    from fairseq_rpe.analysis.receptive_field import quantised as steps
 
     rows, lines = [], []
     sources = weights_of(args, args.quantised)

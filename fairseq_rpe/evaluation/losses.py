@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +14,14 @@ from torch import Tensor
 
 from ..core import UserError
 from ..modules.cross_entropy import target_losses
+from .results import Buckets
 
+# fairseq's incremental state: keys, values and padding by layer
+Cache = dict[str, dict[str, Tensor]]
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
 
 
-def losses(model: Any, inputs: Tensor, targets: Tensor, state: dict[str, Any] | None = None) -> Tensor:
+def losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
     """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
     features = model.decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
     return _feature_losses(model, features.flatten(0, 1), targets.flatten())
@@ -35,15 +37,6 @@ def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
         scores = model.get_normalized_probs((x[None], None), log_probs=True, sample={"target": y[None].contiguous()})
         found.append(-scores.float().gather(-1, y[None, :, None]).flatten())
     return torch.cat(found)
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Mean loss in bits of the tokens at positions up to ``upto`` (inclusive) and beyond the bucket before."""
-
-    upto: list[int]
-    loss_base2: list[float]
-    tokens: list[int]
 
 
 class BlockLoss:
@@ -95,4 +88,4 @@ class BlockLoss:
         edges = [0, *(1 << k for k in range((length - 1).bit_length())), length]
         sizes = [b - a for a, b in itertools.pairwise(edges)]
         nats, count = (torch.stack([p.sum() for p in part.split(sizes)]) for part in (self._nats, self._count))
-        return Buckets([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())
+        return Buckets(*map(tuple, ([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())))

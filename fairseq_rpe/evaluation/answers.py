@@ -1,0 +1,134 @@
+"""Exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_rpe import algorithms, positions
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import configure, parse
+from fairseq_rpe.evaluation.loading import load
+from fairseq_rpe.evaluation.losses import Cache
+from fairseq_rpe.evaluation.measurements import AnswerRequest
+from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult
+from fairseq_rpe.positions import registry
+from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.plan import IDENTITY, defaults_for
+
+
+def algorithm_of(checkpoint: Checkpoint) -> algorithms.Algorithm:
+    """The task that a checkpoint was trained on.
+
+    Raises:
+        UserError: it was trained on text.
+    """
+    spec = checkpoint.task.get("algorithm")
+    if not spec:
+        raise UserError(f"{checkpoint.path} was not trained on an algorithmic task: fairseq-rpe eval is for text")
+    return algorithms.build(str(spec))
+
+
+def interpolated(spec: str, trained: int, length: int) -> str:
+    """``spec`` with interpolation's automatic ratio made explicit: trained / length, 1 where the length was trained.
+
+    >>> interpolated("interpolate", 20, 80)
+    'interpolate:ratio=0.25'
+    """
+    name, given = parse(spec)
+    config = configure(registry.get(name).Config, name, given)
+    if name != "interpolate" or config.ratio != "auto" or config.train is not None:
+        return spec
+    return f"interpolate:ratio={trained / length!r}" if length > trained else IDENTITY
+
+
+class Answers:
+    """A loaded model with the examples of a split: called with a key it gives the result.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or some number of items in ``wanted`` has no example or no positions.
+    """
+
+    def __init__(self, request: AnswerRequest, checkpoint: Checkpoint, wanted: Sequence[AnswerKey]) -> None:
+        threads = defaults_for(checkpoint.arch, algorithm=True).threads
+        if threads and "OMP_NUM_THREADS" not in os.environ:
+            # single tokens of a small model: more threads only wait for each other
+            torch.set_num_threads(threads)
+        self.request, self.encoding, self.algorithm = request, checkpoint.encoding, algorithm_of(checkpoint)
+        self.model, self.task = load(request.checkpoint, request.use, log=request.log)
+        moves = self.model.decoder.moves
+        if self.model.decoder.reads_length:
+            raise UserError(
+                "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
+                "factor with --rpe, or use --positions interpolate, which has one ratio for each number of items"
+            )
+        self.spec = str(request.use.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
+        self.task.load_dataset(request.split)
+        self.data = self.task.dataset(request.split)
+        for key in wanted:
+            if not (self.data.items == key.length).any():
+                raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
+            self._place(key.length)
+
+    def __call__(self, key: AnswerKey) -> AnswerResult:
+        start = time.monotonic()
+        transform = self._place(key.length)
+        rows = (self.data.items == key.length).nonzero()[0].tolist()
+        device = next(self.model.parameters()).device
+        right = 0
+        for first in range(0, len(rows), self.request.batch_size):
+            prompts, answers = self.data.prompts(rows[first : first + self.request.batch_size])
+            written = greedy(self.model, prompts.to(device), answers.shape[1])
+            right += int(torch.eq(written.cpu(), answers).all(1).sum())
+        return AnswerResult(
+            **vars(key),
+            encoding=self.encoding,
+            examples=len(rows),
+            right=right,
+            accuracy=right / len(rows),
+            transform=transform,
+            seconds=round(time.monotonic() - start, 3),
+        )
+
+    def _place(self, length: int) -> str:
+        """Settle the positions of a whole row of ``length`` items before its first token is read, and name them."""
+        whole, trained = self.algorithm.tokens(length), self.task.train_tokens
+        if self.request.unit == "items":
+            spec = interpolated(self.spec, self.algorithm.longest("train"), length)
+        else:
+            spec = interpolated(self.spec, trained, whole)
+        seed = hashlib.blake2b(f"{self.spec}|{length}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
+        self.model.decoder.moves.evaluation = positions.freeze(positions.build(spec, trained), whole, generator)
+        return spec
+
+
+@torch.no_grad()
+def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
+    """The likeliest next token, ``steps`` times.
+
+    Rows go on after the end of the sentence: whoever compares them with answers of ``steps`` tokens needs no more.
+
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        prompts: (B, P) int64 without padding, P >= 1.
+        steps: tokens to add, >= 1.
+
+    Returns:
+        (B, steps) int64.
+    """
+    decoder = model.decoder
+    state: Cache = {}
+    rows = prompts
+    for _ in range(steps):
+        features = decoder(rows, incremental_state=state, features_only=True)[0]
+        scores = decoder.output_layer(features[:, -1])
+        scores[:, decoder.padding_idx] = -torch.inf
+        rows = torch.cat([rows, scores.argmax(-1, keepdim=True)], dim=1)
+    return rows[:, prompts.shape[1] :]

@@ -1,0 +1,109 @@
+"""What is to be measured of which checkpoint, and how that is loaded; known without loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from fairseq_rpe.algorithms import Algorithm
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.data.units import read_units
+from fairseq_rpe.evaluation.results import AnswerKey, TextKey
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """How a checkpoint is loaded; ``None`` leaves its own setting. ``device``: auto, cpu or cuda.
+
+    ``rpe_module``: Python file with encodings of the user's own.
+    """
+
+    rpe: str | None = None
+    positions: str | None = None
+    compute_dtype: str | None = None
+    attention_backend: str | None = None
+    device: str = "auto"
+    rpe_module: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
+
+    ``max_tokens`` and ``batch_size`` bound a batch, in tokens and in blocks; ``log`` is named where something fails.
+    """
+
+    checkpoint: Path
+    data: Path
+    lengths: Sequence[int]
+    subset: str = "test"
+    use: Overrides = field(default_factory=Overrides)
+    engine: Literal["fast", "fairseq"] = "fast"
+    attention_prune: float | None = None
+    max_tokens: int | None = None
+    batch_size: int | None = None
+    log: Path | None = None
+
+    def keys(self) -> list[TextKey]:
+        """A measurement for each length.
+
+        Raises:
+            UserError: the checkpoint, the data or a length cannot be used.
+        """
+        if not self.checkpoint.is_file():
+            raise UserError(f"checkpoint {self.checkpoint} does not exist")
+        corpus.check_folder(self.data, self.subset)
+        tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
+        if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):
+            raise UserError(f"--max-tokens {self.max_tokens} is less than length {longest}: raise it")
+        units = read_units(self.data, self.subset)
+        if units is not None and units.tokens != tokens:
+            raise UserError(
+                f"{self.data}/corpus.json counts {units.tokens} tokens in {self.subset} where the data have {tokens}: "
+                "prepare the corpus again"
+            )
+        same = TextKey(
+            checkpoint=file_digest(self.checkpoint),
+            data=corpus.digest(self.data),
+            subset=self.subset,
+            rpe=self.use.rpe,
+            positions=self.use.positions,
+            compute_dtype=self.use.compute_dtype,
+            attention_prune=self.attention_prune,
+            length=0,
+        )
+        return [replace(same, length=length) for length in self.lengths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """Exact answers of a checkpoint to its algorithmic task: the options of ``fairseq-rpe accuracy``.
+
+    ``lengths`` are numbers of items, by default all there are; ``unit``: of interpolation's ratio; ``batch_size``
+    bounds the examples that are answered together.
+    """
+
+    checkpoint: Path
+    lengths: Sequence[int] | None = None
+    split: str = "test"
+    use: Overrides = field(default_factory=Overrides)
+    unit: Literal["items", "tokens"] = "items"
+    batch_size: int = 256
+    log: Path | None = None
+
+    def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
+        """A measurement for each number of items."""
+        same = AnswerKey(
+            checkpoint=file_digest(self.checkpoint),
+            algorithm=algorithm.spec,
+            split=self.split,
+            rpe=self.use.rpe,
+            positions=self.use.positions,
+            unit=self.unit,
+            length=0,
+        )
+        return [replace(same, length=length) for length in self.lengths or algorithm.lengths(self.split)]

@@ -1,0 +1,161 @@
+"""The empirical receptive field of trained checkpoints on a text: how many of the nearest keys hold their attention."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp, quantised, thinned
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.table import Row, Table, csv_text, words
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.loading import Subject, load, read_stream
+from fairseq_rpe.evaluation.measurements import Overrides
+from fairseq_rpe.evaluation.probe import LayerField, bias_alone, measured
+from fairseq_rpe.figures.empirical import Mass
+
+_LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
+_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldRequest:
+    """What is measured of each checkpoint: the options of ``fairseq-rpe erf``.
+
+    ``blocks`` of ``length`` tokens, in each the last ``rows`` queries, ``batch_size`` blocks at a time; ``None`` leaves
+    it to :meth:`sized` and to the memory. ``epsilons``: the parts of the attention that may be left out.
+    """
+
+    data: Path
+    subset: str = "test"
+    length: int | None = None
+    blocks: int = 64
+    rows: int | None = None
+    epsilons: Sequence[float] = (0.5, 0.1, 0.01)
+    batch_size: int | None = None
+    use: Overrides = field(default_factory=Overrides)
+
+    def sized(self, train_length: int) -> tuple[int, int]:
+        """Tokens of a block and queries measured in it.
+
+        Raises:
+            UserError: the data cannot be used, the text does not fill the blocks, or ε is not between 0 and 1.
+        """
+        check_epsilons(self.epsilons, "--epsilon")
+        corpus.check_folder(self.data, self.subset)
+        total = corpus.count_tokens(self.data, self.subset)
+        length = self.length or min(_LONGER * train_length, total // self.blocks)
+        if length < 1 or total < self.blocks * length:
+            raise UserError(
+                f"{self.data}/{self.subset} has {total} tokens, less than {self.blocks} blocks of {max(length, 1)}: "
+                "use more text, a smaller --length or fewer --blocks"
+            )
+        rows = self.rows or max(1, length // _PART)
+        if rows > length:
+            raise UserError(f"--rows {rows} is more than a block of {length} tokens: lower it")
+        return length, rows
+
+
+@dataclass(frozen=True)
+class Measured(Mass):
+    """The fields of the layers of one checkpoint, and what their biases alone would give."""
+
+    path: Path
+    blocks: int
+    rows: int
+    layers: Sequence[LayerField]
+    biases: Sequence[LayerField] | None
+
+
+def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> Measured:
+    """The field of one checkpoint over blocks from all over the text, ``length`` and ``rows`` as they were sized."""
+    model, task = load(subject.path, request.use, request.data)
+    total = corpus.count_tokens(request.data, request.subset)
+    stream = read_stream(request.data, request.subset, task.source_dictionary, total)
+    # Blocks from all over the text, where there are more than are measured.
+    starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
+    inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
+    size = request.batch_size or max(1, _BATCH_TOKENS // length)
+    device = next(model.parameters()).device
+    bar = tqdm(total=request.blocks, desc=subject.label, unit=" blocks", disable=None, leave=False)
+    with torch.no_grad(), bar, measured(model.decoder, length, rows, request.epsilons) as found:
+        for part in inputs.split(size):
+            model.decoder(part.to(device), features_only=True)
+            bar.update(len(part))
+    wanted = request.blocks * rows
+    for layer in found.layers:
+        if layer.rows != wanted:
+            raise UserError(f"{subject.path}: {layer.rows} of {wanted} rows were measured: report this")
+    biases = bias_alone(model.decoder, length, rows, request.epsilons)
+    masses = (_mass(found.layers), _mass(biases) if biases else None)
+    here = (subject.path, request.blocks, rows, found.layers, biases)
+    return Measured(subject.label, subject.train_length, *masses, *here)
+
+
+def _mass(layers: Sequence[LayerField]) -> Tensor:
+    return torch.stack([layer.mass for layer in layers]).cpu()
+
+
+def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Any]) -> str:
+    """Rows for each layer (from 0) and head (from 1, as in TensorBoard); ``cells`` gives what follows their names."""
+    rows = (
+        [one.label, one.path, layer, number + 1, *row]
+        for one in found
+        for layer, number in itertools.product(*map(range, one.mass.shape[:2]))
+        for row in cells(one, layer, number)
+    )
+    return csv_text(("encoding", "checkpoint", "layer", "head", *head), rows)
+
+
+def fields_csv(found: Sequence[Measured], epsilons: Sequence[float]) -> str:
+    """n_emp of every layer, head and ε: mean and median over rows; of the rows' mean curve; of the bias alone."""
+
+    def cells(one: Measured, layer: int, head: int) -> Iterator[list[object]]:
+        own, of_mean = one.layers[layer], n_emp(one.mass[layer, head], epsilons).tolist()
+        for e, epsilon in enumerate(epsilons):
+            bias = float(one.biases[layer].mean[e, head]) if one.biases else None
+            values = (float(own.mean[e, head]), float(own.median[e, head]), of_mean[e], bias)
+            yield [epsilon, *values, own.length, one.rows, one.blocks]
+
+    names = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
+    return _csv(found, names, cells)
+
+
+def curves_csv(found: Sequence[Measured]) -> str:
+    """Attention by distance, and within it (the query and that many keys before it), thinned at long distances."""
+
+    def cells(one: Measured, layer: int, head: int) -> Iterator[tuple[float, ...]]:
+        mass = one.mass[layer, head]
+        shown = thinned(len(mass))
+        return zip(shown, mass[shown].tolist(), mass.cumsum(-1)[shown].tolist(), strict=True)
+
+    return _csv(found, ("distance", "mass", "within"), cells)
+
+
+def quantised_csv(found: Sequence[Measured]) -> str:
+    """The paper's quantised curve of every layer and head."""
+
+    def cells(one: Measured, layer: int, head: int) -> Iterator[tuple[float, ...]]:
+        return zip(*(part.tolist() for part in quantised(one.mass[layer, head])), strict=True)
+
+    return _csv(found, ("epsilon", "n_over_length"), cells)
+
+
+def table(found: Sequence[Measured], epsilons: Sequence[float]) -> Table:
+    """Encoding and layer × ε: mean of n_emp over rows, then over heads, with the least and the most of a head."""
+    rows = []
+    for one in found:
+        means = {str(number): layer.mean for number, layer in enumerate(one.layers)}
+        if one.biases:
+            means["bias alone"] = torch.cat([layer.mean for layer in one.biases], dim=1)
+        for name, mean in means.items():
+            cells = [f"{n.mean():.1f} ({n.min():.1f} to {n.max():.1f})" for n in mean]
+            rows.append(Row(one.label, [words(text) for text in (name, *cells)]))
+    return Table("Nearest keys", ["encoding", "layer", *(f"ε = {e:g}" for e in epsilons)], rows, words=True)

@@ -1,0 +1,188 @@
+"""Perplexity and time of sliding-window against non-overlapping evaluation, window by window."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from fairseq_rpe.core import devices
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.table import Row, Table, number
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation import loading
+from fairseq_rpe.evaluation.loading import Subject
+from fairseq_rpe.evaluation.measurements import Overrides
+from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
+from fairseq_rpe.evaluation.windows import Windows, cached, check_windows, recomputed, why_not_cached
+
+PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
+COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
+PLAIN, SLIDING, CACHED = "non-overlapping", "sliding", "cached"
+BATCH_TOKENS = 2048
+# Short measurements are repeated and their median counts: they are what all others are divided by.
+LONG_ENOUGH, REPEATS = 2.0, 5
+NOTE = f"""\
+Time is relative to the non-overlapping evaluation of the same model at the same window, in the second table to that of
+the first model over all windows. Published ("Exploring Transformer Extrapolation", Table 1, mean over windows of 16 to
+512): sliding {PUBLISHED}, non-overlapping 1.00, ALiBi without sliding 1.00. Its stride, model and hardware are not
+stated: compare the order of magnitude only.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingRequest:
+    """What is compared for each checkpoint: the options of ``fairseq-rpe sliding``.
+
+    ``windows`` and ``stride`` in tokens; ``first_tokens``: score these only; ``cached``: also slide with cached keys
+    and values; ``workers`` processes cut the windows; ``max_tokens`` bounds a batch.
+    """
+
+    data: Path
+    windows: Sequence[int]
+    stride: int = 1
+    subset: str = "test"
+    first_tokens: int | None = None
+    cached: bool = False
+    workers: int = 0
+    max_tokens: int | None = None
+    use: Overrides = field(default_factory=Overrides)
+
+    def check(self) -> int:
+        """The tokens to score.
+
+        Raises:
+            UserError: the data cannot be used, or a window does not go with the text, the stride or the batch.
+        """
+        corpus.check_folder(self.data, self.subset)
+        total = corpus.count_tokens(self.data, self.subset)
+        if self.first_tokens and self.first_tokens > total:
+            raise UserError(f"--first-tokens {self.first_tokens}: {self.data}/{self.subset} has {total}, leave it out")
+        total = self.first_tokens or total
+        for window in self.windows:
+            check_windows(total, window, self.stride)
+            if self.max_tokens and self.max_tokens < window:
+                raise UserError(f"--max-tokens {self.max_tokens} is less than window {window}: raise it")
+        return total
+
+    def keys(self, checkpoint: Path) -> list[SlidingKey]:
+        """A measurement for each window and mode."""
+        same = SlidingKey(
+            checkpoint=file_digest(checkpoint),
+            data=corpus.digest(self.data),
+            subset=self.subset,
+            positions=self.use.positions,
+            tokens=self.check(),
+            workers=self.workers,
+            max_tokens=self.max_tokens or BATCH_TOKENS,
+            device=devices.chosen(self.use.device),
+            mode=PLAIN,
+            window=0,
+            stride=0,
+        )
+        found = []
+        for window in self.windows:
+            found.append(replace(same, window=window, stride=window))
+            for mode in (SLIDING, CACHED)[: 1 + self.cached]:
+                found.append(replace(same, mode=mode, window=window, stride=self.stride))
+        return found
+
+
+def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[SlidingResult]:
+    """Measure what is not in the file ``results`` yet, and put everything side by side, under the subjects' labels.
+
+    Raises:
+        UserError: positions are random, the cache is not exact, or a token was not scored exactly once.
+    """
+    rows = []
+    for subject in subjects:
+        begin = functools.partial(_measuring, request, subject)
+        plain: dict[int, float] = {}
+        for one in resumed(SlidingResult, results, request.keys(subject.path), begin):
+            plain.setdefault(one.window, one.seconds)  # of the modes at a window the non-overlapping one comes first
+            rows.append(replace(one, encoding=subject.label, relative=one.seconds / plain[one.window]))
+    return rows
+
+
+def _measuring(
+    request: SlidingRequest, subject: Subject, missing: Sequence[SlidingKey]
+) -> Callable[[SlidingKey], SlidingResult]:
+    model, task = loading.load(subject.path, request.use, request.data)
+    transform = model.decoder.moves.active(False)
+    if transform is not None and transform.random:
+        raise UserError(
+            f"{subject.label}: random positions are drawn anew for every batch, so windows cannot be compared: name "
+            "another --positions"
+        )
+    for key in missing:
+        if key.mode == CACHED and (reason := why_not_cached(model, key.window, key.stride)):
+            raise UserError(f"--cached: {subject.label}: {reason}")
+    stream = loading.read_stream(request.data, request.subset, task.source_dictionary, missing[0].tokens)
+    return lambda key: _measure(model, stream, key, subject.label)
+
+
+def _measure(model: Any, stream: Tensor, key: SlidingKey, label: str) -> SlidingResult:
+    """Perplexity and median time."""
+    windows = Windows(stream, key.window, key.stride, (key.max_tokens or BATCH_TOKENS) // key.window)
+    seconds: list[float] = []
+    while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:
+        title = f"{label}, {key.mode}, window {key.window}"
+        with tqdm(total=key.tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
+            if key.mode == CACHED:
+                score = cached(model, windows, bar.update)
+            else:
+                loader = DataLoader(windows, batch_size=None, num_workers=key.workers or 0)
+                score = recomputed(model, loader, bar.update)
+        if score.tokens != key.tokens:
+            raise UserError(
+                f"window {key.window}: {score.tokens} of {key.tokens} tokens were scored: the result is not kept"
+            )
+        seconds.append(score.seconds)
+    nats = score.nats / key.tokens
+    return SlidingResult(
+        **vars(key),
+        encoding=label,
+        loss_base2=nats / math.log(2),
+        ppl=math.exp(nats),
+        seconds=statistics.median(seconds),
+    )
+
+
+def by_window(rows: Sequence[SlidingResult]) -> Table:
+    """Window × mode: perplexity per token, and time as a multiple of the non-overlapping evaluation's."""
+    found: dict[tuple[str, int], list[SlidingResult]] = {}
+    for row in rows:
+        found.setdefault((row.encoding, row.window), []).append(row)
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    head = ["encoding", "window", *(f"{m} ppl" for m in modes), "seconds", *(f"{m} time" for m in modes[1:])]
+    lines = []
+    for (label, window), own in found.items():
+        times = [own[0].seconds, *(one.relative for one in own[1:])]
+        cells = [number(value, ".2f") for value in (*(one.ppl for one in own), *times)]
+        lines.append(Row(label, [number(window, "d"), *cells]))
+    return Table("Perplexity and time by window", head, lines)
+
+
+def together(rows: Sequence[SlidingResult]) -> Table:
+    """Time over all windows together, as Table 1 sums it up; everything relative to the first model's."""
+    total: dict[str, float] = {}
+    for row in rows:
+        name = f"{row.encoding}, {row.mode}"
+        total[name] = total.get(name, 0.0) + row.seconds
+    first = next(iter(total.values()))
+    lines = [Row(name, [number(seconds / first, ".2f")]) for name, seconds in total.items()]
+    return Table("Time over all windows", ["all windows together", "time"], lines)
+
+
+def markdown(rows: Sequence[SlidingResult]) -> str:
+    """Both tables, and what their numbers are relative to."""
+    return "\n".join([by_window(rows).markdown(), together(rows).markdown(), NOTE])
