@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from conftest import SPECS, run
 
-from fairseq_rpe.analysis import style
 from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli import report, runner
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
+from fairseq_rpe.figures import style
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
