@@ -18,7 +18,7 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import Balls, is_whole, iv, number, sign
+from .enclosures import Intervals, is_whole, iv, number, sign
 from .expansions import (
     DEPTH,
     ONE,
@@ -64,7 +64,7 @@ class Scale:
                 if k >= len(self.logs) or (k and self.logs[k - 1].a <= 0):
                     raise Later
                 total += number(power) * self.logs[k]
-        return Balls.exp(total)
+        return Intervals.exp(total)
 
     def slope(self, m: Monomial, k: int) -> Any:
         """The largest size, from here on, of d ln m / d ln L_k less its own a_k; L_k is the k-fold logarithm."""

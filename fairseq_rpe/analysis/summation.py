@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mpmath
 import sympy
 
+from .analytic import ball, interval, precisely
 from .asymptotics import Scale, upper
-from .enclosures import PRECISION, Balls, Undefined, ends, iv, number
+from .enclosures import Intervals, Undefined, ends, iv, number
 from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, level, sure_sign, times
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
@@ -233,10 +234,10 @@ def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     def tail(t: Any) -> Any:
         here = Scale(t, scale.order)
         slack = sum((c * here.size(m) for m, c in minor), iv.mpf(0)).b
-        model = Balls.exp(sum((number(c[0]) * here.size(m) for m, c in main.items()), iv.mpf(0)))
-        area = _integral(*rates, t, a == 0 and p == 1, a == 0 and p == 1 and q == 1)
+        model = Intervals.exp(sum((number(c[0]) * here.size(m) for m, c in main.items()), iv.mpf(0)))
+        area = _integral(rates, t, a == 0 and p == 1, a == 0 and p == 1 and q == 1)
         wide = number(low) - slack, number(high) + slack
-        return iv.mpf([(Balls.exp(wide[0]) * area).a, (Balls.exp(wide[1]) * (area + model)).b])
+        return iv.mpf([(Intervals.exp(wide[0]) * area).a, (Intervals.exp(wide[1]) * (area + model)).b])
 
     falls = [(p, level(0)), (q, level(1)), (r, level(2))]
     if not power and any(sure_sign(v) < 0 for v, _ in falls) and _rate(e, scale, 1, 1)[0] <= -1:
@@ -246,31 +247,22 @@ def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     return tail
 
 
-def _integral(a: Any, s: Any, p: Any, q: Any, r: Any, t: Any, harmonic: bool, twice: bool) -> Any:
-    """∫ of exp(-a·x^s)·x^-p·(ln x)^-q·(ln ln x)^-r from e^t on; mpmath's special functions with digits to spare."""
-    with mpmath.workprec(PRECISION + 60):
-        a, s, p, q, r, t = (mpmath.mpf(v.mid) for v in (a, s, p, q, r, t))
-        swing = 1 + (1 + abs(p) + abs(q) + abs(r)) * t
-        if twice:
-            value = mpmath.log(t) ** (1 - r) / (r - 1)
-            swing += 1 / abs(r - 1)
-        elif harmonic:
-            value = t ** (1 - q) / (q - 1)
-            swing += 1 / abs(q - 1)
-        elif a == 0:
-            value = (
-                mpmath.exp((1 - p) * t) / (p - 1)
-                if q == 0
-                else (p - 1) ** (q - 1) * mpmath.gammainc(1 - q, (p - 1) * t)
-            )
-            swing += (1 + abs(q)) / abs(p - 1)
-        else:
-            z, x = (1 - p) / s, a * mpmath.exp(s * t)
-            value = mpmath.gammainc(z, x) / (s * a**z)
-            swing += x * (1 + s * t) + (1 + abs(z)) * (1 + abs(mpmath.log(a)) + 1 / s)
-        value = mpmath.re(value)
-    # the rates are rounded to PRECISION bits; swing bounds how strongly the value follows them
-    return iv.mpf(value) * Balls.exp(iv.mpf([-1, 1]) * iv.mpf(swing) * iv.mpf(2) ** -100)
+@precisely
+def _integral(rates: Sequence[Any], t: Any, harmonic: bool, twice: bool) -> Any:
+    """∫ of exp(-a·x^s)·x^-p·(ln x)^-q·(ln ln x)^-r from e^t on, in closed form."""
+    a, s, p, q, r, t = (ball(v) for v in (*rates, t))
+    if twice:
+        value = t.log() ** (1 - r) / (r - 1)
+    elif harmonic:
+        value = t ** (1 - q) / (q - 1)
+    elif a == 0 and q == 0:
+        value = ((1 - p) * t).exp() / (p - 1)
+    elif a == 0:
+        value = (p - 1) ** (q - 1) * ((p - 1) * t).gamma_upper(1 - q)
+    else:
+        z = (1 - p) / s
+        value = (a * (s * t).exp()).gamma_upper(z) / (s * a**z)
+    return interval(value)
 
 
 def _derivative(envelope: Thin, k: int) -> Iterator[tuple[Monomial, sympy.Expr]]:
@@ -319,9 +311,9 @@ def _slopes(e: Expansion, scale: Scale, k: int) -> Callable[[Any], Any] | None:
         def value(terms: Thin) -> Any:
             return sum((number(c) * here.size(m) for m, c in terms), iv.mpf(0))
 
-        high = Balls.exp(value([*thin(e, 1), *extra])) / least + Balls.exp(value(thin(e, 1)))
+        high = Intervals.exp(value([*thin(e, 1), *extra])) / least + Intervals.exp(value(thin(e, 1)))
         if most == iv.inf or not flat.a > 0:
             return iv.mpf([0, high.b])
-        return iv.mpf([(Balls.exp(value([*thin(e, 0), *extra])) / most).a, high.b])
+        return iv.mpf([(Intervals.exp(value([*thin(e, 0), *extra])) / most).a, high.b])
 
     return tail
