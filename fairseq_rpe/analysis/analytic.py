@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,6 +31,9 @@ def precisely(function: Callable[P, T]) -> Callable[P, T]:
 class Boxes:
     """flint's complex boxes ``acb``, and Taylor series ``acb_series`` of them."""
 
+    add, mul = staticmethod(operator.add), staticmethod(operator.mul)
+    exp, sin, cos = (staticmethod(operator.methodcaller(name)) for name in ("exp", "sin", "cos"))
+
     @staticmethod
     def rational(p: int, q: int) -> Any:
         return acb(fmpq(p, q))
@@ -39,20 +43,12 @@ class Boxes:
         return acb.pi() if e is sympy.pi else acb(1).exp()
 
     @staticmethod
-    def add(a: Any, b: Any) -> Any:
-        return a + b
-
-    @staticmethod
-    def mul(a: Any, b: Any) -> Any:
-        return a * b
-
-    @staticmethod
     def power(a: Any, k: int) -> Any:
         return a**k if k >= 0 else 1 / a**-k
 
     @staticmethod
-    def exp(a: Any) -> Any:
-        return a.exp()
+    def base(a: Any, _exponent: Any) -> Any:
+        return a
 
     @staticmethod
     def log(a: Any) -> Any:
@@ -60,18 +56,6 @@ class Boxes:
         if not first.real > 0 and first.imag.contains(0):
             raise Undefined("the logarithm's cut")
         return a.log()
-
-    @staticmethod
-    def base(a: Any, _exponent: Any) -> Any:
-        return a
-
-    @staticmethod
-    def sin(a: Any) -> Any:
-        return a.sin()
-
-    @staticmethod
-    def cos(a: Any) -> Any:
-        return a.cos()
 
     @staticmethod
     def tanh(a: Any) -> Any:
@@ -88,12 +72,12 @@ class Boxes:
         return a if _positive(a) else -a
 
     @staticmethod
-    def min(a: Any, b: Any) -> Any:
-        return b if _positive(a - b) else a
-
-    @staticmethod
     def max(a: Any, b: Any) -> Any:
         return a if _positive(a - b) else b
+
+    @classmethod
+    def min(cls, a: Any, b: Any) -> Any:
+        return -cls.max(-a, -b)
 
 
 def _first(a: Any) -> acb:

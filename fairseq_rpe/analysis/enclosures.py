@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpmath
@@ -51,9 +51,7 @@ def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
     if e is sympy.pi or e is sympy.E:
         return field.constant(e)
     if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
-        step = (
-            field.add if e.is_Add else field.mul if e.is_Mul else field.min if isinstance(e, sympy.Min) else field.max
-        )
+        step = getattr(field, e.func.__name__.lower())
         return functools.reduce(step, (walk(a, x, field) for a in e.args))
     if e.is_Pow or isinstance(e, sympy.exp):
         base, power = (sympy.E, e.args[0]) if isinstance(e, sympy.exp) else e.args
@@ -62,9 +60,8 @@ def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
         if power.is_Integer:
             return field.power(walk(base, x, field), int(power))
         return _power(base, power, x, field)
-    for kind in (sympy.log, sympy.sin, sympy.cos, sympy.tanh, sympy.atan, sympy.Abs):
-        if isinstance(e, kind):
-            return getattr(field, kind.__name__.lower())(walk(e.args[0], x, field))
+    if isinstance(e, sympy.log | sympy.sin | sympy.cos | sympy.tanh | sympy.atan | sympy.Abs):
+        return getattr(field, e.func.__name__.lower())(walk(e.args[0], x, field))
     raise Undefined(f"'{e}' is not of n, constants, + - * / ** and the functions of a formula")
 
 
@@ -76,8 +73,27 @@ def _power(base: sympy.Expr, power: sympy.Expr, x: Any, field: Any) -> Any:
     return field.exp(field.mul(exponent, field.log(field.base(value, exponent))))
 
 
+def _wave(function: Callable[[Any], Any]) -> Any:
+    """The field's method for sin or cos: anything from -1 to 1 where the interval is wide or far out."""
+    bounded = iv.mpf([-1, 1])
+    return staticmethod(lambda a: function(a) if a.delta < 8 and abs(a).b < mpmath.mpf(2) ** PRECISION else bounded)
+
+
+def _both(function: Callable[[Any, Any], Any]) -> Any:
+    return staticmethod(lambda a, b: iv.mpf([function(a.a, b.a), function(a.b, b.b)]))
+
+
+def _sure(value: Any) -> Any:
+    if any(mpmath.isnan(end) for end in ends(value)):
+        raise Undefined("not a number")
+    return value
+
+
 class Intervals:
     """mpmath's intervals of real numbers, ``iv.mpf``."""
+
+    sin, cos, abs = _wave(iv.sin), _wave(iv.cos), staticmethod(abs)
+    min, max = _both(min), _both(max)
 
     @staticmethod
     def rational(p: int, q: int) -> Any:
@@ -88,30 +104,24 @@ class Intervals:
         return +iv.pi if e is sympy.pi else iv.exp(1)
 
     @staticmethod
-    def _sure(value: Any) -> Any:
-        if any(mpmath.isnan(end) for end in ends(value)):
-            raise Undefined("not a number")
-        return value
-
-    @classmethod
-    def add(cls, a: Any, b: Any) -> Any:
+    def add(a: Any, b: Any) -> Any:
         if (a.a == -iv.inf and b.b == iv.inf) or (b.a == -iv.inf and a.b == iv.inf):
             raise Undefined("∞ - ∞")
-        return cls._sure(a + b)
+        return _sure(a + b)
 
-    @classmethod
-    def mul(cls, a: Any, b: Any) -> Any:
+    @staticmethod
+    def mul(a: Any, b: Any) -> Any:
         for p, q in ((a, b), (b, a)):
             if (p.a == -iv.inf or p.b == iv.inf) and 0 in q:
                 raise Undefined("0 · ∞")
-        return cls._sure(a * b)
+        return _sure(a * b)
 
     @classmethod
     def power(cls, a: Any, k: int) -> Any:
         if k < 0:
             if 0 in a:
                 raise Undefined("division by 0")
-            return cls._sure(1 / cls.power(a, -k))
+            return _sure(1 / cls.power(a, -k))
         if k > 64:
             if a.a <= 0 <= a.b and a.a != a.b:
                 return cls.exp(cls.mul(iv.mpf(k), cls.log(a)))
@@ -119,7 +129,7 @@ class Intervals:
                 return a
             size = cls.exp(k * iv.log(abs(a)))
             return -size if a.b < 0 and k % 2 else size
-        return cls._sure(a**k)
+        return _sure(a**k)
 
     @staticmethod
     def exp(a: Any) -> Any:
@@ -142,14 +152,6 @@ class Intervals:
             raise Undefined("power of a number that may be 0 or below")
         return a
 
-    @staticmethod
-    def sin(a: Any) -> Any:
-        return iv.sin(a) if _bounded(a) else iv.mpf([-1, 1])
-
-    @staticmethod
-    def cos(a: Any) -> Any:
-        return iv.cos(a) if _bounded(a) else iv.mpf([-1, 1])
-
     @classmethod
     def tanh(cls, a: Any) -> Any:
         side = 1 if a.a >= 0 else -1  # so that e^(-2|a|) is small
@@ -161,22 +163,6 @@ class Intervals:
             return iv.mpf([-1, 1]) * iv.pi / 2
         turned = iv.mpc(0, 1) * a
         return ((iv.log(1 + turned) - iv.log(1 - turned)) / iv.mpc(0, 2)).real
-
-    @staticmethod
-    def abs(a: Any) -> Any:
-        return abs(a)
-
-    @staticmethod
-    def min(a: Any, b: Any) -> Any:
-        return iv.mpf([min(a.a, b.a), min(a.b, b.b)])
-
-    @staticmethod
-    def max(a: Any, b: Any) -> Any:
-        return iv.mpf([max(a.a, b.a), max(a.b, b.b)])
-
-
-def _bounded(a: Any) -> bool:
-    return a.b - a.a < 8 and abs(a).b < mpmath.mpf(2) ** PRECISION
 
 
 def ends(value: Any) -> tuple[Any, Any]:

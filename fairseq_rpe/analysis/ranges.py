@@ -22,6 +22,30 @@ def ranges(e: sympy.Expr, low: Any, high: Any) -> tuple[Any, Any]:
     return np.broadcast_to(a, low.shape), np.broadcast_to(b, low.shape)
 
 
+def _wide(low: Any, high: Any, ulps: int, bad: Any = False) -> Any:
+    """The range rounded outwards by ``ulps``; nan in both ends where either is, or where ``bad``."""
+    bad = np.isnan(low) | np.isnan(high) | bad
+    slack = ulps * np.finfo(float).eps
+    low = np.nextafter(np.where(np.isinf(low), low, low - slack * abs(low)), -np.inf)
+    low = np.where(np.isposinf(low), np.finfo(float).max, low)  # it left the range of doubles
+    high = np.nextafter(np.where(np.isinf(high), high, high + slack * abs(high)), np.inf)
+    return np.where(bad, np.nan, low), np.where(bad, np.nan, high)
+
+
+def _rising(function: Callable[[Any], Any], low: float = -np.inf, high: float = np.inf) -> Any:
+    """The field's method for a function that rises, with values between ``low`` and ``high``."""
+
+    def method(a: Any) -> Any:
+        bottom, top = _wide(function(a[0]), function(a[1]), _ULPS)
+        return np.maximum(bottom, low), np.minimum(top, high)
+
+    return staticmethod(method)
+
+
+def _both(function: Callable[[Any, Any], Any]) -> Any:
+    return staticmethod(lambda a, b: (function(a[0], b[0]), function(a[1], b[1])))
+
+
 class Floats:
     """Ranges as pairs of numpy arrays (low, high), rounded outwards; (nan, nan) where the value may be undefined."""
 
@@ -60,14 +84,9 @@ class Floats:
             return (low**k, high**k) if k == 0 else _wide(low**k, high**k, _ULPS)
         return np.where((low <= 0) & (high >= 0), 0.0, np.maximum(ends[0], 0)), ends[1]
 
-    @staticmethod
-    def exp(a: Any) -> Any:
-        low, high = _wide(np.exp(a[0]), np.exp(a[1]), _ULPS)
-        return np.maximum(low, 0), high
-
-    @staticmethod
-    def log(a: Any) -> Any:
-        return _wide(np.log(a[0]), np.log(a[1]), _ULPS)
+    exp, log = _rising(np.exp, low=0), _rising(np.log)
+    tanh, atan = _rising(np.tanh, low=-1, high=1), _rising(np.arctan)
+    min, max = _both(np.minimum), _both(np.maximum)
 
     @staticmethod
     def base(a: Any, exponent: Any) -> Any:
@@ -76,8 +95,7 @@ class Floats:
 
     @classmethod
     def sin(cls, a: Any) -> Any:
-        shifted = a[0] - np.pi / 2, a[1] - np.pi / 2
-        return cls._wave(np.sin, a, shifted)
+        return cls._wave(np.sin, a, (a[0] - np.pi / 2, a[1] - np.pi / 2))
 
     @classmethod
     def cos(cls, a: Any) -> Any:
@@ -99,33 +117,6 @@ class Floats:
         return np.where(nan, np.nan, np.where(wild, -1.0, bottom)), np.where(nan, np.nan, np.where(wild, 1.0, top))
 
     @staticmethod
-    def tanh(a: Any) -> Any:
-        low, high = _wide(np.tanh(a[0]), np.tanh(a[1]), _ULPS)
-        return np.maximum(low, -1), np.minimum(high, 1)
-
-    @staticmethod
-    def atan(a: Any) -> Any:
-        return _wide(np.arctan(a[0]), np.arctan(a[1]), _ULPS)
-
-    @staticmethod
     def abs(a: Any) -> Any:
         inside = (a[0] <= 0) & (a[1] >= 0)
         return np.where(inside, 0.0, np.minimum(abs(a[0]), abs(a[1]))), np.maximum(abs(a[0]), abs(a[1]))
-
-    @staticmethod
-    def min(a: Any, b: Any) -> Any:
-        return np.minimum(a[0], b[0]), np.minimum(a[1], b[1])
-
-    @staticmethod
-    def max(a: Any, b: Any) -> Any:
-        return np.maximum(a[0], b[0]), np.maximum(a[1], b[1])
-
-
-def _wide(low: Any, high: Any, ulps: int, bad: Any = False) -> Any:
-    """The range rounded outwards by ``ulps``; nan in both ends where either is, or where ``bad``."""
-    bad = np.isnan(low) | np.isnan(high) | bad
-    slack = ulps * np.finfo(float).eps
-    low = np.nextafter(np.where(np.isinf(low), low, low - slack * abs(low)), -np.inf)
-    low = np.where(np.isposinf(low), np.finfo(float).max, low)  # it left the range of doubles
-    high = np.nextafter(np.where(np.isinf(high), high, high + slack * abs(high)), np.inf)
-    return np.where(bad, np.nan, low), np.where(bad, np.nan, high)

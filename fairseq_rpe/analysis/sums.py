@@ -4,7 +4,7 @@ For an analytic f the tail from j on is, with b = exp f,
 
     Σ_{n=j}^{X-1} b(n) = ∫_j^X b dx + (b(j) - b(X))/2 - Σ_{k<=16} B_2k/(2k)! (b^(2k-1)(j) - b^(2k-1)(X)) + R
 
-plus what :func:`.summation.beyond` proves about n >= X. Flint encloses the integral and the derivatives; it has no sum
+plus what :func:`.remainders.beyond` proves about n >= X. Flint encloses the integral and the derivatives; it has no sum
 of a series with a bound on what is left out, so R has Cauchy's bound, which needs only the largest size of b in a
 complex box. Where f is not analytic, or oscillates too fast, a million terms are added up and the rest stays open.
 """
@@ -28,10 +28,10 @@ from flint import arb
 from .analytic import Weight, ball, interval, precisely
 from .enclosures import PRECISION, Intervals, Undefined, enclose, ends, iv, number, precision
 from .ranges import ranges
-from .summation import beyond
+from .remainders import beyond
 
 _ORDER, _RADIUS = 32, 24
-_TOLERANCE = 1e-22
+_TOLERANCE, _LEFT = 1e-22, 1e-23  # of a block's error, and of what is left, in parts of B
 _BLOCKS, _FIRST = 260, (64, 256, 1024, 4096)
 _FARTHEST = 2200  # doublings
 _FINER = 2.0**-40  # integrals cost little more, and receptive fields need the digits
@@ -141,7 +141,7 @@ class Smooth:
                 left = far(iv.log(iv.mpf(x))) if far else None
                 if left is not None and left.b < iv.inf and (found is None or left.delta < found[2].delta):
                     found = x, far, left
-                    if left.delta < _TOLERANCE * interval(sofar):
+                    if left.delta < _LEFT * interval(sofar):
                         break
                 if found and doubling > 96 and found[2].a > 0:
                     break
