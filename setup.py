@@ -34,6 +34,7 @@ setup(
         "tqdm>=4.66",
         "sympy>=1.13",
         "mpmath>=1.3",
+        "python-flint>=0.8",
     ],
     extras_require={
         "hub": HUB,

@@ -1,8 +1,8 @@
 """How an expression grows: its expansion in n, ln n, ln ln n, … with a proven remainder from some n on.
 
 The method is the classical calculus of logarithmico-exponential functions (Hardy, Orders of Infinity) with every o(·)
-replaced by an inequality. ``sympy.limit`` does not do: it decided 29 of 33 series that it was tried on, two of the others
-are decided here, and its answers hold from no n that is named.
+replaced by an inequality. ``sympy.limit`` cannot take its place: of 71 formulas it decided 63, and raised an error on
+the 8 that oscillate or have min or max; nor does it say from which n on its answer holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .expansions import (
     Unknown,
     compare,
     exactly,
-    least,
+    hull,
     level,
     product,
     sure_sign,
@@ -60,9 +60,8 @@ class Scale(Arithmetic):
             return functools.reduce(self.mul, [e] * int(p), self.constant(sympy.S.One))
         if whole:
             ((m, c),) = e.terms.items()
-            powers = [c[0] ** p, c[1] ** p]
-            low = sympy.S.Zero if p % 2 == 0 and sure_sign(c[0]) * sure_sign(c[1]) <= 0 else least(powers)
-            return Expansion({times(ONE, m, p): (low, least(powers, largest=True))})
+            across = [sympy.S.Zero] if p % 2 == 0 and sure_sign(c[0]) * sure_sign(c[1]) <= 0 else []
+            return Expansion({times(ONE, m, p): hull([c[0] ** p, c[1] ** p, *across])})
         m, c, u = self.split(e)
         flip = sympy.S.One
         if sure_sign(c[0]) < 0:
@@ -71,18 +70,14 @@ class Scale(Arithmetic):
             c, flip = (-c[1], -c[0]), (-sympy.S.One) ** (p % 2)
         if abs(number(p)).b > _LARGE:
             raise Unknown("too large an exponent")
-        ends = [self._raise(c[0], p), self._raise(c[1], p)]
-        coefficient = product((least(ends), least(ends, largest=True)), exactly(flip))
+        ends = [end if end.is_finite is False and sure_sign(p) > 0 else end**p for end in c]
+        coefficient = product(hull(ends), exactly(flip))
         series, k = [sympy.S.One], self.order
         for i in range(k + 1):
             series.append(series[-1] * (p - i) / (i + 1))
         last = abs(number(series.pop()))
         rest = last * iv.mpf(2) ** abs(number(p - k - 1))
         return self.scaled(self.taylor(u, series, rest), coefficient, times(ONE, m, p))
-
-    @staticmethod
-    def _raise(c: sympy.Expr, p: sympy.Expr) -> sympy.Expr:
-        return c if c.is_finite or sure_sign(p) > 0 else sympy.S.Zero if c == sympy.oo else c**p
 
     def exp(self, e: Expansion) -> Expansion:
         growing = [(m, c) for m, c in e.ordered() if compare(m, ONE) > 0]
@@ -137,6 +132,11 @@ class Scale(Arithmetic):
         series = [cycle[k % 4] / sympy.factorial(k) for k in range(self.order + 1)]
         return self.taylor(small, series, 1 / iv.mpf(int(sympy.factorial(self.order + 1))))
 
+    def tanh(self, e: Expansion) -> Expansion:
+        double = self.exp(self.scaled(e, exactly(sympy.Integer(2))))
+        over = self.power(self.add(double, self.constant(sympy.S.One)), -sympy.S.One)
+        return self.add(self.constant(sympy.S.One), self.scaled(over, exactly(-sympy.Integer(2))))
+
     def atan(self, e: Expansion) -> Expansion:
         top, _ = self.bound(e)
         if compare(top, ONE) > 0:
@@ -182,20 +182,12 @@ class Scale(Arithmetic):
             return self.scaled(functools.reduce(self.larger, parts), flip)
         if e.is_Pow or isinstance(e, sympy.exp):
             return self._pow(*((sympy.E, e.args[0]) if isinstance(e, sympy.exp) else e.args))
-        inner = self(e.args[0])
-        if isinstance(e, sympy.log):
-            return self.log(inner)
         if isinstance(e, sympy.sin | sympy.cos):
-            return self.wave(inner, type(e))
-        if isinstance(e, sympy.tanh):
-            double = self.exp(self.scaled(inner, exactly(sympy.Integer(2))))
-            over = self.power(self.add(double, self.constant(sympy.S.One)), -sympy.S.One)
-            return self.add(self.constant(sympy.S.One), self.scaled(over, exactly(-sympy.Integer(2))))
-        if isinstance(e, sympy.atan):
-            return self.atan(inner)
-        if isinstance(e, sympy.Abs):
-            return self.size_of(inner)
-        raise Unknown(f"{type(e).__name__} is not known here")
+            return self.wave(self(e.args[0]), type(e))
+        functions = {sympy.log: self.log, sympy.tanh: self.tanh, sympy.atan: self.atan, sympy.Abs: self.size_of}
+        if type(e) not in functions:
+            raise Unknown(f"{type(e).__name__} is not known here")
+        return functions[type(e)](self(e.args[0]))
 
     def _pow(self, base: sympy.Expr, power: sympy.Expr) -> Expansion:
         if base is sympy.E:

@@ -42,7 +42,7 @@ class Expansion:
 
     def ordered(self) -> list[tuple[Monomial, Coefficient]]:
         """The terms, the largest first."""
-        return sorted(self.terms.items(), key=functools.cmp_to_key(lambda a, b: -compare(a[0], b[0])))
+        return sorted(self.terms.items(), key=_by_size, reverse=True)
 
 
 def level(k: int) -> Monomial:
@@ -64,25 +64,33 @@ def compare(a: Monomial, b: Monomial) -> int:
     return next((s for p, q in zip(a, b, strict=True) if p != q and (s := sure_sign(p - q))), 0)
 
 
+def _by_size(item: tuple[Monomial, Any]) -> Any:
+    return functools.cmp_to_key(compare)(item[0])
+
+
 def times(a: Monomial, b: Monomial, power: sympy.Expr = sympy.S.One) -> Monomial:
     """a · b^power."""
     return tuple(p + q * power for p, q in zip(a, b, strict=True))
 
 
-def least(values: list[sympy.Expr], largest: bool = False) -> sympy.Expr:
-    best = values[0]
-    for v in values[1:]:
-        if v != best and (sure_sign(v - best) > 0) == largest:
-            best = v
-    return best
+def hull(values: list[sympy.Expr]) -> Coefficient:
+    """The least and the largest."""
+    order = functools.cmp_to_key(lambda a, b: 0 if a == b else sure_sign(a - b))
+    return min(values, key=order), max(values, key=order)
 
 
 def product(a: Coefficient, b: Coefficient) -> Coefficient:
     if a[0] == a[1] and b[0] == b[1]:
         return (a[0] * b[0],) * 2
     # 0 · oo is 0 here: the other factor is finite at every n
-    corners = [sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b]
-    return least(corners), least(corners, largest=True)
+    return hull([sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b])
+
+
+def _added(terms: dict[Monomial, Coefficient], m: Monomial, c: Coefficient) -> Coefficient:
+    old = terms.get(m, (sympy.S.Zero, sympy.S.Zero))
+    if sympy.nan in (found := (old[0] + c[0], old[1] + c[1])):
+        raise Unknown("∞ - ∞")
+    return found
 
 
 def exactly(c: sympy.Expr) -> Coefficient:
@@ -158,9 +166,7 @@ class Arithmetic:
             kept = kept[:_MOST]
         if not errors:
             return Expansion(dict(kept))
-        top = errors[0][0]
-        for m, _ in errors[1:]:
-            top = m if compare(m, top) > 0 else top
+        top = max(errors, key=_by_size)[0]
         total = sum((c * self.ratio(m, top) for m, c in errors), iv.mpf(0))
         large = {}
         for m, c in kept:
@@ -175,9 +181,7 @@ class Arithmetic:
         items = [(m, self.weight(c)) for m, c in e.terms.items()] + ([e.error] if e.error else [])
         if not items:
             return ONE, iv.mpf(0)
-        top = items[0][0]
-        for m, _ in items[1:]:
-            top = m if compare(m, top) > 0 else top
+        top = max(items, key=_by_size)[0]
         return top, sum((c * self.ratio(m, top) for m, c in items), iv.mpf(0))
 
     def constant(self, c: sympy.Expr) -> Expansion:
@@ -185,11 +189,8 @@ class Arithmetic:
 
     def add(self, a: Expansion, b: Expansion) -> Expansion:
         terms = dict(a.terms)
-        for m, (low, high) in b.terms.items():
-            old = terms.get(m, exactly(sympy.S.Zero))
-            terms[m] = (old[0] + low, old[1] + high)
-            if sympy.nan in terms[m]:
-                raise Unknown("∞ - ∞")
+        for m, c in b.terms.items():
+            terms[m] = _added(terms, m, c)
         return self.tidy(terms, [e.error for e in (a, b) if e.error])
 
     def mul(self, a: Expansion, b: Expansion) -> Expansion:
@@ -197,11 +198,7 @@ class Arithmetic:
         for m, c in a.terms.items():
             for k, d in b.terms.items():
                 key = times(m, k)
-                low, high = product(c, d)
-                old = terms.get(key, exactly(sympy.S.Zero))
-                terms[key] = (old[0] + low, old[1] + high)
-                if sympy.nan in terms[key]:
-                    raise Unknown("∞ - ∞")
+                terms[key] = _added(terms, key, product(c, d))
         errors = []
         for p, q in ((a, b), (b, a)):
             if q.error:
