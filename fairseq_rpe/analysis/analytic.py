@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import mpmath
 import sympy
@@ -13,17 +13,17 @@ from flint import acb, acb_series, arb, ctx, fmpq
 
 from .enclosures import PRECISION, Undefined, iv, walk
 
-P, T = ParamSpec("P"), TypeVar("T")
+T = TypeVar("T")
 _EVALUATIONS = 200  # of the integrand; a few dozens are the rule
 
 
-def precisely(function: Callable[P, T]) -> Callable[P, T]:
+def precisely(function: Callable[..., T]) -> Callable[..., T]:
     """A function that computes with balls of :data:`PRECISION` bits; flint's own precision stays as it was."""
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapped(*args: Any) -> T:
         with ctx.workprec(PRECISION):  # a new one each time: it cannot be entered twice
-            return function(*args, **kwargs)
+            return function(*args)
 
     return wrapped
 
@@ -93,7 +93,7 @@ def _positive(a: Any) -> bool:
 
 
 class Weight:
-    """b = exp f of an analytic f; every method wants flint's precision set, see :data:`precisely`."""
+    """b = exp f of an analytic f; every method wants flint's precision set, see :func:`precisely`."""
 
     def __init__(self, f: sympy.Expr) -> None:
         self.f = f
@@ -144,8 +144,6 @@ def ball(x: Any) -> arb:
 @precisely
 def interval(x: arb) -> Any:
     """A ball as the real interval that it is, rounded outwards."""
-    low, high = (
-        mpmath.libmp.from_man_exp(*map(int, end.man_exp())) if end.is_finite() else infinite
-        for end, infinite in ((x.lower(), mpmath.libmp.fninf), (x.upper(), mpmath.libmp.finf))
-    )
-    return iv.make_mpf((low, high))
+    if not x.is_finite():
+        return iv.mpf([-iv.inf, iv.inf])
+    return iv.make_mpf(tuple(mpmath.libmp.from_man_exp(*map(int, end.man_exp())) for end in (x.lower(), x.upper())))

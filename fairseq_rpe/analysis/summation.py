@@ -87,8 +87,8 @@ def _judge(e: Expansion) -> Decision:
     if up[0] == CONVERGES:
         return Decision(CONVERGES, _why_converges(up, exact, below[0][1].is_infinite), up[1])
     if low[0] == DIVERGES:
-        lead = next(((m, c) for m, c in below if c != 0), None)
-        grows = lead is not None and compare(lead[0], ONE) > 0 and sure_sign(lead[1]) > 0
+        ((m, c),) = _lead(below)
+        grows = compare(m, ONE) > 0 and sure_sign(c) > 0
         return Decision(DIVERGES, _why_diverges(low, below, exact), low[1], grows)
     if up[0] is None or low[0] is None:
         return Decision(UNDECIDED, f"f = {_sum(_logs(4))} + …: beyond four nested logarithms")
@@ -116,7 +116,7 @@ def _why_converges(rank: tuple[str | None, int, Monomial | None, sympy.Expr], ex
 def _why_diverges(rank: tuple[str | None, int, Monomial | None, sympy.Expr], envelope: Thin, exact: bool) -> str:
     _, k, m, c = rank
     sign, rest = ("=" if exact else ">="), "" if exact else ", the oscillating part is bounded"
-    lead = next(((p, d) for p, d in envelope if d != 0), (ONE, sympy.S.Zero))
+    (lead,) = _lead(envelope)
     if compare(lead[0], ONE) <= 0 or sure_sign(lead[1]) > 0:
         if compare(lead[0], ONE) > 0:
             return f"term test: f {sign} {_sum([lead])} + … grows without bound"

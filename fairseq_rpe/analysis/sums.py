@@ -15,7 +15,6 @@ import bisect
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -77,10 +76,11 @@ class Smooth:
         self.partial = list(itertools.accumulate(terms, initial=arb(0)))
         self.blocks: list[Block] = []
         self._extend(f, level)
-        self.starts = [b.low for b in self.blocks]
         # of every block and all that follow
-        self.areas = _sums_from((b.area for b in reversed(self.blocks)), arb(0))
-        self.rests = _sums_from((b.rest for b in reversed(self.blocks)), arb(0))
+        self.areas, self.rests = (
+            list(itertools.accumulate((getattr(b, name) for b in self.blocks[::-1]), initial=arb(0)))[::-1]
+            for name in ("area", "rest")
+        )
         self._tails: dict[int, Any] = {}
         self.total = interval(self.partial[-1] + self._tail(first)) + self.far_sum
 
@@ -95,7 +95,7 @@ class Smooth:
         """Of it, what is below the far end."""
         if j < self.first:
             return self.partial[-1] - self.partial[j] + self._tail(self.first)
-        i = bisect.bisect_right(self.starts, j) - 1
+        i = bisect.bisect_right(self.blocks, j, key=lambda b: b.low) - 1
         block = self.blocks[i]
         area = self.areas[i]
         if j > block.low:
@@ -116,12 +116,13 @@ class Smooth:
             return self.first // 2
         if i > len(self.blocks):
             return self.end
-        low, high = self.blocks[i - 1].low, self.blocks[i - 1].high
+        block = self.blocks[i - 1]
+        low = block.low
         for _ in range(_STEPS):  # Newton's, of the logarithm: exact where the weights fall geometrically
             tail = self._tail(low).mid() + far
             step = int((tail / self.weight(low) * (tail / want).log()).mid().floor().unique_fmpz()) if tail > 0 else 0
-            low = min(low + step, high)
-            if abs(step) <= 1 or low == high:
+            low = max(block.low, min(low + step, block.high))
+            if abs(step) <= 1 or low == block.high:
                 break
         return low
 
@@ -177,10 +178,6 @@ class Smooth:
             return None
         area = self.weight.integral(low, high, allowed * _FINER)
         return Block(low, high, area, rest) if rest + area.rad() < allowed else None
-
-
-def _sums_from(values: Iterable[arb], last: arb) -> list[arb]:
-    return list(itertools.accumulate(values, initial=last))[::-1]
 
 
 class Rough:

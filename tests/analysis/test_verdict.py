@@ -8,6 +8,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import flint
 import mpmath
 import pytest
 import sympy
@@ -184,6 +185,21 @@ def test_receptive_fields_are_the_definition(formula):
                 partial += mpmath.exp(bias(mpmath.mpf(j)))
                 j += 1
             assert head.trf(epsilon).exact == j, epsilon
+
+
+def test_receptive_fields_of_p_series_by_hurwitz_zeta():
+    """Σ_{n>=j} (1 + a·n)^-p = a^-p·ζ(p, j + 1/a), also where j has 20 digits."""
+    precision = flint.ctx.prec
+    for p, a in (("1.1", "0.3"), ("1.5", "1"), ("1.01", "2")):
+        head = verdict_of_formula(f"-{p}*log(1+{a}*n)")
+        with mpmath.workdps(60):
+            s, shift = mpmath.mpf(p), 1 / mpmath.mpf(a)
+            assert head.limit[0] <= shift**s * mpmath.zeta(s, shift) <= head.limit[1]
+            for epsilon in ("0.7", "0.3", "0.1", "0.01"):
+                found, target = head.trf(Fraction(epsilon)), mpmath.zeta(s, shift) * mpmath.mpf(epsilon)
+                if found.low is not None:
+                    assert mpmath.zeta(s, shift + found.high) < target <= mpmath.zeta(s, shift + found.low - 1), p
+    assert flint.ctx.prec == precision  # nobody else's precision changes
 
 
 def test_a_field_is_strict_where_both_sides_are_equal():
