@@ -35,6 +35,7 @@ setup(
         "sympy>=1.13",
         "mpmath>=1.3",
         "tabulate>=0.9",
+        "python-flint>=0.8",
     ],
     extras_require={
         "hub": HUB,

@@ -139,7 +139,7 @@ def exact(rows: list[dict[str, Any]]) -> Figure:
     """Accuracy against items, a panel per task, the training range shaded."""
     from matplotlib.figure import Figure
 
-    from fairseq_rpe.analysis.style import looks
+    from fairseq_rpe.figures.style import looks
 
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     methods = list(dict.fromkeys(r["method"] for r in rows))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.analysis.style import looks
 from fairseq_rpe.cli.report import mean, names_and_lengths
 from fairseq_rpe.core.files import replace_with
+from fairseq_rpe.figures.style import looks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
