@@ -1,0 +1,1 @@
+"""Draws matplotlib figures from numbers; nothing is read or written here."""

@@ -1,0 +1,114 @@
+"""Reports as one self-contained HTML page: what it is made of, how it is written, and the same as Markdown."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from fairseq_rpe import __version__
+from fairseq_rpe.core.files import PACKAGE, atomic_write
+from fairseq_rpe.core.table import Table
+from fairseq_rpe.figures.saving import to_svg
+
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; ``url`` is linked behind ``link``; ``plain_warning`` sets it off as a caution."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+    link: str = ""
+    url: str = ""
+    plain_warning: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as SVG; ``alt`` says in words what it shows."""
+
+    kind: ClassVar[str] = "picture"
+    source: str
+    alt: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Command lines by run: (run, [(stage, line)])."""
+
+    kind: ClassVar[str] = "commands"
+    runs: list[tuple[str, list[tuple[str, str]]]]
+
+
+Block = Table | Text | Picture | Commands
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chapter on a sweep."""
+
+    key: str
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Everything that a page says about one sweep; parts without blocks are left out."""
+
+    name: str
+    title: str
+    lead: list[str]
+    facts: list[tuple[str, str]]
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is to be written on a sweep: on the page, as Markdown, and the figure that stands beside the page."""
+
+    section: Section
+    markdown: str
+    figure: Figure
+
+
+def picture(figure: Figure, alt: str, caption: str) -> Picture:
+    """A figure as a block."""
+    data = base64.b64encode(to_svg(figure)).decode("ascii")
+    return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+    """The paragraphs and tables among blocks, each after an empty line."""
+    found = ""
+    for block in blocks:
+        if isinstance(block, Table):
+            found += f"\n{block.caption}\n\n{block.markdown()}"
+        elif isinstance(block, Text):
+            found += f"\n{block.text}{f' {block.link}.' if block.link else ''}\n"
+    return found
+
+
+def render(sections: Sequence[Section]) -> str:
+    """The page on one sweep or several, one after another."""
+    environment = Environment(
+        loader=FileSystemLoader(PACKAGE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.jinja").render(sections=sections, version=__version__)
+
+
+def write(sections: Sequence[Section], path: Path) -> None:
+    """Write the page."""
+    atomic_write(path, render(sections))
