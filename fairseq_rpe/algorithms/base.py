@@ -103,6 +103,10 @@ class Algorithm:
         for n in random.integers(2, self.longest(split) + 1, size=getattr(self.config, split)):
             yield self._example(split, int(n), random)
 
+    def lengths(self, split: str) -> list[int]:
+        """The numbers of items that occur in a split."""
+        return sorted({example.length for example in self.examples(split)})
+
     def _example(self, split: str, n: int, random: np.random.Generator) -> Example:
         for _ in range(_TRIES):
             items = self.draw(n, random)

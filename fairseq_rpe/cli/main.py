@@ -1,56 +1,40 @@
-"""Entry point of ``fairseq-rpe``: one parser, one place where errors become one line."""
+"""Entry point of ``fairseq-rpe``: one table of commands, one place where errors become one line."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from fairseq_rpe import __version__
-from fairseq_rpe.cli import (
-    accuracy,
-    bench,
-    erf,
-    evaluate,
-    figures,
-    fire_fit,
-    inspect,
-    prepare,
-    prepare_known,
-    prepare_text,
-    processes,
-    report,
-    sensitivity,
-    sliding,
-    sweep,
-    train,
-    trf,
-    verdict,
-)
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.runs import processes
 
-_COMMANDS = (
-    prepare,
-    prepare_text,
-    prepare_known,
-    train,
-    evaluate,
-    sliding,
-    accuracy,
-    sweep,
-    report,
-    figures,
-    verdict,
-    trf,
-    erf,
-    sensitivity,
-    fire_fit,
-    bench,
-    inspect,
-)
-
+# name: module of this room with the function that adds the command's options, what the command does
+COMMANDS = {
+    "prepare-stdlib": ("prepare:add_stdlib", "make a code corpus from the Python standard library"),
+    "prepare": ("prepare:add", "make a corpus from any text: folders, .txt, .jsonl, .parquet, hub data sets"),
+    "prepare-known": ("prepare:add_known", "make a corpus from WikiText-103, PG-19, code or Wikipedia"),
+    "train": ("train:add", "train one language model"),
+    "eval": ("eval:add", "evaluate a checkpoint at several lengths"),
+    "sliding": ("sliding:add", "compare sliding-window with non-overlapping evaluation"),
+    "accuracy": ("accuracy:add", "exact answers of a checkpoint to its algorithmic task, by number of items"),
+    "sweep": ("sweep:add", "train several encodings and evaluate each at several lengths"),
+    "report": ("report:add", "write the table, the figure and the page of sweeps"),
+    "figures": ("figures:add", "draw encodings side by side: heat maps, profiles, receptive fields, what was learned"),
+    "verdict": ("verdict:add", "decide whether Σ exp(bias) converges, per head, with its limit and receptive field"),
+    "trf": ("trf:add", "draw receptive fields of encodings against ε"),
+    "erf": ("erf:add", "measure how many of the nearest keys hold the attention of checkpoints"),
+    "sensitivity": ("sensitivity:add", "draw the analysis of index warping"),
+    "fire-fit": ("fire_fit:add", "give FIRE the parameters with which it equals another bias"),
+    "bench": ("bench:add", "time attention with each encoding and backend on this machine"),
+    "list": ("list:add_list", "show every encoding with formula, options and paper"),
+    "profile": ("list:add_profile", "print an encoding's log-bias per distance as CSV"),
+    "user-dir": ("list:add_user_dir", "print the folder to give to fairseq's --user-dir"),
+}
 _FULL = {
     errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "no space left in the disk quota",
@@ -58,8 +42,8 @@ _FULL = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; every command module adds its own part."""
+def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """The command line with the options of the command that is ``wanted``; ``None``: of all of them."""
     parser = argparse.ArgumentParser(
         prog="fairseq-rpe",
         description="Positional encodings for length extrapolation with fairseq language models.",
@@ -67,8 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fairseq-rpe {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
-        module.add_parser(subparsers)
+    for name, (place, help) in COMMANDS.items():
+        command = subparsers.add_parser(name, help=help, allow_abbrev=False)
+        if wanted in (None, name):
+            module, _, function = place.partition(":")
+            getattr(importlib.import_module(f"fairseq_rpe.cli.{module}"), function)(command)
     return parser
 
 
@@ -77,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = _formulas(sys.argv[1:] if argv is None else list(argv))
     # What follows a lone -- belongs to fairseq; argparse cannot keep it apart from our positionals.
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = build_parser()
+    parser = build_parser(argv[0] if argv else "")
     args = parser.parse_args(argv[:cut])
     if argv[cut + 1 :]:
         if not hasattr(args, "extra"):
             parser.error(f"'{args.command}' takes no further flags after --: only train and sweep do")
-        args.extra = argv[cut + 1 :]
+        args.extra = tuple(argv[cut + 1 :])
     try:
         return args.run(args)
     except UserError as error:

@@ -3,47 +3,64 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
-import fairseq_rpe
 from fairseq_rpe.core.errors import UserError
+
+BY_ARCH = "default: by architecture"
+
+
+def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bool], words: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = float("nan")
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is not {words}")
+    return value
+
+
+def count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+    return int(text)
 
 
 def positive_int(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return value
+    return int(text)
 
 
 def positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return value
+    return _number(text, float, lambda v: 0 < v < float("inf"), "a number above 0")
 
 
 def fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to below 1")
-    return value
+    return _number(text, float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
 
 
-def int_list(text: str) -> list[int]:
+def int_list(text: str) -> tuple[int, ...]:
     """Comma or blank separated whole numbers, each once, e.g. ``64,128,256``."""
-    values = [positive_int(item) for item in text.replace(",", " ").split()]
+    values = tuple(positive_int(item) for item in text.replace(",", " ").split())
     if not values:
         raise argparse.ArgumentTypeError("is empty: give at least one whole number")
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"'{text}' names a number twice")
     return values
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words separated by blanks, perhaps none."""
+    return tuple(text.split())
+
+
+def address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"'{text}' is not HOST:PORT")
+    return text
 
 
 def add_rpe_module(parser: argparse.ArgumentParser) -> None:
@@ -52,34 +69,34 @@ def add_rpe_module(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_rpe_module(path: Path | None) -> None:
-    if path is None:
-        return
-    if not path.is_file():
+def check_rpe_module(path: Path | None) -> None:
+    """Refuse a missing file before anything slow begins."""
+    if path is not None and not path.is_file():
         raise UserError(f"--rpe-module {path} does not exist")
-    from fairseq_rpe import encodings
-
-    encodings.load_module(str(path))
 
 
-def package_folder() -> str:
-    """What fairseq's --user-dir wants."""
-    return str(Path(fairseq_rpe.__file__).parent)
-
-
-def check_spec(spec: str, rpe_module: Path | None, length: int) -> str:
-    """Refuse a misspelt encoding now, not after fairseq has started; returns its normal spelling."""
-    load_rpe_module(rpe_module)
-    from fairseq_rpe import encodings
-
-    encodings.build(spec, heads=4, width=128, length=length)
-    return encodings.normalise(spec)
-
-
-def check_positions(train: str | None, evaluation: str | None, length: int) -> None:
-    """Refuse a misspelt position transform now, not after fairseq has started."""
-    from fairseq_rpe import positions
-
-    for spec in (train, evaluation):
-        if spec is not None:
-            positions.build(spec, length)
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """The options that ``train`` and ``sweep`` have in common."""
+    parser.add_argument("--arch", default="tiny", help="tiny, wiki103, base, large or a full name (default: tiny)")
+    parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({BY_ARCH})")
+    parser.add_argument("--updates", type=positive_int, metavar="N", help=BY_ARCH)
+    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({BY_ARCH})")
+    parser.add_argument("--update-freq", type=positive_int, default=1, metavar="N", help="batches an update (1)")
+    parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs of a node (1)")
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="M", help="machines that train a run (1)")
+    parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({BY_ARCH})")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
+    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({BY_ARCH})")
+    parser.add_argument("--dropout", type=fraction, help=BY_ARCH)
+    parser.add_argument("--positions-train", default="identity", metavar="SPEC", help="default: identity")
+    parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
+    parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
+    parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (default: fp32)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"
+    )
+    add_rpe_module(parser)

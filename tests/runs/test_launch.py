@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import run
 
-from fairseq_rpe.cli import checkpoints, launch, train
-from fairseq_rpe.core import files
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.cli.places import places
+from fairseq_rpe.core import devices, files
+from fairseq_rpe.runs import checkpoints, launch
+from fairseq_rpe.runs.folder import CheckpointFolder
+from fairseq_rpe.runs.plan import Request, plan
+from fairseq_rpe.sweeps.local import places
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
@@ -33,7 +35,7 @@ def no_cluster(monkeypatch):
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / checkpoints.LAST)["model"]
+    return torch.load(CheckpointFolder(folder).last)["model"]
 
 
 def assert_same_model(a: Path, b: Path) -> None:
@@ -72,7 +74,7 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     second, first = on_nodes(corpus, folder, 100000, "--save-every", "4")
     try:
         deadline = time.monotonic() + 120
-        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+        while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
             assert first.poll() is None, (tmp_path / "node0.log").read_text()[-2000:]
             time.sleep(0.02)
         second.kill()
@@ -82,12 +84,12 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
         for node in (first, second):
             node.kill()
     assert "error: fairseq-train ended with code 1" in (tmp_path / "node0.log").read_text()
-    done = checkpoints.newest(folder)[0]
+    done = checkpoints.newest(CheckpointFolder(folder))[0]
     end = done + 4
     nodes = on_nodes(corpus, folder, end, "--save-every", "4")
     assert [node.wait(120) for node in nodes] == [0, 0], (tmp_path / "node0.log").read_text()[-2000:]
-    assert files.read_json(folder / train.STATE)["finished"]["updates"] == end
-    assert files.read_json(folder / train.STATE)["settings"]["nproc"] == 2
+    assert files.read_json(folder / "run.json")["finished"]["updates"] == end
+    assert files.read_json(folder / "run.json")["settings"]["nproc"] == 2
     starts = files.read_json(folder / "environment.json")["starts"]
     assert [start["from_update"] for start in starts] == [0, done]  # noted by the first node alone
     assert f"@ {done} updates" in (tmp_path / "node0.log").read_text() or done == 0
@@ -103,7 +105,7 @@ def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
         deadline = time.monotonic() + 120
-        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+        while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.02)
         assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
@@ -113,11 +115,11 @@ def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
     while left := processes_about(f"--save-dir\0{folder}"):
         assert time.monotonic() < deadline, f"processes {left} outlived their parent"
         time.sleep(0.1)
-    done = checkpoints.newest(folder)[0]
+    done = checkpoints.newest(CheckpointFolder(folder))[0]
     assert done > 0
     shown = run(*command, "--updates", str(done + 4), *SMALL)
     assert f"@ {done} updates" in shown.stdout + shown.stderr
-    assert files.read_json(folder / train.STATE)["finished"]["updates"] == done + 4
+    assert files.read_json(folder / "run.json")["finished"]["updates"] == done + 4
 
 
 def test_an_interrupted_torchrun_is_told(corpus, tmp_path):
@@ -126,7 +128,7 @@ def test_an_interrupted_torchrun_is_told(corpus, tmp_path):
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
         deadline = time.monotonic() + 120
-        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+        while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
@@ -176,32 +178,61 @@ def test_torchrun_is_printed(corpus, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+ASKED = Request(rpe="alibi", save_dir=Path("x"), data=Path("data"))
+
+
 def test_slurm_says_which_node_this_is(tmp_path, monkeypatch):
-    parsed = train.parse(["data", "--rpe", "alibi", "--save-dir", "x", "--nodes", "2"], [])
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    asked = replace(ASKED, nodes=2)
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
     scontrol.chmod(0o755)
     for name, value in zip(SLURM_VARIABLES, ("2", "1", "123456", "n[7-8]"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    node = launch.here(parsed)
+    node = launch.here(asked)
     assert (node.rank, node.master, node.first) == ("1", "n7:23456", False)
     # the line that a dry run shows comes to the same
-    wanted = launch.in_slurm(parsed)
+    wanted = launch.in_slurm(asked)
     shown = run("bash", "-c", f"echo {launch.shown([wanted.rank, *wanted.master.rsplit(':', 1)])}").stdout
     assert shown.split() == ["1", "n7", "23456"]
 
 
+def with_gpus(monkeypatch, number: int) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: tuple(f"GPU {n}" for n in range(number)))
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
-    parsed = train.parse(["data", "--rpe", "alibi", "--save-dir", "x", "--nproc", "4"], [])
-    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
+    with_gpus(monkeypatch, 2)
+    asked = replace(ASKED, nproc=4)
     with pytest.raises(files.UserError, match="--nproc 4: there are 2 GPUs here"):
-        launch.gpus(parsed)
-    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
-    assert launch.gpus(parsed) == 0
-    parsed.device = "cuda"
-    with pytest.raises(files.UserError, match="no GPU is to be seen here"):
-        launch.gpus(parsed)
+        launch.gpus(asked)
+    assert launch.gpus(replace(asked, nproc=2)) == 2
+    with_gpus(monkeypatch, 0)
+    assert launch.gpus(asked) == 0
+    with pytest.raises(files.UserError, match="no GPU is visible here"):
+        launch.gpus(replace(asked, device="cuda"))
+
+
+def test_a_torch_that_cannot_be_imported_is_no_gpu(monkeypatch, tmp_path):
+    """The number of GPUs is not an exit status: a failing torch is told, and is not one GPU."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcuda is broken')")
+    monkeypatch.setattr(devices, "_DRIVERS", (str(tmp_path),))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    devices.gpus.cache_clear()
+    with pytest.raises(files.UserError, match="torch cannot be asked for GPUs .ImportError: libcuda is broken"):
+        devices.gpus()
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n"
+        "    is_available = staticmethod(lambda: True)\n"
+        "    device_count = staticmethod(lambda: 2)\n"
+        "    get_device_name = staticmethod(lambda i: f'GPU {i}')\n"
+    )
+    assert devices.gpus() == ("GPU 0", "GPU 1")
+    monkeypatch.setattr(devices, "_DRIVERS", ())
+    devices.gpus.cache_clear()
+    assert devices.gpus() == () or sys.platform != "linux"
+    devices.gpus.cache_clear()
 
 
 def test_places_share_cores_and_gpus(monkeypatch):
@@ -212,12 +243,11 @@ def test_places_share_cores_and_gpus(monkeypatch):
     assert places("cpu", 1, 3) == [{"OMP_NUM_THREADS": "2"}] * 3
     assert places("cpu", 1, None) == [{"OMP_NUM_THREADS": "1"}] * 8
     assert places("cpu", 16, None) == [{"OMP_NUM_THREADS": "1"}]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with_gpus(monkeypatch, 0)
     assert places("auto", 4, None) == [{"OMP_NUM_THREADS": "1"}] * 2
-    with pytest.raises(files.UserError, match="no GPU is to be seen here"):
+    with pytest.raises(files.UserError, match="no GPU is visible here"):
         places("cuda", 1, None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with_gpus(monkeypatch, 4)
     assert seen("auto", 2, None) == ["0,1", "2,3"]
     assert seen("auto", 3, None) == ["0,1,2"]
     assert seen("auto", 1, 6) == ["0", "1", "2", "3", "0", "1"]  # more runs than GPUs share them
@@ -225,21 +255,21 @@ def test_places_share_cores_and_gpus(monkeypatch):
         places("auto", 5, None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,11,9")
     assert seen("auto", 2, None) == ["5,6", "11,9"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with_gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2a, MIG-1c")
     assert seen("auto", 1, None) == ["GPU-8f2a", "MIG-1c"]
     assert not re.search(" ", "".join(seen("auto", 2, 1)))
 
 
-def test_malloc_keeps_memory_on_a_cpu(monkeypatch):
+def test_malloc_keeps_memory_on_a_cpu(monkeypatch, tmp_path):
     """The trainer gets it, unless the user has settings of their own or trains on GPUs."""
-    given = {}
-    monkeypatch.setattr(launch.processes, "spawn", lambda line, environment, keep_open: given.update(environment))
-    monkeypatch.setattr(launch.processes, "wait_all", lambda children: 0)
-    monkeypatch.setattr(launch, "command", lambda *args: ["true"])
-    monkeypatch.setattr(launch.processes, "stop_all", lambda children: None)
-    monkeypatch.setattr(launch, "threads", lambda args: "1")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "5")
-    launch.start(argparse.Namespace(device="cpu", nproc=1, nodes=1), None, None, [])
-    assert given == {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shown = f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(repr(dict(os.environ)))"
+    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", shown])
+    asked = replace(ASKED, device="cpu")
+    assert launch.launch(asked, plan(asked, ""), launch.Node(), []) == 0
+    seen = (tmp_path / "seen").read_text()
+    for name, value in (("OMP_NUM_THREADS", "1"), ("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", "5")):
+        assert f"'{name}': '{value}'" in seen
     assert launch.keep_memory(1) == {}

@@ -1,27 +1,28 @@
-"""Sweeps on a cluster: what is printed for SLURM, and whole sweeps through hydra's submitit launcher."""
+"""Sweeps on a cluster: what is printed for SLURM, and whole sweeps through submitit."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import fake_slurm
 import pytest
 from conftest import PACKAGE, run
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_sweep import BROKEN
 
-from fairseq_rpe.cli import report, slurm
-from fairseq_rpe.cli.main import main
+from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.core import files
+from fairseq_rpe.data import folder
+from fairseq_rpe.sweeps import cells, slurm
+from fairseq_rpe.sweeps.request import Asked, Sweep, resolve
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
@@ -45,7 +46,6 @@ def one_thread(monkeypatch):
 @pytest.fixture
 def cluster(tmp_path, monkeypatch) -> Iterator[Path]:
     pytest.importorskip("submitit", reason="needs the extra slurm")
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
     folder = tmp_path / "programs"
     for name, value in fake_slurm.install(folder).items():
         monkeypatch.setenv(name, value)
@@ -55,35 +55,18 @@ def cluster(tmp_path, monkeypatch) -> Iterator[Path]:
             os.killpg(int(path.read_text()), signal.SIGKILL)
 
 
-def test_a_dry_run_prints_the_multirun_and_torchrun_and_needs_no_launcher(corpus, tmp_path, capsys):
-    settings = [
-        "--slurm",
-        "partition=gpu",
-        "--slurm",
-        "exclude=n1,n2",
-        "--slurm",
-        "additional_parameters.mail-type=END",
-    ]
+def test_a_dry_run_prints_the_jobs_and_torchrun_and_needs_no_launcher(corpus, tmp_path, capsys):
+    settings = ["--slurm", "partition=gpu", "--slurm", "exclude=n1,n2"]
+    settings += ["--slurm", "additional_parameters.mail-type=END"]
     settings += ["--slurm", "setup=[module load cuda]", "--nproc", "8", "--nodes", "2", "--jobs", "3"]
     out = tmp_path / "it's a=b, c"
     argv = command(corpus, out, "alibi type1:form=paper", "--launcher", "dry-run", *settings, device="auto")
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert not out.exists()
-    multirun = lines[0]
-    assert "-m fairseq_rpe.cli.job --multirun hydra/launcher=submitit_slurm " in multirun
+    assert lines[0].startswith("# an array of 2 SLURM jobs: ")
     for setting in ("nodes=2", "tasks_per_node=1", "gpus_per_node=8", "array_parallelism=3", "partition=gpu"):
-        assert f" hydra.launcher.{setting} " in multirun
-    words = shlex.split(multirun)
-    found = OverridesParser.create().parse_overrides(words[words.index("--multirun") + 1 :])
-    read = {override.key_or_group: override for override in found}  # as hydra reads them
-    assert read["hydra.launcher.additional_parameters.mail-type"].value() == "END"
-    assert read["hydra.launcher.additional_parameters.mail-type"].is_add()
-    assert read["hydra.launcher.exclude"].value() == "n1,n2"
-    assert read["hydra.launcher.setup"].value() == ["module load cuda"]
-    assert read["hydra.sweep.dir"].value() == str(out / "slurm") and read["out"].value() == str(out)
-    named = [getattr(run, "text", run) for run in read["run"].sweep_iterator()]
-    assert named == ["alibi-seed1", "type1-form=paper-e4e3fd-seed1"]
+        assert f" {setting}," in lines[0]
     assert [line for line in lines if line.startswith("# job")] == [
         "# job alibi-seed1:",
         "# job type1-form=paper-e4e3fd-seed1:",
@@ -96,6 +79,29 @@ def test_a_dry_run_prints_the_multirun_and_torchrun_and_needs_no_launcher(corpus
         )
         assert "--distributed-world-size 16" in line and "gloo" not in line
     assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 2
+
+
+def resolved(argv: list[str]) -> Sweep:
+    """The sweep that a command line asks for."""
+    cut = argv.index("--")
+    args = build_parser("sweep").parse_args(argv[:cut])
+    args.extra = tuple(argv[cut + 1 :])
+    return resolve(Asked(**{f.name: getattr(args, f.name) for f in fields(Asked)}))
+
+
+def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
+    """As submitit writes them: common ones, those of SLURM, sbatch's own, and commands before the job."""
+    given = [("partition", "gpu"), ("exclude", "n1,n2"), ("additional_parameters.mail-type", "END")]
+    given += [("setup", "[module load cuda, module load gcc]"), ("timeout_min", "90"), ("mem_gb", "16")]
+    sweep = resolved(command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto"))
+    made = slurm.executor(sweep, given)
+    [job] = made.map_array(print, ["nothing"])
+    [script] = submitted(cluster).values()
+    for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gpus-per-node=8"):
+        assert f"#SBATCH --{line}\n" in script
+    assert "\nmodule load cuda\nmodule load gcc\n" in script and job.paths.folder.parent == tmp_path / "out/slurm"
+    with pytest.raises(files.UserError, match="--slurm: .*partitoin"):
+        slurm.executor(sweep, [("partitoin", "gpu")])
 
 
 def test_a_dry_run_prints_torchrun_for_this_machine(corpus, tmp_path, capsys):
@@ -116,12 +122,10 @@ def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
     assert "--slurm is for --launcher slurm" in refused("--slurm", "partition=gpu")
     assert "needs --launcher slurm" in refused("--nodes", "2")
 
-    def missing(name: str) -> str:
-        raise slurm.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(slurm.metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "submitit", None)
     assert "pip install -c requirements/constraints.txt -e '.[slurm]'" in refused("--launcher", "slurm")
-    monkeypatch.setattr(slurm.metadata, "version", lambda name: "1.2.0")
+    monkeypatch.delitem(sys.modules, "submitit")
+    pytest.importorskip("submitit", reason="needs the extra slurm")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no sbatch here" in refused("--launcher", "slurm")
     for setting, words in (("x", "is not KEY=VALUE"), ("nodes=2", "not set here: --nodes"), ("a b=c", "KEY=VALUE")):
@@ -173,13 +177,13 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
     assert (cluster / f"{number}_0.requeued").exists(), (notes / "100_0_0_log.err").read_text()
     starts = files.read_json(last.parent / "environment.json")["starts"]
     assert [start["from_update"] == 0 for start in starts] == [True, False] and starts[1]["from_update"] < 300
-    assert [row["length"] for row in files.read_json_lines(out / "runs/alibi-seed1" / report.RESULTS)] == [32, 64]
+    assert [row["length"] for row in files.read_json_lines(out / "runs/alibi-seed1/eval.jsonl")] == [32, 64]
 
     # nothing is done twice: only the run that failed is submitted again
     before = last.stat().st_mtime_ns
     again = run(*PROGRAM, *argv, ok=False)
     assert again.returncode == 1 and list(submitted(cluster)) == ["100", "101"]
-    assert "+run=broken-seed1" in again.stderr and "alibi-seed1" not in again.stderr
+    assert "of broken-seed1\n" in again.stderr and "alibi-seed1" not in again.stderr
     assert last.stat().st_mtime_ns == before
     # a finished sweep is only taken stock of, without a job
     done = command(corpus, out, "alibi", "--launcher", "slurm", *own)
@@ -210,24 +214,14 @@ def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cl
         pass
 
 
-def test_a_job_runs_with_hydras_local_launcher(corpus, tmp_path):
-    """The same multirun on this machine, without any SLURM."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
-    from fairseq_rpe.cli import cells, sweep
-    from fairseq_rpe.cli.main import build_parser
-
-    argv = command(corpus, tmp_path / "out", "nope", "--updates", "4")
-    cut = argv.index("--")
-    args = build_parser().parse_args(argv[:cut])
-    args.extra = argv[cut + 1 :]
-    [cell] = cells.make(args, sweep._resolve(args)[0])
-    cell.save()
-    assert vars(cells.load(cell.folder)) == vars(cell)
-    slurm_only = ("hydra.launcher.max_num_timeout", "hydra/launcher=")
-    line = [word for word in slurm.command(args, [cell.slug]) if not word.startswith(slurm_only)]
-    run(*line, "hydra/launcher=submitit_local", env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert cell.work_left() == []
-    assert [row["length"] for row in files.read_json_lines(cell.results)] == [32, 64]
+def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
+    """The same job by submitit's local executor, without any SLURM."""
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    sweep = resolved(command(corpus, tmp_path / "out", "nope", "--updates", "4"))
+    [cell] = cells.make(sweep, folder.digest(corpus))
+    [job] = slurm.executor(sweep, [], cluster="local").map_array(slurm.Job(), [cell])
+    assert job.result() is None and cell.work_left() == []
+    assert [row["length"] for row in files.read_json_lines(cell.folder.results)] == [32, 64]
 
 
 def test_scripts_know_the_options():

@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SPECS, run
+from conftest import run
 
-from fairseq_rpe.analysis import style
-from fairseq_rpe.cli import corpus as corpus_files
-from fairseq_rpe.cli import report, runner
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
+from fairseq_rpe.data import folder as corpus_files
+from fairseq_rpe.sweeps import local
+from fairseq_rpe.sweeps.state import slug
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -200,7 +200,7 @@ def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[i
     files.write_json(folder / "sweep.json", state)
     for spec, values in ppl.items():
         for k, seed in enumerate(seeds):
-            place = folder / "runs" / report.slug(spec, seed)
+            place = folder / "runs" / slug(spec, seed)
             files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
             for n, value in values.items():
                 row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": value + 2 * k}
@@ -238,24 +238,13 @@ def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
 
 def test_names_of_runs_never_collide():
     specs = ["a:x=1,y=2", "a:x=1-y=2", "a-x=1-y=2", "a:x=1;y=2", "a"]
-    names = {report.slug(spec, seed) for spec in specs for seed in (1, 2)}
+    names = {slug(spec, seed) for spec in specs for seed in (1, 2)}
     assert len(names) == 10 and all("/" not in n and ":" not in n and " " not in n for n in names)
-
-
-def test_encodings_keep_their_looks_and_never_share_one():
-    known = list(SPECS)  # the built-in ones: other tests may have registered more
-    alone = {name: style.looks([name])[name] for name in known}
-    others = ["type1:form=paper", *(f"e{i}" for i in range(20))]
-    together = style.looks([*others, *reversed(known)])
-    assert all(together[name] == alone[name] for name in known)
-    assert len({look[:2] for look in together.values()}) == len(known) + len(others)
-    assert together["type1:form=paper"].colour == alone["type1"].colour
-    assert {look.colour for look in together.values()} <= set(style.PALETTE)
 
 
 def test_last_error_prefers_the_cause(tmp_path):
     log = tmp_path / "train.log"
-    assert runner.last_error(log) == ""
+    assert local.last_error(log) == ""
     for text, expected in (
         ("Traceback\nValueError: bad shape\nerror: fairseq-train ended with code 1", "ValueError: bad shape"),
         ("error: unknown encoding 'x'", "unknown encoding 'x'"),
@@ -264,21 +253,21 @@ def test_last_error_prefers_the_cause(tmp_path):
         ("", ""),
     ):
         log.write_text(text)
-        assert runner.last_error(log) == expected
+        assert local.last_error(log) == expected
     log.write_text("ValueError: of an earlier start\nValueError: of this one")
-    assert runner.last_error(log, start=32) == "ValueError: of this one"
+    assert local.last_error(log, start=32) == "ValueError: of this one"
 
 
 def test_progress_reads_only_whole_lines(tmp_path):
     log = tmp_path / "train.log"
-    job = runner._Active(None, [runner.Stage("training", [], log)], 0)
+    following = local.Following(log)
     line = 'x | INFO | train_inner | {"epoch": 1, "loss": "7.25", "num_updates": "25"}\n'
     log.write_text(line + line.replace("25", "50")[:40])
-    job.follow()
-    assert (job.updates, job.loss) == (25, "7.25")
+    following.read()
+    assert (following.updates, following.loss) == (25, "7.25")
     log.write_text(line + line.replace("7.25", "6.5").replace('"25"', '"50"'))
-    job.follow()
-    assert (job.updates, job.loss) == (50, "6.5")
+    following.read()
+    assert (following.updates, following.loss) == (50, "6.5")
 
 
 def test_state_of_an_older_sweep_is_extended(swept):

@@ -5,38 +5,38 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from pathlib import Path
-from typing import Any
 
-from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, package_folder, positive_int
+from fairseq_rpe.cli.options import add_rpe_module, positive_int
 
 
-def add_parser(subparsers: Any) -> None:
-    names = subparsers.add_parser("list", help="show every encoding with formula, options and paper")
-    kinds = names.add_mutually_exclusive_group()
+def add_list(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--positions", action="store_true", help="show the position transforms instead")
     kinds.add_argument("--algorithms", action="store_true", help="show the algorithmic tasks instead")
-    names.add_argument("--names", action="store_true", help="print only the names, one a line")
-    add_rpe_module(names)
-    names.set_defaults(run=run_list)
+    parser.add_argument("--names", action="store_true", help="print only the names, one a line")
+    add_rpe_module(parser)
+    parser.set_defaults(run=run_list)
 
-    profile = subparsers.add_parser("profile", help="print an encoding's log-bias per distance as CSV")
-    profile.add_argument("spec", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
-    profile.add_argument("--heads", type=positive_int, default=4, help="attention heads (default 4)")
-    profile.add_argument("--width", type=positive_int, default=128, help="model width (default 128)")
-    profile.add_argument("--length", type=positive_int, default=64, help="number of distances (default 64)")
-    add_rpe_module(profile)
-    profile.set_defaults(run=run_profile)
 
-    user_dir = subparsers.add_parser("user-dir", help="print the folder to give to fairseq's --user-dir")
-    user_dir.set_defaults(run=run_user_dir)
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
+    parser.add_argument("--heads", type=positive_int, default=4, help="attention heads (default 4)")
+    parser.add_argument("--width", type=positive_int, default=128, help="model width (default 128)")
+    parser.add_argument("--length", type=positive_int, default=64, help="number of distances (default 64)")
+    add_rpe_module(parser)
+    parser.set_defaults(run=run_profile)
+
+
+def add_user_dir(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run_user_dir)
 
 
 def run_list(args: argparse.Namespace) -> int:
-    load_rpe_module(args.rpe_module)
     from fairseq_rpe import algorithms, encodings, positions
     from fairseq_rpe.core.spec import show
+    from fairseq_rpe.runs.specs import load_rpe_module
 
+    load_rpe_module(args.rpe_module)
     for entry in (positions if args.positions else algorithms if args.algorithms else encodings).describe():
         if args.names:
             print(entry.name)
@@ -51,9 +51,10 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    load_rpe_module(args.rpe_module)
     from fairseq_rpe import encodings
+    from fairseq_rpe.runs.specs import load_rpe_module
 
+    load_rpe_module(args.rpe_module)
     rows = encodings.build(args.spec, heads=args.heads, width=args.width).profile(args.length).T.tolist()
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["distance", *(f"head{h + 1}" for h in range(args.heads))])
@@ -63,5 +64,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def run_user_dir(args: argparse.Namespace) -> int:
-    print(Path(package_folder()))
+    from fairseq_rpe.core.files import PACKAGE
+
+    print(PACKAGE)
     return 0

@@ -1,4 +1,4 @@
-"""Carry out the runs of a sweep, several at a time, under one progress bar."""
+"""The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from fairseq_rpe.runs import processes
+from tqdm import tqdm
+
+from fairseq_rpe.core import devices
 from fairseq_rpe.core.files import read_json_lines
+from fairseq_rpe.runs import processes
+from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
 
 _POLL_SECONDS = 0.2
 _RANK = re.compile(r"\[rank\d+\]: ")
@@ -22,57 +26,42 @@ _ERROR = re.compile(r"(error: |\w*(Error|Exception|Interrupt)\b)")
 _CONSEQUENCE = re.compile(r"error: fairseq-train ended|.*(by peer|Broken pipe)")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One command of a run and the file that its output is added to."""
+def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
+    """The environment of each of the runs at a time: ``jobs``, or as many as there are GPUs or cores for.
 
-    name: str
-    command: list[str]
-    log: Path
+    More jobs than GPUs share them in turn.
 
-
-class Run(Protocol):
-    """What the runner needs of a sweep's cell."""
-
-    folder: Path
-    wanted: Any
-
-    @property
-    def slug(self) -> str: ...
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def results(self) -> Path: ...
+    Raises:
+        UserError: there are fewer GPUs than a single run is to have.
+    """
+    gpus = devices.check(device, nproc)
+    cores = processes.cores()
+    jobs = jobs or max(1, (len(gpus) or cores) // nproc)
+    made = []
+    for place in range(jobs):
+        environment = {"OMP_NUM_THREADS": str(max(1, cores // (jobs * nproc)))}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(place * nproc + r) % len(gpus)] for r in range(nproc))
+        made.append(environment)
+    return made
 
 
 @dataclass
-class _Active:
-    run: Run
-    stages: list[Stage]
-    place: int
-    child: subprocess.Popen[bytes] | None = None
-    log_start: int = 0
-    read_to: int = 0
+class Following:
+    """What the log of a training says of its progress, from ``start`` on."""
+
+    log: Path
+    start: int = 0
     updates: int = 0
     loss: str = ""
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start the next stage."""
-        log = self.stages[0].log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as file:
-            self.log_start = self.read_to = file.tell()
-            self.child = processes.spawn(self.stages[0].command, environment, log=file)
-
-    def follow(self) -> None:
-        """Read what training has logged since the last look."""
-        with open(self.stages[0].log, "rb") as file:
-            file.seek(self.read_to)
+    def read(self) -> None:
+        """Read what was logged since the last look, whole lines only."""
+        with open(self.log, "rb") as file:
+            file.seek(self.start)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self.read_to += len(whole)
+        self.start += len(whole)
         for line in whole.decode(errors="replace").splitlines():
             _, brace, rest = line.partition("| train_inner | {")
             if brace:
@@ -80,10 +69,43 @@ class _Active:
                 self.updates = int(stats["num_updates"])
                 self.loss = stats["loss"]
 
+
+@dataclass
+class _Active:
+    """A run that is being carried out at a place."""
+
+    cell: Cell
+    stages: list[Stage]
+    place: int
+    child: subprocess.Popen[bytes] | None = None
+    log_start: int = 0
+    following: Following | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.stages[0].name == TRAINING
+
+    @property
+    def done(self) -> int:
+        """Updates and evaluated lengths."""
+        if self.trains:
+            return self.following.updates
+        results = len(read_json_lines(self.cell.folder.results))
+        return self.cell.plan.updates + min(self.cell.rows, results)
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start the next stage."""
+        log = self.stages[0].log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as file:
+            self.log_start = file.tell()
+            self.following = Following(log, self.log_start)
+            self.child = processes.spawn(self.stages[0].command, environment, log=file)
+
     def describe(self) -> str:
-        if self.stages[0].name == "training" and self.loss:
-            return f"{self.run.slug} {self.updates}/{self.run.wanted.updates} loss {self.loss}"
-        return f"{self.run.slug} {self.stages[0].name}"
+        if self.trains and self.following.loss:
+            return f"{self.cell.name} {self.following.updates}/{self.cell.plan.updates} loss {self.following.loss}"
+        return f"{self.cell.name} {self.stages[0].name}"
 
 
 @dataclass
@@ -95,15 +117,9 @@ class _Progress:
 
     def show(self, active: Sequence[_Active]) -> None:
         for job in active:
-            self.done[job.run.slug] = job.updates + _evaluated(job)
+            self.done[job.cell.name] = job.done
         self.bar.set_description_str(" | ".join(job.describe() for job in active), refresh=False)
         self.bar.update(max(0, sum(self.done.values()) - self.bar.n))
-
-
-def _evaluated(job: _Active) -> int:
-    if job.stages[0].name == "training":
-        return 0
-    return min(job.run.rows, len(read_json_lines(job.run.results)))
 
 
 def last_error(log: Path, start: int = 0) -> str:
@@ -119,48 +135,45 @@ def last_error(log: Path, start: int = 0) -> str:
     return better[-1].removeprefix("error: ") if better else ""
 
 
-def execute(pending: Mapping[Run, list[Stage]], runs: Sequence[Run], places: Sequence[Mapping[str, str]]) -> list[str]:
+def execute(
+    pending: Mapping[Cell, list[Stage]], cells: Sequence[Cell], places: Sequence[Mapping[str, str]]
+) -> list[str]:
     """Carry out all stages, one run per place at a time; returns one line per failed run, which stops no other.
 
     On Ctrl-C or SIGTERM the children are ended first, then the exception goes on.
     """
-    from tqdm import tqdm
-
     waiting = list(pending.items())
     free = list(range(len(places)))
     active: list[_Active] = []
     failures: list[str] = []
-    total = sum(run.wanted.updates + run.rows for run in runs)
+    total = sum(cell.plan.updates + cell.rows for cell in cells)
     calm = 0.5 if sys.stderr.isatty() else 30.0
     with processes.sigterm_raises(), tqdm(total=total, unit="", mininterval=calm) as bar:
-        progress = _Progress(bar, {r.slug: r.wanted.updates + r.rows for r in runs if r not in pending})
+        progress = _Progress(bar, {c.name: c.plan.updates + c.rows for c in cells if c not in pending})
         try:
             while waiting or active:
                 while waiting and free:
-                    run, stages = waiting.pop(0)
-                    job = _Active(run, list(stages), free.pop(0))
-                    if stages[0].name != "training":
-                        job.updates = run.wanted.updates
+                    cell, stages = waiting.pop(0)
+                    job = _Active(cell, list(stages), free.pop(0))
                     active.append(job)
                     job.start(places[job.place])
                 time.sleep(_POLL_SECONDS)
                 for job in list(active):
-                    if job.stages[0].name == "training":
-                        job.follow()
+                    if job.trains:
+                        job.following.read()
                     code = job.child.poll()
                     if code is None:
                         continue
                     if code:
                         log = job.stages[0].log
                         why = last_error(log, job.log_start) or "no message"
-                        failures.append(f"{job.run.slug} failed while {job.stages[0].name}: {why} (log: {log})")
+                        failures.append(f"{job.cell.name} failed while {job.stages[0].name}: {why} (log: {log})")
                     elif len(job.stages) > 1:
                         del job.stages[0]
-                        job.updates = job.run.wanted.updates
                         job.start(places[job.place])
                         continue
                     else:
-                        progress.done[job.run.slug] = job.run.wanted.updates + job.run.rows
+                        progress.done[job.cell.name] = job.cell.plan.updates + job.cell.rows
                     active.remove(job)
                     free.append(job.place)
                 progress.show(active)

@@ -1,0 +1,172 @@
+"""How a training run is started: fairseq-train itself, or torchrun with one fairseq-train per process and node."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+
+from fairseq_rpe.core import devices
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.runs import processes
+from fairseq_rpe.runs.plan import Plan, Request
+
+_FIRST_PORT, _PORTS = 20000, 10000
+# what SLURM is asked when the job has begun; the same that ``here`` finds out
+_NODE_RANK = "$SLURM_NODEID"
+_MASTER = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of the machines that train a run together: its number, and HOST:PORT where they meet (several only)."""
+
+    rank: str = "0"
+    master: str | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the one that writes the run's folder."""
+        return self.rank == "0"
+
+
+def here(request: Request) -> Node:
+    """This node, as the command line says or else as SLURM does.
+
+    Raises:
+        UserError: neither says it, or they do not fit ``--nodes``.
+    """
+    nodes = request.nodes
+    if nodes == 1:
+        if request.node_rank is not None or request.master is not None:
+            raise UserError("--node-rank and --master are for several nodes: give --nodes too")
+        return Node()
+    if "SLURM_NNODES" in os.environ and int(os.environ["SLURM_NNODES"]) != nodes:
+        raise UserError(f"--nodes {nodes}: this SLURM job has {os.environ['SLURM_NNODES']}: name as many")
+    rank = os.environ.get("SLURM_NODEID") if request.node_rank is None else str(request.node_rank)
+    if rank is None:
+        raise UserError(f"--nodes {nodes}: say which of them this is, with --node-rank 0 to {nodes - 1}")
+    if int(rank) >= nodes:
+        raise UserError(f"--node-rank {rank}: {nodes} nodes are numbered 0 to {nodes - 1}")
+    master = request.master or _slurm_master()
+    if master is None:
+        raise UserError(f"--nodes {nodes}: say where they meet, with --master HOST:PORT of the first node")
+    return Node(rank, master)
+
+
+def in_slurm(request: Request) -> Node:
+    """What ``here`` will find in a SLURM job, as the words of a shell."""
+    port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
+    return Node(_NODE_RANK, f"{_MASTER}:{port}") if request.nodes > 1 else Node()
+
+
+def shown(words: list[str]) -> str:
+    """A command as a line for a shell, which fills in what ``in_slurm`` left to it."""
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
+
+
+def _slurm_master() -> str | None:
+    """The first host of this SLURM job, with a port that another job on it would not choose."""
+    names, job = os.environ.get("SLURM_JOB_NODELIST"), os.environ.get("SLURM_JOB_ID")
+    if not names or not job:
+        return None
+    try:
+        from submitit.slurm.slurm import SlurmJobEnvironment
+    except ImportError:
+        raise UserError("this SLURM job's first host is not known without submitit: name it with --master") from None
+    return f"{SlurmJobEnvironment().hostnames[0]}:{_FIRST_PORT + int(re.sub('[^0-9]', '', job)) % _PORTS}"
+
+
+def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
+    """The command that trains on this node, with its ``gpus`` or, if 0, on its processors."""
+    flags = _fairseq_flags(request, plan)
+    if request.world == 1:
+        on_cpu = ["--cpu"] if request.device == "cpu" else []
+        return [sys.executable, "-m", "fairseq_cli.train", *flags, *on_cpu, "--distributed-world-size", "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(request.nproc)]
+    if node.master is None:
+        torchrun.append("--standalone")
+    else:
+        host, _, port = node.master.rpartition(":")
+        torchrun += ["--nnodes", str(request.nodes), "--node-rank", node.rank]
+        torchrun += ["--master-addr", host, "--master-port", port]
+    # torch's own DistributedDataParallel, fairseq's default, is asked for a GPU by fairseq
+    kind = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    world = ["--distributed-world-size", str(request.world)]
+    return [*torchrun, "-m", "fairseq_rpe.runs.rank", *flags, *kind, *world]
+
+
+def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
+    """The flags of fairseq-train, except where it runs."""
+    s = plan.settings
+    if request.algorithm:
+        flags = ["--task", "rpe_algorithmic", "--algorithm", s.data, "--criterion", "answer_cross_entropy"]
+    else:
+        flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
+        flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]
+    flags += ["--user-dir", str(PACKAGE), "--arch", s.arch]
+    flags += ["--rpe", s.rpe, "--rpe-share", s.rpe_share, "--attention-backend", request.attention_backend]
+    flags += ["--positions-train", s.positions_train]
+    flags += ["--batch-size", str(s.batch_sentences), "--update-freq", str(s.update_freq)]
+    flags += ["--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01"]
+    flags += ["--clip-norm", "1.0", "--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
+    if s.schedule == "linear":
+        flags += ["--lr-scheduler", "polynomial_decay", "--total-num-update", str(s.last_update)]
+    else:
+        flags += ["--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
+    flags += ["--dropout", repr(s.dropout), "--seed", str(s.seed), "--max-update", str(plan.updates)]
+    flags += ["--save-dir", str(request.save_dir), "--save-interval-updates", str(plan.save_every)]
+    flags += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
+    flags += ["--log-format", request.log_format, "--log-interval", str(request.log_interval)]
+    optional = {
+        "--compute-dtype": s.compute_dtype,
+        "--positions-eval": s.positions_eval,
+        "--rpe-module": request.rpe_module,
+        "--tensorboard-logdir": request.tensorboard,
+        "--rpe-inspect-every": request.inspect_every,
+    }
+    for flag, value in optional.items():
+        flags += [flag, str(value)] if value else []
+    return flags + list(request.extra)
+
+
+def gpus(request: Request, dry: bool = False) -> int:
+    """How many GPUs a run finds here, 0: it trains on processors, or fairseq chooses; ``dry``: only suppose.
+
+    Raises:
+        UserError: fewer than asked for.
+    """
+    if request.device == "cpu" or (request.device == "auto" and request.world == 1):
+        return 0
+    if dry:
+        return request.nproc if request.device == "cuda" else len(devices.gpus())
+    return len(devices.check(request.device, request.nproc))
+
+
+def threads(request: Request) -> str:
+    """Threads of each process."""
+    number = request.defaults.threads or max(1, processes.cores() // request.nproc)
+    return os.environ.get("OMP_NUM_THREADS", str(number))
+
+
+def keep_memory(used: int) -> dict[str, str]:
+    """Settings of glibc's malloc for training on ``used`` GPUs, those of the user excepted.
+
+    On a CPU it would otherwise give large tensors back to the kernel and fetch them again, page by page, each update.
+    """
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    return {} if used else {name: value for name, value in keep.items() if name not in os.environ}
+
+
+def launch(request: Request, plan: Plan, node: Node, held: list[int]) -> int:
+    """Train until it ends; returns its code. ``held``: open files that the trainers keep open as well."""
+    used = gpus(request)
+    environment = {"OMP_NUM_THREADS": threads(request)} | keep_memory(used)
+    child = processes.spawn(command(request, plan, node, used), environment, keep_open=held)
+    try:
+        return processes.wait_all([child])
+    finally:
+        processes.stop_all([child])

@@ -1,0 +1,69 @@
+"""One training run from its folder's state to its end; the same request goes on where an earlier one was stopped."""
+
+from __future__ import annotations
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest, lock
+from fairseq_rpe.runs import checkpoints, environment, launch
+from fairseq_rpe.runs.folder import CheckpointFolder, Finished
+from fairseq_rpe.runs.launch import Node
+from fairseq_rpe.runs.plan import Plan, Request
+from fairseq_rpe.runs.specs import check_positions, check_spec, has_bias, load_rpe_module
+
+
+def check(request: Request, plan: Plan) -> None:
+    """Refuse misspelt specs, and pictures of a bias that is not there."""
+    load_rpe_module(request.rpe_module)
+    check_spec(request.rpe, plan.settings.tokens)
+    check_positions(request.positions_train, request.positions_eval, plan.settings.tokens)
+    if request.inspect_every and not has_bias(request.rpe):
+        raise UserError(
+            f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
+        )
+
+
+def train(request: Request, plan: Plan, node: Node) -> None:
+    """Train to the end and put that on record; the first node alone locks and writes the folder, which all must see.
+
+    Raises:
+        UserError: the folder holds another run or is busy, or training failed.
+    """
+    folder = CheckpointFolder(request.save_dir)
+    if not node.first:
+        if checkpoints.newest(folder)[0] < plan.updates:
+            _launch(request, plan, node, [])
+        return
+    with lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
+        done = _done_so_far(folder, plan)
+        if done < plan.updates:
+            folder.write(plan)
+            folder.add_start(environment.now(done, launch.threads(request), request.device))
+            _launch(request, plan, node, [held])
+        _record_finished(folder, plan)
+
+
+def _launch(request: Request, plan: Plan, node: Node, held: list[int]) -> None:
+    code = launch.launch(request, plan, node, held)
+    if code:
+        raise UserError(f"fairseq-train ended with code {code}: its messages are above")
+
+
+def _done_so_far(folder: CheckpointFolder, plan: Plan) -> int:
+    """Updates behind the checkpoint to go on from, after repairing and checking the folder."""
+    if not folder.record_path.exists():
+        if any(folder.path.glob("checkpoint*.pt")):
+            raise UserError(f"{folder.path} holds checkpoints but no run.json: choose another --save-dir")
+        return 0
+    done = checkpoints.recover_last(folder)
+    if done > plan.updates:
+        raise UserError(
+            f"{folder.path} holds {done} updates, more than --updates {plan.updates}: choose another folder"
+        )
+    return done
+
+
+def _record_finished(folder: CheckpointFolder, plan: Plan) -> None:
+    done = checkpoints.load(folder.last).updates
+    if done != plan.updates:
+        raise UserError(f"fairseq-train stopped at update {done} of {plan.updates}: its messages above say why")
+    folder.write(plan, Finished(done, file_digest(folder.last)))

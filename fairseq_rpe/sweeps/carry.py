@@ -1,0 +1,147 @@
+"""A sweep from its folder's state to its end: checked, put on record, and what is left of it carried out."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import lock, read_json_lines
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.runs import launch
+from fairseq_rpe.sweeps import local, slurm
+from fairseq_rpe.sweeps.cells import Cell, Stage
+from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.sweeps.state import State, SweepFolder, SweepSettings
+
+Slurm = Sequence[tuple[str, str]] | None
+
+
+def check_data(sweep: Sweep) -> str | None:
+    """The digest of the text to train and evaluate on, if it is one.
+
+    Raises:
+        UserError: it is not there, or not whole.
+    """
+    if sweep.data is None:
+        return None
+    corpus.check_folder(sweep.data, "train", "valid", sweep.subset)
+    return corpus.digest(sweep.data)
+
+
+def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
+    """Refuse a text that does not fill the blocks of training and evaluation."""
+    if sweep.data is None:
+        return
+    tokens = cells[0].plan.settings.tokens
+    for split in ("train", "valid"):
+        corpus.check_block(sweep.data, split, tokens)
+    corpus.check_block(sweep.data, sweep.subset, max(tokens, *sweep.lengths))
+
+
+def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
+    """Every command as a line, and as comments what is started in turn."""
+    lines = []
+    if on_slurm is not None:
+        given = ", ".join(f"{key}={value}" for key, value in slurm.settings(sweep, on_slurm).items())
+        lines.append(f"# an array of {len(cells)} SLURM jobs: {given}")
+    base = sweep.base
+    gpus = launch.gpus(base, dry=True) if on_slurm is None else 0 if base.device == "cpu" else base.nproc
+    for cell in cells:
+        if on_slurm is not None:
+            lines.append(f"# job {cell.name}:")
+        lines.append(shlex.join(cell.train_command))
+        if base.world > 1:
+            lines.append(f"# starts: {cell.torchrun(on_slurm is not None, gpus)}")
+        lines += [shlex.join(evaluation.command) for evaluation in cell.evaluations]
+    return lines
+
+
+def pending(cells: list[Cell]) -> dict[Cell, list[Stage]]:
+    """The cells with work left."""
+    return {cell: work for cell in cells if (work := cell.work_left())}
+
+
+def carry_out(sweep: Sweep, left: Mapping[Cell, list[Stage]], cells: list[Cell], on_slurm: Slurm) -> list[str]:
+    """Carry out what is left; returns a line for each run that failed. On this machine no job may be busy with it."""
+    if not left:
+        return []
+    if on_slurm is not None:
+        return slurm.execute(sweep, on_slurm, left)
+    with contextlib.ExitStack() as held:
+        for cell in left:
+            busy = f"a job is busy with {cell.name}: wait for it, or stop it with scancel"
+            held.enter_context(lock(cell.folder.lock, busy))
+        return local.execute(left, cells, local.places(sweep.base.device, sweep.base.nproc, sweep.jobs))
+
+
+def measured(cells: list[Cell]) -> bool:
+    """Whether any run has a result."""
+    return any(read_json_lines(cell.folder.results) for cell in cells)
+
+
+def state(sweep: Sweep, cells: list[Cell]) -> State:
+    """What the sweep is about, for the report; methods, tasks, lengths and seeds may be added to those on record.
+
+    Raises:
+        UserError: the folder holds another sweep.
+    """
+    folder = SweepFolder(sweep.out)
+    before = folder.state() if folder.state_path.exists() else None
+    settings = _settings(sweep, cells[0])
+    if before is not None:
+        _check_same(sweep, before, settings)
+    known = dict(before.methods) if before else {}
+    for method in sweep.methods:
+        if known.get(method.name, method) != method:
+            raise UserError(f"{sweep.out} holds other positions for '{method.name}': choose another --out")
+        known[method.name] = method
+    old = before or State(settings, (), ())
+    about = {name: getattr(sweep.recipe or old, name) for name in ("title", "paper", "published")}
+    return State(
+        settings=settings,
+        recipe=sweep.recipe_name or old.recipe,
+        **about,
+        encodings=_added(old.encodings, (m.name for m in sweep.methods)),
+        methods=known,
+        seeds=tuple(sorted({*old.seeds, *sweep.seeds})),
+        lengths=tuple(sorted({*old.lengths, *(n for cell in cells for n in cell.lengths)})),
+        # what is carried out, by run: nothing is known of the runs of an older version
+        commands=old.commands,
+        data=str(sweep.data) if sweep.data is not None else None,
+        algorithms=_added(old.algorithms, sweep.algorithms),
+    )
+
+
+def noted(record: State, left: Mapping[Cell, list[Stage]]) -> State:
+    """The state with the commands of what is left among those that its runs have on record."""
+    known = {run: dict(stages) for run, stages in record.commands.items()}
+    for cell, stages in left.items():
+        lines = known.setdefault(cell.name, {})
+        for stage in stages:
+            lines[stage.name] = _added(lines.get(stage.name, ()), (shlex.join(stage.command),))
+    return replace(record, commands=known)
+
+
+def _added(known: Sequence[str], more: object) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*known, *more]))  # type: ignore[misc]
+
+
+def _settings(sweep: Sweep, cell: Cell) -> SweepSettings:
+    own = ("rpe", "seed", "positions_train", "positions_eval", *(("data", "tokens") if sweep.algorithms else ()))
+    given = {key: value for key, value in cell.plan.settings.record().items() if key not in own}
+    return SweepSettings(**{**given, "extra": sweep.base.extra}, updates=cell.plan.updates, subset=sweep.subset)
+
+
+def _check_same(sweep: Sweep, before: State, settings: SweepSettings) -> None:
+    there, here = records.write(before.settings), records.write(settings)
+    for key, value in here.items():
+        if there[key] != value:
+            raise UserError(
+                f"{sweep.out} holds another sweep ({key} is {there[key]!r} there, {value!r} here): choose another --out"
+            )
+    if bool(before.algorithms) != bool(sweep.algorithms):
+        raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")

@@ -1,0 +1,163 @@
+"""Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.core.records import Count, Counts, Fraction, Rate, Words
+from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.sweeps.state import Method, Published, read_published
+
+FOLDER = PACKAGE / "recipes"
+Filled = TypeVar("Filled")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A size of a recipe: what it fixes. Each is also an option of ``sweep``, which wins."""
+
+    data: str | None = None
+    algorithms: Words | None = None
+    methods: Words | None = None
+    arch: str | None = None
+    tokens: Count | None = None
+    updates: Count | None = None
+    batch_sentences: Count | None = None
+    update_freq: Count | None = None
+    warmup: Count | None = None
+    lr: Rate | None = None
+    schedule: Literal["inverse_sqrt", "linear"] | None = None
+    rpe_share: Literal["auto", "model", "layer"] | None = None
+    dropout: Fraction | None = None
+    lengths: Counts | None = None
+    seeds: Counts | None = None
+    extra: Words = ()
+
+    def under(self, given: Filled, *names: str) -> Filled:
+        """``given``, a record, with this scale's values where it has none; of the fields ``names``."""
+        open_ones = {name: getattr(self, name) for name in names if getattr(given, name) is None}
+        return replace(given, **open_ones)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One published experiment."""
+
+    name: str
+    title: str
+    paper: str
+    kind: str
+    methods: tuple[Method, ...]
+    scales: Mapping[str, Scale]
+    published: Published | None = None
+
+    def scale(self, name: str) -> Scale:
+        """The settings of one scale."""
+        if name not in self.scales:
+            known = ", ".join(self.scales)
+            raise UserError(f"recipe '{self.name}' has no scale '{name}'{nearest(name, self.scales)}; it has: {known}")
+        return self.scales[name]
+
+    def choose(self, names: tuple[str, ...]) -> list[Method]:
+        """The methods called ``names``, or all of them for ``all``."""
+        table = {m.name: m for m in self.methods}
+        if names == ("all",):
+            return list(table.values())
+        for name in names:
+            if name not in table:
+                raise UserError(
+                    f"recipe '{self.name}' has no method '{name}'{nearest(name, table)}; "
+                    f"it has: {', '.join(table)}, or all"
+                )
+        if len(set(names)) < len(names):
+            raise UserError("--methods names one twice: leave one out")
+        return [table[name] for name in names]
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Recipe:
+    """The recipe called ``name``, or the one in a TOML file of that path.
+
+    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place.
+
+    Raises:
+        UserError: there is none, or it does not say what a recipe must.
+    """
+    path, text = _read(name, ())
+    return _recipe(path, text)
+
+
+def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
+    """The text of a recipe with what it takes over from its base; ``above``: those that it is a base of."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        if name.endswith(".toml"):
+            raise UserError(f"--recipe {name} does not exist")
+        raise UserError(
+            f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or a .toml file"
+        )
+    if path in above:
+        raise UserError(f"recipe {path} is a base of itself: drop one of the base lines")
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} is not TOML: {error}") from None
+    if "base" not in text:
+        return path, text
+    base = text.pop("base")
+    if not isinstance(base, str):
+        raise UserError(f"recipe {path}: base must be the name of a recipe, not {base!r}")
+    if base.endswith(".toml"):
+        base = str(path.parent / base)
+    _, under = _read(base, (*above, path))
+    # what was published belongs to one experiment; everything else is a change of single keys
+    return path, {**_over(under, text), "published": text["published"]} if "published" in text else _over(under, text)
+
+
+def _over(under: dict[str, object], text: dict[str, object]) -> dict[str, object]:
+    """``under`` with the keys of ``text`` in their place, tables key by key."""
+    both = dict(under)
+    for key, value in text.items():
+        there = both.get(key)
+        both[key] = _over(there, value) if isinstance(there, dict) and isinstance(value, dict) else value
+    return both
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A recipe's file: its tables are read one by one, so that messages name them."""
+
+    title: str
+    paper: str
+    kind: Literal["text", "algorithms"]
+    methods: dict[str, object]
+    scales: dict[str, object]
+    published: dict[str, object] | None = None
+
+
+def _recipe(path: Path, given: dict[str, object]) -> Recipe:
+    source = f"recipe {path}"
+    text = records.read(_Text, given, source, "the recipe")
+    methods = {}
+    for name, method in text.methods.items():
+        if any(blank in name for blank in " \t,"):
+            raise UserError(f"{source}: method '{name}' has a blank or comma in its name")
+        named = {**method, "name": name} if isinstance(method, dict) else method
+        methods[name] = records.read(Method, named, source, f"method '{name}'")
+    scales = {name: records.read(Scale, scale, source, f"scale '{name}'") for name, scale in text.scales.items()}
+    if not methods or not scales:
+        raise UserError(f"{source} needs at least one method and one scale")
+    published = read_published(text.published, source, methods) if text.published else None
+    about = {f.name: getattr(text, f.name) for f in fields(text) if f.name in ("title", "paper", "kind")}
+    return Recipe(path.stem, **about, methods=tuple(methods.values()), scales=scales, published=published)
