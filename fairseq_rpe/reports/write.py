@@ -12,7 +12,7 @@ from fairseq_rpe.reports.chapters import exact_match, perplexities
 from fairseq_rpe.reports.kept import places
 from fairseq_rpe.reports.page import Section
 from fairseq_rpe.reports.results import Perplexities, collect
-from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.sweeps.state import State, SweepFolder
 
 DELTA = 0.05
 
@@ -25,15 +25,25 @@ class Written:
     text: str
 
 
-def write(folder: SweepFolder, delta: float | None = None) -> Written:
-    """Write a sweep's report into its folder. ``delta``: δ of Definition 0.1, ``DELTA`` without one.
+def check(folder: SweepFolder, delta: float | None) -> State:
+    """What is on record of a sweep that ``delta`` can be asked of.
 
     Raises:
-        UserError: the folder holds no sweep, none of its runs is finished, or ``delta`` is given for one over tasks.
+        UserError: the folder holds no sweep, or one over tasks and ``delta`` is given.
     """
     state = folder.state()
     if delta is not None and state.algorithms:
         raise UserError(f"--delta is about perplexity and {folder.path} counts exact answers: drop it")
+    return state
+
+
+def write(folder: SweepFolder, delta: float | None = None) -> Written:
+    """Write a sweep's report into its folder. ``delta``: δ of Definition 0.1, ``DELTA`` without one.
+
+    Raises:
+        UserError: what :func:`check` refuses, or none of its runs is finished.
+    """
+    state = check(folder, delta)
     found, at = collect(folder, state), places(folder, bool(state.algorithms))
     others = []
     if isinstance(found, Perplexities):
