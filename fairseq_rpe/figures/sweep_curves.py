@@ -101,7 +101,8 @@ def _drawn(look: Look) -> dict[str, Any]:
 
 def _band(axes: Axes, points: Band, label: str, look: Look, **how: Any) -> None:
     """The mean over seeds; shaded, from the least of them to the largest."""
-    axes.plot(list(points), [sum(values) / len(values) for values in points.values()], **_drawn(look), **how, label=label)
+    means = [sum(values) / len(values) for values in points.values()]
+    axes.plot(list(points), means, **_drawn(look), **how, label=label)
     if any(len(values) > 1 for values in points.values()):
         low, high = [min(values) for values in points.values()], [max(values) for values in points.values()]
         axes.fill_between(list(points), low, high, color=look.colour, alpha=0.2, linewidth=0)

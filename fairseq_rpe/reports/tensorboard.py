@@ -121,7 +121,7 @@ def _learned(folder: SweepFolder) -> dict[str, str]:
 def _experiment(
     folder: Path, charts: Mapping[str, Mapping[str, str]], metrics: Mapping[str, str], sessions: Sequence[Session]
 ) -> None:
-    """The columns of the HParams tab, ``metrics`` by tag as it calls them; category -> chart -> pattern of whole tags."""
+    """The columns of the HParams tab: ``metrics``, by tag their titles; category -> chart -> pattern of a whole tag."""
     keys = dict.fromkeys(key for session in sessions for key in session.chosen)
     values = {key: list(dict.fromkeys(s.chosen[key] for s in sessions if key in s.chosen)) for key in keys}
     columns, _, _ = hparams({key: v[0] for key, v in values.items()}, dict.fromkeys(metrics, 0.0), values)

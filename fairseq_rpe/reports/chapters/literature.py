@@ -40,7 +40,8 @@ def published(state: State) -> Published | None:
     """What is on record of the published experiment; a sweep of an older version lacks a part of it."""
     recipe, known = recipe_of(state), state.published
     if known and known.settings is None and recipe and recipe.published:
-        return replace(recipe.published, source=known.source, url=known.url or recipe.published.url, values=known.values)
+        more = recipe.published
+        return replace(more, source=known.source, url=known.url or more.url, values=known.values)
     return known
 
 
@@ -57,7 +58,7 @@ def table(state: State) -> Table | None:
 
 
 def blocks(state: State, made: Sequence[Run], found: Perplexities | None) -> list[Block]:
-    """The caution, what differs and, of a sweep on text, trends and values; nothing for one without published values."""
+    """The caution, what differs and, of a sweep on text, trends and values; nothing where none are published."""
     known, values = published(state), table(state)
     if known is None or (found is not None and values is None):
         return []
@@ -152,8 +153,11 @@ def _trends(found: Perplexities, values: Mapping[str, Mapping[int, float]], ther
         ours = found.means(name)
         if here not in ours:
             continue
-        pairs = [(ours[here * m] / ours[here] if here * m in ours else None, row[there * m] / row[there]) for m in multiples]
-        rows.append(Row(name, [number(value, ".3f") for pair in pairs for value in pair]))
+        cells = []
+        for m in multiples:
+            own = ours[here * m] / ours[here] if here * m in ours else None
+            cells += [number(own, ".3f"), number(row[there * m] / row[there], ".3f")]
+        rows.append(Row(name, cells))
     caption = (
         f"Trends: perplexity over the one at the training length L ({here} here, {there} published), at multiples of "
         "L; below 1 is better than at L."
