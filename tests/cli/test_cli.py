@@ -17,12 +17,14 @@ import pytest
 import torch
 from conftest import run
 
-from fairseq_rpe.cli import checkpoints
-from fairseq_rpe.cli import corpus as corpus_files
-from fairseq_rpe.cli.main import build_parser, main
-from fairseq_rpe.cli.options import package_folder
+from fairseq_rpe.cli.main import COMMANDS, build_parser, main
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus_files
+from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.runs.folder import CheckpointFolder
+
+LAST = "checkpoint_last.pt"
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -30,7 +32,7 @@ RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--dev
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / checkpoints.LAST, weights_only=True)["model"]
+    return torch.load(folder / LAST, weights_only=True)["model"]
 
 
 def assert_equal_models(one: Path, two: Path) -> None:
@@ -57,14 +59,35 @@ def trained(corpus: Path, tmp_path_factory) -> Path:
     return folder
 
 
-def test_help_and_argument_errors_come_without_torch():
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_comes_without_torch(command):
+    argv = [command, "--help"] if command else ["--help"]
     code = (
         "import sys\nfrom fairseq_rpe.cli.main import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
-        "assert not {'torch', 'fairseq', 'matplotlib', 'numpy'} & set(sys.modules)"
+        f"try:\n    main({argv!r})\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "assert not {'torch', 'fairseq', 'matplotlib', 'sympy', 'mpmath'} & set(sys.modules)"
     )
     shown = run(sys.executable, "-c", code).stdout
-    assert all(name in shown for name in ("prepare-stdlib", "train", "eval", "sweep", "report", "list"))
+    names = (command,) if command else ("prepare-stdlib", "train", "eval", "sweep", "report", "list")
+    assert all(name in shown for name in names)
+
+
+def test_a_command_loads_its_own_module_alone():
+    code = (
+        "import sys\nfrom fairseq_rpe.cli.main import main\n"
+        "assert main(['user-dir']) == 0\n"
+        "print(*(name for name in sys.modules if name.startswith('fairseq_rpe.cli.')))"
+    )
+    loaded = run(sys.executable, "-c", code).stdout.splitlines()[-1].split()
+    assert set(loaded) == {"fairseq_rpe.cli.main", "fairseq_rpe.cli.list", "fairseq_rpe.cli.options"}
+
+
+def test_every_command_has_its_options():
+    parser = build_parser()
+    [commands] = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    assert list(commands) == list(COMMANDS)
+    for name, command in commands.items():
+        assert command.get_default("run") is not None, name
 
 
 def test_list_and_profile_and_user_dir(capsys):
@@ -103,14 +126,14 @@ def test_own_module_is_listed(tmp_path, capsys):
 @pytest.mark.parametrize("flag", ["--tokens=0", "--updates=-1", "--lr=0", "--lr=nan", "--dropout=1", "--nproc=x"])
 def test_bad_numbers_are_refused_by_the_parser(flag, capsys):
     with pytest.raises(SystemExit):
-        build_parser().parse_args(["train", "data", "--rpe", "alibi", "--save-dir", "x", flag])
+        build_parser("train").parse_args(["train", "data", "--rpe", "alibi", "--save-dir", "x", flag])
     assert flag.split("=")[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lengths", ["", "64,0", "64,64", "1e3", "-5"])
 def test_bad_lengths_are_refused_by_the_parser(lengths, capsys):
     with pytest.raises(SystemExit):
-        build_parser().parse_args(["eval", "c.pt", "data", f"--lengths={lengths}"])
+        build_parser("eval").parse_args(["eval", "c.pt", "data", f"--lengths={lengths}"])
     assert "--lengths" in capsys.readouterr().err
 
 
@@ -166,7 +189,7 @@ def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
         deadline = time.monotonic() + 120
-        while not (folder / checkpoints.LAST).exists() and time.monotonic() < deadline:
+        while not (folder / LAST).exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.02)
         process.kill()
@@ -183,7 +206,7 @@ def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
     updates = max(int(p.stem.rpartition("_")[2]) for p in found)
     if updates > 12:  # a fast machine: keep what belongs to the first 12 updates
         pytest.skip("training passed 12 updates before the kill arrived")
-    last = folder / checkpoints.LAST
+    last = folder / LAST
     last.write_bytes(last.read_bytes()[:-1000])
     assert not checkpoints.is_intact(last)
     shown = run(*command, "--updates", "12", *SMALL)
@@ -217,18 +240,18 @@ def test_sigterm_ends_the_children(tmp_path):
 
 def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
     out = tmp_path / "results" / "eval.jsonl"
-    command = ["eval", trained / checkpoints.LAST, corpus, "--device", "cpu", "--out", out]
+    command = ["eval", trained / LAST, corpus, "--device", "cpu", "--out", out]
     shown = run(*PROGRAM, *command, "--lengths", "32,100", "--log", tmp_path / "log").stdout
     rows = [json.loads(line) for line in shown.splitlines()]
     tokens = corpus_files.count_tokens(corpus, "test")
     assert [r["length"] for r in rows] == [32, 100]
     for row in rows:
         assert row["encoding"] == "kerple_log" and row["tokens"] == tokens and row["subset"] == "test"
-        assert row["checkpoint"] == files.file_digest(trained / checkpoints.LAST)
+        assert row["checkpoint"] == files.file_digest(trained / LAST)
         assert row["ppl"] == pytest.approx(2 ** row["loss_base2"]) and row["ppl"] > 1
     assert f"scored tokens: {tokens} of {tokens}" in (tmp_path / "log").read_text()
     # the whole point of the count: the same number as fairseq's own command gives
-    flags = ["--user-dir", package_folder(), "--path", trained / checkpoints.LAST, "--gen-subset", "test"]
+    flags = ["--user-dir", files.PACKAGE, "--path", trained / LAST, "--gen-subset", "test"]
     flags += ["--tokens-per-sample", "100", "--sample-break-mode", "none", "--cpu"]
     own = run(sys.executable, "-m", "fairseq_cli.eval_lm", corpus, *flags)
     assert re.search(rf"Perplexity: {rows[1]['ppl']:.2f}\b", own.stdout + own.stderr)
@@ -249,7 +272,7 @@ def test_eval_refuses_bad_checkpoints(trained, corpus, tmp_path, capsys):
         return error_of(capsys, "eval", checkpoint, corpus, "--lengths", "32")
 
     assert "does not exist" in refused(tmp_path / "no.pt")
-    (tmp_path / "short.pt").write_bytes((trained / checkpoints.LAST).read_bytes()[:5000])
+    (tmp_path / "short.pt").write_bytes((trained / LAST).read_bytes()[:5000])
     assert "cannot be loaded" in refused(tmp_path / "short.pt")
     torch.save({"model": {}}, tmp_path / "foreign.pt")
     assert "not a fairseq checkpoint" in refused(tmp_path / "foreign.pt")
@@ -259,7 +282,7 @@ def test_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
     def full(args):
         raise OSError(28, "No space left on device", str(tmp_path / "x"))
 
-    monkeypatch.setattr("fairseq_rpe.cli.inspect.run_user_dir", full)
+    monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", full)
     assert "no space left on the disk while writing" in error_of(capsys, "user-dir")
 
 
@@ -268,22 +291,22 @@ def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
         torch.save({"cfg": {}, "optimizer_history": [{"num_updates": updates}]}, tmp_path / name)
         return tmp_path / name
 
-    assert checkpoints.recover_last(tmp_path) == 0
+    assert checkpoints.recover_last(CheckpointFolder(tmp_path)) == 0
     save("checkpoint_best.pt", 10)
     newest = save("checkpoint_1_20.pt", 20)
-    assert checkpoints.recover_last(tmp_path) == 20  # there was no last one
-    assert (tmp_path / checkpoints.LAST).read_bytes() == newest.read_bytes()
-    save(checkpoints.LAST, 15)
-    assert checkpoints.recover_last(tmp_path) == 20  # there was an older one
+    assert checkpoints.recover_last(CheckpointFolder(tmp_path)) == 20  # there was no last one
+    assert (tmp_path / LAST).read_bytes() == newest.read_bytes()
+    save(LAST, 15)
+    assert checkpoints.recover_last(CheckpointFolder(tmp_path)) == 20  # there was an older one
     newest.write_bytes(newest.read_bytes()[:-20])
-    save(checkpoints.LAST, 15)
-    assert checkpoints.recover_last(tmp_path) == 15
-    (tmp_path / checkpoints.LAST).write_bytes(b"")
-    assert checkpoints.recover_last(tmp_path) == 10
+    save(LAST, 15)
+    assert checkpoints.recover_last(CheckpointFolder(tmp_path)) == 15
+    (tmp_path / LAST).write_bytes(b"")
+    assert checkpoints.recover_last(CheckpointFolder(tmp_path)) == 10
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"broken")
-    assert checkpoints.recover_last(tmp_path) == 0
-    assert not (tmp_path / checkpoints.LAST).exists()
+    assert checkpoints.recover_last(CheckpointFolder(tmp_path)) == 0
+    assert not (tmp_path / LAST).exists()
 
 
 def test_files_are_whole_or_absent(tmp_path):

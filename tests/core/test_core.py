@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGE
 
 from fairseq_rpe.core import (
     Dense,
@@ -27,17 +22,6 @@ from fairseq_rpe.core import (
     parse,
 )
 
-MAY_IMPORT = {
-    "core": set(),
-    "encodings": {"core"},
-    "positions": {"core"},
-    "attention": {"core"},
-    "analysis": {"core", "encodings", "positions", "attention"},
-    "data": {"core"},
-    "algorithms": {"core"},
-}
-NO_FAIRSEQ = ("core", "encodings", "positions", "attention", "analysis", "data", "algorithms")
-
 
 @dataclass(frozen=True)
 class Example:
@@ -45,38 +29,6 @@ class Example:
     count: int = option(3, "a count", minimum=1)
     mode: str = option("fast", "a mode", choices=("fast", "exact"))
     flag: bool = option(False, "a flag")
-
-
-def imports(file: Path) -> set[str]:
-    """Rooms of this package and top-level packages that a file imports."""
-    found = set()
-    depth = len(file.relative_to(PACKAGE).parts) - 1
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            if node.level == depth + 1:
-                found |= {f"../{(node.module or alias.name).split('.')[0]}" for alias in node.names}
-            elif node.level == 0:
-                name = (node.module or "").split(".")
-                found.add(f"../{name[1]}" if name[0] == "fairseq_rpe" and len(name) > 1 else name[0])
-    return found
-
-
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_imports_point_down(file):
-    room = file.relative_to(PACKAGE).parts[0]
-    found = imports(file)
-    if room in NO_FAIRSEQ:
-        assert not found & {"fairseq", "fairseq_cli"}
-    if room in MAY_IMPORT:
-        rooms = {name[3:] for name in found if name.startswith("../")}
-        assert rooms <= MAY_IMPORT[room] | {room}
-
-
-def test_encodings_need_no_fairseq():
-    code = "import sys, fairseq_rpe.encodings, fairseq_rpe.attention; sys.exit('fairseq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_parse_and_configure():

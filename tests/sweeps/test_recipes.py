@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from fairseq_rpe import algorithms, encodings, positions
-from fairseq_rpe.cli import recipes
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
+from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.recipes import Scale
+from fairseq_rpe.sweeps.state import Method
 
 BUILT_IN = recipes.names()
 WARPING = ["warping-algorithmic", "warping-lm"]
@@ -84,11 +87,11 @@ def flag(command: list[str], name: str) -> str:
 # the built-in ones
 
 
-def training_lengths(scale: dict[str, Any]) -> list[tuple[int, int]]:
+def training_lengths(scale: Scale) -> list[tuple[int, int]]:
     """Tokens in training and tokens of the longest test row, for every task of a scale."""
-    if "tokens" in scale:
-        return [(scale["tokens"], max(scale["lengths"]))]
-    tasks = [algorithms.build(spec) for spec in scale["algorithms"]]
+    if scale.tokens:
+        return [(scale.tokens, max(scale.lengths))]
+    tasks = [algorithms.build(spec) for spec in scale.algorithms]
     return [(t.tokens(t.longest("train")), t.tokens(t.longest("test"))) for t in tasks]
 
 
@@ -101,7 +104,7 @@ def test_every_recipe_loads():
     assert [recipes.load(name).kind for name in WARPING] == ["algorithms", "text"]
     for name in BUILT_IN:
         recipe = recipes.load(name)
-        assert recipe.name == name and recipe.title and recipe.paper and recipe.published["source"]
+        assert recipe.name == name and recipe.title and recipe.paper and recipe.published.source
         assert {"laptop", "paper"} <= set(recipe.scales)
 
 
@@ -136,25 +139,23 @@ def test_every_method_holds_the_longest_row_of_every_scale(name, scale):
 def test_scales_name_methods_that_exist(name, scale):
     recipe = recipes.load(name)
     settings = recipe.scale(scale)
-    chosen = recipe.choose(settings.get("methods", ["all"]))
-    assert {m.name for m in chosen} <= {m.name for m in recipe.methods} and len(chosen) >= (
-        1 if "rpe_share" in settings else 3
-    )
-    assert set(settings) <= set(recipes.SCALE_KEYS)
+    chosen = recipe.choose(settings.methods or ("all",))
+    assert {m.name for m in chosen} <= {m.name for m in recipe.methods}
+    assert len(chosen) >= (1 if settings.rpe_share else 3)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_published_values_are_of_methods(name):
     recipe = recipes.load(name)
-    values = recipes.values(recipe.published)
+    values = recipe.published.values
     assert values and set(values) <= {m.name for m in recipe.methods}
     assert name not in WARPING or len(values) == len(recipe.methods)
     for row in values.values():
         assert all(isinstance(v, float) and v > 0 for v in row.values())
         if recipe.kind == "algorithms":
-            assert set(row) <= set(recipe.scale("paper")["algorithms"]) and max(row.values()) <= 100
+            assert set(row) <= set(recipe.scale("paper").algorithms) and max(row.values()) <= 100
         else:
-            assert set(map(int, row)) == set(recipe.scale("paper")["lengths"])
+            assert set(map(int, row)) == set(recipe.scale("paper").lengths)
 
 
 def test_warping_is_the_papers():
@@ -185,9 +186,9 @@ def test_warping_is_the_papers():
 def test_the_other_methods_are_the_papers():
     for name, times in (("warping-algorithmic", (10, 5)), ("warping-lm", (16, 8))):
         table = {m.name: m for m in recipes.load(name).methods}
-        assert table["interpolation"] == recipes.Method("interpolation", "rope", positions_eval="interpolate")
-        assert table["rope"] == recipes.Method("rope", "rope")
-        assert table["alibi"] == recipes.Method("alibi", "alibi")
+        assert table["interpolation"] == Method("interpolation", "rope", positions_eval="interpolate")
+        assert table["rope"] == Method("rope", "rope")
+        assert table["alibi"] == Method("alibi", "alibi")
         for n in times:
             method = table[f"randomized-{n}x"]
             assert method.rpe == "rope" and method.positions_train == method.positions_eval
@@ -202,23 +203,23 @@ def test_algorithm_scales_resolve(name, scale, tmp_path, capsys, monkeypatch):
     # the numbers of items follow from the examples, ten thousand of each task: once is enough
     given = [] if scale == "laptop" else ["--lengths", "2,3"]
     lines = dry_run(capsys, "--recipe", name, "--scale", scale, *given)
-    methods = recipe.choose(settings.get("methods", ["all"]))
+    methods = recipe.choose(settings.methods or ("all",))
     trainings = [line for line in lines if line[3] == "train"]
     evaluations = [line for line in lines if line[3] == "accuracy"]
     assert len(trainings) + len(evaluations) == len(lines)
     # methods that differ in evaluation alone share a training
     shared = {(m.rpe, m.positions_train) for m in methods}
     found = [(flag(t, "--algorithm"), flag(t, "--rpe"), flag(t, "--positions-train")) for t in trainings]
-    assert sorted(found) == sorted((task, *one) for task in settings["algorithms"] for one in shared)
-    assert len(evaluations) == len(methods) * len(settings["algorithms"])
+    assert sorted(found) == sorted((task, *one) for task in settings.algorithms for one in shared)
+    assert len(evaluations) == len(methods) * len(settings.algorithms)
     assert name not in WARPING or len(trainings) < len(evaluations)
     for command in trainings:
-        assert flag(command, "--updates") == str(settings["updates"]) and flag(command, "--arch") == settings["arch"]
+        assert flag(command, "--updates") == str(settings.updates) and flag(command, "--arch") == settings.arch
         assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
-        assert command[command.index("--") + 1 :] == settings["extra"] if "extra" in settings else "--" not in command
+        assert tuple(command[command.index("--") + 1 :]) == settings.extra if settings.extra else "--" not in command
     squeezed = [e for e in evaluations if "--positions" in e and flag(e, "--positions") == "interpolate"]
     wanted = sum(m.positions_eval == "interpolate" for m in methods)
-    assert len(squeezed) == wanted * len(settings["algorithms"])
+    assert len(squeezed) == wanted * len(settings.algorithms)
     assert not list(tmp_path.iterdir())
 
 
@@ -227,13 +228,13 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, capsys, monkeypatch)
     """With DATA given; what goes beyond the small corpus is replaced."""
     monkeypatch.chdir(tmp_path)
     recipe = recipes.load(name)
-    settings = dict(recipe.scale(scale))
-    given = [] if max(settings["lengths"]) < 1500 else ["--lengths", "600,1200"]
-    if settings["tokens"] > 600:
+    settings = recipe.scale(scale)
+    given = [] if max(settings.lengths) < 1500 else ["--lengths", "600,1200"]
+    if settings.tokens > 600:
         given += ["--tokens", "600"]
-        settings["tokens"] = 600
+        settings = replace(settings, tokens=600)
     lines = dry_run(capsys, corpus, "--recipe", name, "--scale", scale, *given)
-    methods = recipe.choose(settings.get("methods", ["all"]))
+    methods = recipe.choose(settings.methods or ("all",))
     trainings = [line for line in lines if line[3] == "train"]
     evaluations = [line for line in lines if line[3] == "eval"]
     assert len(trainings) + len(evaluations) == len(lines)
@@ -242,14 +243,14 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, capsys, monkeypatch)
     assert len(evaluations) == len(methods)
     assert name not in WARPING or len(trainings) < len(evaluations)
     for command in trainings:
-        assert command[4] == str(corpus) and flag(command, "--tokens") == str(settings["tokens"])
-        assert flag(command, "--updates") == str(settings["updates"])
+        assert command[4] == str(corpus) and flag(command, "--tokens") == str(settings.tokens)
+        assert flag(command, "--updates") == str(settings.updates)
         assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
         for key in ("lr", "dropout", "schedule", "warmup"):
-            if key in settings:
-                assert flag(command, f"--{key}") == str(settings[key])
-    lengths = [600, 1200] if given else settings["lengths"]
-    expected = ",".join(map(str, sorted({settings["tokens"], *lengths})))
+            if (value := getattr(settings, key)) is not None:
+                assert flag(command, f"--{key}") == str(value)
+    lengths = [600, 1200] if given else settings.lengths
+    expected = ",".join(map(str, sorted({settings.tokens, *lengths})))
     assert all(flag(e, "--lengths") == expected and e[5] == str(corpus) for e in evaluations)
     assert not list(tmp_path.iterdir())
 
@@ -317,13 +318,10 @@ LENGTHS = [512, 768, 1024, 1280, 1536, 1792, *range(2048, 9217, 1024)]
 
 @pytest.mark.parametrize("name", EXTRAPOLATION)
 def test_published_perplexities(name):
-    values = recipes.values(recipes.load(name).published)
+    values = recipes.load(name).published.values
     assert {key: values[key[0]][str(key[1])] for key in EXTRAPOLATION[name]} == EXTRAPOLATION[name]
     kinds = {"sinusoidal", "alibi", "kerple_log", "kerple_power", "sandwich", "type1", "type2", "inv_n", "inv_nlnn"}
     assert set(values) == kinds and all([int(n) for n in row] == LENGTHS for row in values.values())
-
-
-NOTES = {"source", "url", "settings"}
 
 
 def test_the_other_corpora_are_changes_of_the_first():
@@ -332,19 +330,20 @@ def test_the_other_corpora_are_changes_of_the_first():
         recipe = recipes.load(f"extrapolation-{name}")
         assert recipe.methods == base.methods and recipe.title != base.title
         laptop = recipe.scale("laptop")
-        assert laptop["data"] == f"data-bin/{name}" and laptop["arch"] == "tiny"
-        assert laptop["tokens"] == min(LENGTHS) and set(laptop["lengths"]) <= set(LENGTHS)
-        assert max(laptop["lengths"]) == max(LENGTHS) and set(laptop["methods"]) == set(recipe.published) - NOTES
-        assert recipe.scale("paper") == {**base.scale("paper"), "data": f"data-bin/{name}", "arch": "base"}
-        assert recipe.published["settings"]["model"].startswith("12 layers of width 768")
-        assert name in recipe.published["source"].lower() and recipe.published["alibi"] != base.published["alibi"]
+        assert laptop.data == f"data-bin/{name}" and laptop.arch == "tiny"
+        assert laptop.tokens == min(LENGTHS) and set(laptop.lengths) <= set(LENGTHS)
+        assert max(laptop.lengths) == max(LENGTHS) and set(laptop.methods) == set(recipe.published.values)
+        assert recipe.scale("paper") == replace(base.scale("paper"), data=f"data-bin/{name}", arch="base")
+        assert recipe.published.settings.model.startswith("12 layers of width 768")
+        assert name in recipe.published.source.lower()
+        assert recipe.published.values["alibi"] != base.published.values["alibi"]
 
 
 def test_fire_and_its_ablations():
     """Tables 3 to 7: each ablation is another network, and FIRE-S has its parameters once."""
     recipe = recipes.load("fire-lm")
-    assert recipe.published["measure"] == "log_ppl" and recipes.decimals(recipe.published) == ".3f"
-    values = recipes.values(recipe.published)
+    assert recipe.published.measure == "log_ppl" and recipe.published.form == ".3f"
+    values = recipe.published.values
     assert values["fire"]["8192"] == 3.056 and values["fire-no-log"]["8192"] == 3.334 and values["rope"]["512"] == 3.178
     assert set(values) == {m.name for m in recipe.methods}
     methods = {m.name: encodings.build(m.rpe, heads=12, width=768, length=2048) for m in recipe.methods}
@@ -359,8 +358,10 @@ def test_fire_and_its_ablations():
         "fire-output-relu": 462,
     }
     shared = recipes.load("fire-lm-shared")
-    assert shared.scale("paper") == {**recipe.scale("paper"), "rpe_share": "model", "methods": ["fire"]}
-    assert recipes.values(shared.published)["fire"]["2048"] == 3.10
+    assert shared.scale("paper") == replace(
+        recipe.scale("paper"), rpe_share="model", methods=("fire",)
+    )
+    assert shared.published.values["fire"]["2048"] == 3.10
 
 
 def test_a_recipe_may_share_parameters_and_the_command_line_wins(corpus, tmp_path, capsys):
@@ -379,14 +380,13 @@ def test_a_recipe_takes_over_what_it_does_not_say(tmp_path):
     path = written(tmp_path, {"base": "base.toml", "title": "Mine", "scales": scales, "methods": methods})
     recipe = recipes.load(str(path))
     assert (recipe.name, recipe.title, recipe.paper, recipe.kind) == ("mine", "Mine", "A paper", "algorithms")
-    assert (
-        recipe.scale("laptop") == {**GOOD["scales"]["laptop"], "updates": 7} and recipe.scale("large")["updates"] == 8
-    )
+    assert recipe.scale("laptop") == Scale(algorithms=("copy:test=50",), updates=7, lr=0.01, methods=("first",))
+    assert recipe.scale("large") == Scale(algorithms=("sort",), updates=8)
     assert [m.name for m in recipe.methods] == ["first", "second", "third"]
-    assert recipe.methods[1] == recipes.Method("second", "alibi", "identity", "offset:by=3")
-    assert recipe.published == GOOD["published"]
+    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:by=3")
+    assert recipe.published.record() == GOOD["published"]
     own = {"base": "base.toml", "published": {"source": "Table 1", "second": {"copy": 1.0}}}
-    assert recipes.load(str(written(tmp_path, own))).published == own["published"]
+    assert recipes.load(str(written(tmp_path, own))).published.record() == own["published"]
 
 
 @pytest.mark.parametrize(
@@ -411,11 +411,11 @@ def test_a_base_that_cannot_be_used_is_refused(base, words, tmp_path):
 def test_a_good_recipe_is_read(tmp_path):
     recipe = recipes.load(str(written(tmp_path, GOOD)))
     assert (recipe.name, recipe.kind) == ("mine", "algorithms")
-    assert [m.name for m in recipe.choose(["all"])] == ["first", "second"]
-    assert [m.name for m in recipe.choose(["second", "first"])] == ["second", "first"]
-    assert recipe.methods[1] == recipes.Method("second", "alibi", "identity", "offset:by=2")
-    assert recipe.published["first"] == {"copy": 12.5}
-    assert recipes.load(str(written(tmp_path, changed("published")))).published == {}
+    assert [m.name for m in recipe.choose(("all",))] == ["first", "second"]
+    assert [m.name for m in recipe.choose(("second", "first"))] == ["second", "first"]
+    assert recipe.methods[1] == Method("second", "alibi", "identity", "offset:by=2")
+    assert recipe.published.values["first"] == {"copy": 12.5}
+    assert recipes.load(str(written(tmp_path, changed("published")))).published is None
 
 
 @pytest.mark.parametrize(
@@ -430,19 +430,19 @@ def test_a_good_recipe_is_read(tmp_path):
         (changed("kind"), "lacks kind"),
         (changed("methods"), "lacks methods"),
         (changed("scales"), "lacks scales"),
-        (changed("title", to=3), "title of the recipe must be of type str, not 3"),
-        (changed("methods", to=["rope"]), "methods of the recipe must be of type dict"),
+        (changed("title", to=3), "title of the recipe must be text, not 3"),
+        (changed("methods", to=["rope"]), "methods of the recipe must be a table"),
         (changed("methods", "first", to="rope"), "method 'first' is no table"),
-        (changed("methods", "first", "rpe", to=5), "rpe of method 'first' must be of type str, not 5"),
+        (changed("methods", "first", "rpe", to=5), "rpe of method 'first' must be text, not 5"),
         (changed("scales", "laptop", "updates", to="many"), "updates of scale 'laptop' must be a whole number above 0"),
         (changed("scales", "laptop", "updates", to=True), "updates of scale 'laptop' must be a whole number above 0"),
-        (changed("scales", "laptop", "algorithms", to="copy"), "algorithms of scale 'laptop' must be a list of tasks"),
+        (changed("scales", "laptop", "algorithms", to="copy"), "algorithms of scale 'laptop' must be a list"),
         (changed("scales", "laptop", to=3), "scale 'laptop' is no table"),
-        (changed("kind", to="algorithm"), "kind is text or algorithms, not 'algorithm'"),
+        (changed("kind", to="algorithm"), "kind of the recipe must be text or algorithms, not 'algorithm'"),
         (changed("methods", to={}), "at least one method and one scale"),
         (changed("scales", to={}), "at least one method and one scale"),
         (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has a blank or comma"),
-        (changed("published", to="Table 9"), "published of the recipe must be of type dict"),
+        (changed("published", to="Table 9"), "published of the recipe must be a table"),
     ],
 )
 def test_malformed_recipes_are_refused(recipe, words, tmp_path):

@@ -1,0 +1,103 @@
+"""The house as docs/architecture.md says it is: arrows, circles, names and sizes, read from the source."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import PACKAGE
+from house import ARROWS, FAIRSEQ, House
+
+HOUSE = House(PACKAGE)
+# Inside functions: packages that not everybody has, and those that read their surroundings when they are imported.
+OPTIONAL = {"huggingface_hub", "pyarrow", "submitit", "tokenizers", "triton", "zstandard", "pooch"}
+# Inside functions as well, because they are slow to import and most calls of their files do without them.
+SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
+FAIRSEQS = {"fairseq", "fairseq_cli"}
+MOST_LINES = 300
+
+
+def test_rooms_import_only_what_is_above_them():
+    assert {HOUSE.room(name) for name in HOUSE.files} == set(ARROWS)
+    assert HOUSE.wrong_arrows(ARROWS) == []
+
+
+def test_no_two_files_import_each_other():
+    assert HOUSE.circles() == []
+
+
+def test_imports_inside_functions_are_of_the_command_that_is_called_or_optional():
+    late = HOUSE.late()
+    ours = late.pop(".", set())
+    assert {HOUSE.room(name) for name in ours} <= {"cli"}, ours
+    third = {name: files for name, files in late.items() if name not in sys.stdlib_module_names}
+    assert set(third) <= OPTIONAL | SLOW | FAIRSEQS, third
+
+
+def test_only_the_glue_and_what_runs_models_know_fairseq():
+    assert HOUSE.importers("fairseq", "fairseq_cli") <= FAIRSEQ
+
+
+def test_rules_see_what_is_wrong_in_a_made_up_house(tmp_path):
+    """The same rules on a small tree with one fault of each kind."""
+    root = tmp_path / "small"
+    for name, text in {
+        "__init__.py": "",
+        "core/__init__.py": "",
+        "core/errors.py": "",
+        "core/low.py": "def f():\n    from ..runs import start\n",
+        "runs/__init__.py": "",
+        "runs/start.py": "from small.core.errors import X\nfrom small.runs import plan\n",
+        "runs/plan.py": "import fairseq\n\ndef f(a: dict[str, Any]) -> None:\n    from . import start\n",
+        "cli/train.py": "from ..runs import start\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    house = House(root)
+    arrows = {"core": set(), "runs": {"core"}, "cli": {"runs"}}
+    assert house.wrong_arrows(arrows) == ["core.low imports runs.start"]
+    assert house.wrong_arrows({**arrows, "core": {"runs"}, "cli": set()}) == ["cli.train imports runs.start"]
+    assert house.circles() == [{"runs.plan", "runs.start"}, {"runs.plan", "runs.start"}]
+    assert house.late() == {".": {"core.low", "runs.plan"}}
+    assert house.importers("fairseq") == {"runs"}
+    assert house.signatures_with("dict[str, Any]") == ["runs.plan:3"]
+    (root / "core/low.py").write_text("")
+    (root / "runs/plan.py").write_text("")
+    house = House(root)
+    assert house.wrong_arrows(arrows) == [] and house.circles() == [] and house.late() == {}
+
+
+def test_names_of_files_are_unique():
+    """A command's file has the command's name, a family's first file is ``base``; any other name is there once."""
+    files = [path.stem for name, path in HOUSE.files.items() if HOUSE.room(name) != "cli"]
+    twice = {stem for stem, count in Counter(files).items() if count > 1}
+    assert twice <= {"__init__", "base"}, twice
+
+
+def test_files_are_read_in_one_sitting():
+    long = {name: lines for name in HOUSE.files if (lines := HOUSE.lines(name)) > MOST_LINES}
+    assert long == {}
+
+
+def test_the_command_line_is_thin():
+    cli = {name: HOUSE.lines(name) for name in HOUSE.files if HOUSE.room(name) == "cli"}
+    assert sum(cli.values()) <= 1600 and max(cli.values()) <= 200, cli
+
+
+def test_parsed_arguments_stay_in_the_command_line():
+    found = [name for name, path in HOUSE.files.items() if "argparse.Namespace" in path.read_text(encoding="utf-8")]
+    assert {HOUSE.room(name) for name in found} <= {"cli"}, found
+
+
+def test_records_cross_the_rooms_that_carry_things_out():
+    rooms = ("runs", "evaluation", "sweeps", "reports")
+    assert [one for one in HOUSE.signatures_with("dict[str, Any]") if one.startswith(rooms)] == []
+
+
+@pytest.mark.parametrize("room", ["encodings", "attention", "analysis", "data"])
+def test_the_science_needs_no_fairseq(room):
+    code = f"import sys, fairseq_rpe.{room}; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(PACKAGE).parent).returncode == 0
