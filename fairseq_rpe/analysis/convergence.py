@@ -25,7 +25,7 @@ from ..encodings import Encoding, build
 from .domain import check
 from .enclosures import ends, ranges, sign
 from .formula import N, parse
-from .series import CONVERGES, DIVERGES, UNDECIDED, decide, show
+from .summation import CONVERGES, DIVERGES, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
 

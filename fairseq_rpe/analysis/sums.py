@@ -4,7 +4,7 @@ For an analytic f the tail from j on is, with b = exp f,
 
     Σ_{n=j}^{X-1} b(n) = ∫_j^X b dx + (b(j) - b(X))/2 - Σ_{k<=16} B_2k/(2k)! (b^(2k-1)(j) - b^(2k-1)(X)) + R
 
-plus what :func:`.series.beyond` proves about n >= X. The integral is Gauss-Legendre's with the error bound for
+plus what :func:`.summation.beyond` proves about n >= X. The integral is Gauss-Legendre's with the error bound for
 functions analytic in an ellipse (Trefethen, Approximation Theory and Practice, Thm. 19.3), R and the derivatives have
 Cauchy's bounds; each needs only the largest size of b in a complex box, which interval arithmetic gives. Where f is not
 analytic, or oscillates too fast, a million terms are added up and the rest stays an interval.
@@ -25,7 +25,7 @@ import numpy as np
 import sympy
 
 from .enclosures import PRECISION, Balls, Undefined, enclose, ends, iv, number, precision, ranges
-from .series import beyond
+from .summation import beyond
 
 NODES, _RHO = 28, 2.6  # of Gauss-Legendre; sum of the half axes of its ellipse
 _ORDER, _RADIUS, _CIRCLE, _POINTS = 32, 24, 10, 64

@@ -229,7 +229,7 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
     """Ratios over length, one panel per pass, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    from fairseq_rpe.analysis.style import looks
+    from fairseq_rpe.figures.style import looks
 
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     figure = Figure(figsize=(4.6 * len(passes) + 2.2, 4.2), layout="constrained")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.analysis.style import looks
+from fairseq_rpe.figures.style import looks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

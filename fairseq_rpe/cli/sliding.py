@@ -249,7 +249,7 @@ def _draw(rows: list[dict[str, Any]], labels: list[str], args: argparse.Namespac
     from matplotlib.lines import Line2D
     from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
-    from fairseq_rpe.analysis.style import looks
+    from fairseq_rpe.figures.style import looks
 
     shown = looks(labels)
     dashes = {PLAIN: "-", SLIDING: "--", CACHED: ":"}

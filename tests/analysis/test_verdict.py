@@ -15,6 +15,7 @@ import torch
 from conftest import ALL_SPECS, SPECS, make_model, model_args
 
 from fairseq_rpe import encodings
+from fairseq_rpe.analysis import judgement
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict, verdict_of_formula
 from fairseq_rpe.analysis.enclosures import ranges
 from fairseq_rpe.analysis.erf import quantised
@@ -23,6 +24,8 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import LogWeight, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.figures.fields import fields
+from fairseq_rpe.figures.style import looks
 
 EXPECTED = {
     "alibi": CONVERGES,
@@ -468,15 +471,12 @@ def test_trf_command(tmp_path, capsys):
 
 
 def test_curves_have_one_colour_per_encoding():
-    from fairseq_rpe.analysis import trf_figures
-    from fairseq_rpe.analysis.style import looks
-    from fairseq_rpe.cli import trf
-
     specs = ["alibi", "type1:form=paper"]
-    sources = {spec: [((None, h), head) for h, head in enumerate(verdict(spec), 1)] for spec in specs}
-    _, rows, lines = trf.exact(sources)
-    assert len(lines) == 9 and len(rows) == 16 * len(trf.EPSILONS)
-    (axes,) = trf_figures.fields(lines).axes
+    rows = {spec: judgement.judge([encodings.build(spec, 8, 512)]) for spec in specs}
+    curves = {spec: judgement.fields(found).curves for spec, found in rows.items()}
+    assert [len(found) for found in curves.values()] == [8, 1]  # heads that are alike are one curve
+    assert len(judgement.field_cells(rows)) == 1 + 16 * len(judgement.GRID)
+    (axes,) = fields(curves).axes
     assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
     assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["alibi, 8 heads (thick: the first)", specs[1]]

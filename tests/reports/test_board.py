@@ -22,11 +22,12 @@ from tensorboard.plugins.custom_scalar import metadata as layout_metadata
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch import nn
 
-from fairseq_rpe.analysis import bias_figures, history
+from fairseq_rpe.analysis import bias_map, history
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.encodings import build
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
+from fairseq_rpe.figures import biases
 from fairseq_rpe.modules.board import Board
 from fairseq_rpe.reports import tensorboard as evaluations
 from fairseq_rpe.reports.results import ExactAnswers, Exactness, Perplexities, Perplexity
@@ -321,18 +322,18 @@ def test_evaluation_alone_writes_nothing(tmp_path, task):
 
 def test_figures_show_the_bias():
     encoding = build("alibi", 6, 48)
-    heads = bias_figures.some_heads(6)
-    assert heads == [0, 2, 3, 5] and bias_figures.some_heads(3) == [0, 1, 2]
-    bias, step = bias_figures.bias_map(encoding, 600, heads)
+    heads = bias_map.some_heads(6)
+    assert heads == [0, 2, 3, 5] and bias_map.some_heads(3) == [0, 1, 2]
+    bias, step = bias_map.bias_map(encoding, 600, heads)
     assert (tuple(bias.shape), step) == ((4, 200, 200), 3)
     profile = encoding.profile(600)
     assert torch.equal(bias[1, 150, 50], profile[2, 300])
-    drawn = bias_figures.exp_bias_figure(bias, "a title", heads, step)
+    drawn = biases.maps_of_heads(bias, "a title", heads, step)
     panels = [axes for axes in drawn.axes if axes.images]
     assert [axes.get_title() for axes in panels] == ["head 1", "head 3", "head 4", "head 6"]
     shown = np.ma.filled(panels[1].images[0].get_array(), np.nan)
     assert shown[150, 50] == pytest.approx(profile[2, 300].exp().item()) and np.isnan(shown[50, 150])
-    curves = bias_figures.profile_figure(profile, "a title").axes[0].lines
+    curves = biases.of_heads(profile, "a title").axes[0].lines
     assert len(curves) == 6 and np.array_equal(curves[5].get_ydata(), profile[5].numpy())
 
 
