@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.core.errors import UserError
+
+if TYPE_CHECKING:
+    from fairseq_rpe.evaluation.requests import Overrides
 
 BY_ARCH = "default: by architecture"
 
@@ -100,3 +104,35 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"
     )
     add_rpe_module(parser)
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """How a checkpoint is loaded."""
+    parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    add_rpe_module(parser)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """One checkpoint, perhaps with another encoding, and where the results go."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file to add the results to")
+    parser.add_argument("--rpe", metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="file for fairseq's messages")
+    add_loading(parser)
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """Several checkpoints that are measured on one text."""
+    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT")
+    parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
+    parser.add_argument("--subset", default="test", help="split to read (default: test)")
+    add_loading(parser)
+
+
+def overrides(args: argparse.Namespace) -> Overrides:
+    """How these options load a checkpoint."""
+    from fairseq_rpe.evaluation.requests import Overrides
+
+    names = ("rpe", "positions", "compute_dtype", "attention_backend", "device", "rpe_module")
+    return Overrides(**{name: getattr(args, name) for name in names if hasattr(args, name)})

@@ -16,7 +16,7 @@ from fairseq.logging import metrics
 from omegaconf import II
 
 from ..core import UserError
-from .chunked import linear_cross_entropy
+from ..modules.cross_entropy import linear_cross_entropy
 
 logger = logging.getLogger(__name__)
 WATCHED = "rpe_"

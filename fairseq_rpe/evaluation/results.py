@@ -140,10 +140,20 @@ def read(kind: type[Found], path: Path) -> list[Found]:
 
 
 def resumed(
-    kind: type[Found], path: Path | None, wanted: Sequence[Any], measure: Callable[[Any], Found]
+    kind: type[Found],
+    path: Path | None,
+    wanted: Sequence[Any],
+    begin: Callable[[Sequence[Any]], Callable[[Any], Found]],
 ) -> Iterator[Found]:
-    """The result of every key in ``wanted``: the known one, or what ``measure`` finds, kept in ``path`` at once."""
+    """The result of every key in ``wanted``, in order: the known one, or one that is measured and kept in ``path``.
+
+    Args:
+        begin: called once, with the keys that are missing, and only if there are any: loads what it takes and gives
+            the measurement of a key.
+    """
     known = {result.key: result for result in (read(kind, path) if path else [])}
+    missing = [key for key in wanted if key not in known]
+    measure = begin(missing) if missing else known.__getitem__
     for key in wanted:
         if key not in known:
             known[key] = measure(key)

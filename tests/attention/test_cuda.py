@@ -6,11 +6,10 @@ import pytest
 import torch
 from conftest import TRAIN_FLAGS, fairseq
 
-from fairseq_rpe.analysis import blocks
 from fairseq_rpe.attention import Plan, reference, sdpa
 from fairseq_rpe.core import Positions
-from fairseq_rpe.criterions.chunked import linear_cross_entropy
 from fairseq_rpe.encodings import build
+from fairseq_rpe.modules import cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -43,7 +42,7 @@ def test_sdpa_equals_reference(spec, dtype):
 def test_chunked_loss():
     x = torch.randn(700, 32, device="cuda", requires_grad=True)
     weight, target = torch.randn(90, 32, device="cuda"), torch.randint(2, 90, (700,), device="cuda")
-    ours = linear_cross_entropy(x, weight, target, 1)
+    ours = cross_entropy.linear_cross_entropy(x, weight, target, 1)
     plain = torch.nn.functional.cross_entropy(x @ weight.T, target, ignore_index=1, reduction="sum")
     grads = [torch.autograd.grad(loss, x)[0] for loss in (ours, plain)]
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-3)
@@ -51,11 +50,11 @@ def test_chunked_loss():
 
 
 def test_loss_from_tiles(monkeypatch):
-    monkeypatch.setattr(blocks, "TILES", {"cuda": (300, 64)})
+    monkeypatch.setattr(cross_entropy, "TILES", {"cuda": (300, 64)})
     x, weight = 3 * torch.randn(700, 32, device="cuda"), torch.randn(90, 32, device="cuda")
     target = torch.randint(90, (700,), device="cuda")
     plain = torch.nn.functional.cross_entropy(x.double() @ weight.double().T, target, reduction="none")
-    torch.testing.assert_close(blocks.target_losses(x, weight, target).double(), plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cross_entropy.target_losses(x, weight, target).double(), plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("flags", [("--fp16",), ("--bf16",), ("--amp",), ("--memory-efficient-fp16",)], ids=str)

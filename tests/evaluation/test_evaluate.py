@@ -13,8 +13,6 @@ import torch
 from conftest import TRAIN_FLAGS, fairseq, make_model
 from torch.nn import functional as F
 
-from fairseq_rpe.analysis import blocks
-from fairseq_rpe.analysis.blocks import BlockLoss, target_losses
 from fairseq_rpe.cli import corpus as corpus_files
 from fairseq_rpe.cli import evaluate
 from fairseq_rpe.cli.fast import Fast
@@ -22,6 +20,8 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.data.place import TEXT_MADE_BY, describe_files
 from fairseq_rpe.encodings import build
+from fairseq_rpe.evaluation.losses import BlockLoss, target_losses
+from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
 
 
@@ -203,7 +203,7 @@ def evaluate_args(checkpoint: Path, corpus: Path):
 
 @pytest.mark.parametrize("tile", [(1, 1), (3, 7), (64, 90), (200, 1000)])
 def test_tiles_equal_the_plain_loss(tile, monkeypatch):
-    monkeypatch.setattr(blocks, "TILES", {"cpu": tile})
+    monkeypatch.setattr(cross_entropy, "TILES", {"cpu": tile})
     torch.manual_seed(0)
     x, weight, target = 5 * torch.randn(50, 16), torch.randn(90, 16), torch.randint(90, (50,))
     plain = F.cross_entropy((x.double() @ weight.double().T), target, reduction="none")
@@ -226,7 +226,7 @@ def test_logits_are_never_larger_than_a_tile(state, corpus, tmp_path, capsys, mo
     def refuse(*_, **__):
         raise AssertionError("the logits of all tokens were made")
 
-    monkeypatch.setattr(blocks, "TILES", {"cpu": (16, 50)})
+    monkeypatch.setattr(cross_entropy, "TILES", {"cpu": (16, 50)})
     monkeypatch.setattr(F, "linear", spy)
     monkeypatch.setattr(RPEDecoder, "output_layer", refuse)
     assert_same_numbers(rows_of(capsys, checkpoint, corpus, "901"), wanted)

@@ -13,8 +13,8 @@ from fairseq.logging import metrics
 from torch.nn import functional as F
 
 from fairseq_rpe.core import UserError
-from fairseq_rpe.criterions.chunked import CHUNK, _ChunkedCrossEntropy, linear_cross_entropy
 from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy, watched
+from fairseq_rpe.modules.cross_entropy import CHUNK, linear_cross_entropy
 
 PAD = 1
 
@@ -90,16 +90,17 @@ def test_chunks_equal_the_plain_loss(dtype):
     plain.backward()
     expected = [x.grad.clone(), weight.grad.clone()]
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for loss in (
-        lambda: linear_cross_entropy(x, weight, target, PAD),
-        lambda: _ChunkedCrossEntropy.apply(x, weight, target, PAD, x.dtype),
-    ):
+    for reduce in (True, False):
         x.grad = weight.grad = None
-        value = loss()
+        value = linear_cross_entropy(x, weight, target, PAD, reduce).sum()
         (2 * value).backward()
         assert value.item() == pytest.approx(plain.item(), rel=1e-3 if dtype == torch.bfloat16 else 1e-6)
         for got, want in zip((x.grad, weight.grad), expected, strict=True):
             assert (got / 2 - want).abs().max() <= tolerance * want.abs().max()
+    with torch.no_grad():
+        losses = linear_cross_entropy(x, weight, target, PAD, reduce=False)
+    assert losses.sum().item() == pytest.approx(plain.item(), rel=1e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert not losses[::5].any()
 
 
 def test_all_targets_padding_is_zero():

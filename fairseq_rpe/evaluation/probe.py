@@ -1,8 +1,6 @@
-"""Empirical receptive field: how many of the nearest keys hold all but ε of the attention of a trained model.
+"""A probe in the attention of a trained model: its weights by distance, and how many of the nearest keys hold them.
 
-Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 6 and the quantisation in its appendix.
-n_emp(ε) = inf{ j : C_ij > (1 - ε)·C_ii } for query i, where C_ij sums exp(q·k/sqrt(D) + bias) over the j keys nearest
-to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances count tokens, not moved positions.
+What is measured is n_emp of :mod:`fairseq_rpe.analysis.receptive_field`, for each layer and head.
 """
 
 from __future__ import annotations
@@ -14,59 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..analysis.receptive_field import check_epsilons, n_emp
 from ..attention import Plan
 from ..core import Positions, UserError, block
 
 ROWS = 128  # queries whose attention is in memory at a time
-
-
-def n_emp(mass: Tensor, epsilons: Sequence[float]) -> Tensor:
-    """inf{ j : Σ_(t<j) mass_t > (1 - ε)·Σ_t mass_t }, in keys; 1 is the query alone.
-
-    Args:
-        mass: (…, m) weights >= 0 by distance 0 … m-1, with a positive sum.
-        epsilons: E values in (0, 1).
-
-    Returns:
-        (E, …) int64.
-
-    >>> n_emp(torch.full((10,), 0.1), [0.5, 0.05]).tolist()
-    [6, 10]
-    """
-    check_epsilons(epsilons)
-    near = mass.double().cumsum(-1)
-    return torch.stack([(near <= near[..., -1:] * (1 - e)).sum(-1) + 1 for e in epsilons])
-
-
-def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
-    """The curve of the paper's appendix: n/m against ``points`` values of ε from 1 down to 0.
-
-    There n is the first j in 0 … m-1 with Σ_(t<j) mass_t >= (1 - ε)·Σ_(t<m) mass_t, and m where there is none and
-    always at ε = 0. The sum ends at m and the comparison is >=, so this differs from :func:`n_emp` and depends on m.
-
-    Args:
-        mass: (…, m) weights >= 0 by distance 0 … m-1.
-        points: at least 2.
-
-    Returns:
-        ε (points,) and n/m (…, points), float64.
-    """
-    if points < 2:
-        raise UserError(f"a curve has at least 2 points, not {points}")
-    m = mass.shape[-1]
-    epsilons = torch.linspace(1, 0, points, dtype=torch.float64, device=mass.device)
-    near = mass.double().cumsum(-1)
-    before = torch.cat([torch.zeros_like(near[..., :1]), near[..., :-1]], dim=-1)
-    first = torch.searchsorted(before, (near[..., -1:] * (1 - epsilons)).contiguous())
-    first[..., -1] = m
-    return epsilons, first / m
-
-
-def check_epsilons(epsilons: Sequence[float]) -> None:
-    """Refuse values of ε outside (0, 1), where n_emp is not defined or always 1."""
-    for e in epsilons:
-        if not 0 < e < 1:
-            raise UserError(f"epsilon {e:g} is not between 0 and 1: it is the part of the attention left out")
 
 
 def probabilities(q: Tensor, k: Tensor, plan: Plan) -> Tensor:

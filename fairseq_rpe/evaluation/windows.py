@@ -1,4 +1,4 @@
-"""Perplexity with a sliding window, by recomputation and, where that gives the same, with the key/value cache.
+"""Losses with a sliding window, by recomputation and, where that gives the same, with the key/value cache.
 
 Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 1 and Table 1. The stream has T targets
 y_0 … y_(T-1); y_i is predicted from inputs x_0 … x_i, where x_0 is the end-of-sentence symbol and x_i = y_(i-1), as in
@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
+from .losses import losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
-_LOGITS = 512  # targets whose logits are in memory at a time
 Tick = Callable[[int], Any]
 
 
@@ -158,18 +158,6 @@ def cached(model: Any, windows: Windows, tick: Tick | None = None) -> Score:
     if windows.left:
         total += score(windows.last())
     return Score(_finite(total), windows.window + steps * windows.stride + windows.left, _now(device) - start)
-
-
-def losses(model: Any, inputs: Tensor, targets: Tensor, state: dict[str, Any] | None = None) -> Tensor:
-    """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
-    decoder = model.decoder
-    features = decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
-    found = []
-    for x, y in zip(features.flatten(0, 1).split(_LOGITS), targets.flatten().split(_LOGITS), strict=True):
-        out, y = decoder.output_layer(x[None]), y[None].contiguous()
-        scores = model.get_normalized_probs((out, None), log_probs=True, sample={"target": y})
-        found.append(-scores.float().gather(-1, y[..., None]).flatten())
-    return torch.cat(found)
 
 
 def why_not_cached(model: Any, window: int, stride: int) -> str | None:

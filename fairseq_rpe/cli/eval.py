@@ -1,0 +1,69 @@
+"""``eval``: what fairseq-eval-lm gives at several lengths, every token of the set accounted for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fairseq_rpe.cli.options import add_checkpoint, int_list, overrides, positive_int
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Prints one JSON line per length; a length already in --out is not redone."
+    add_checkpoint(parser)
+    parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
+    parser.add_argument("--lengths", type=int_list, required=True, metavar="N,N,...", help="tokens per block")
+    parser.add_argument("--subset", default="test", help="split to score (default: test)")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="a batch (default: 2048, at least one block)"
+    )
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), help="of matrix products (default: the checkpoint's)"
+    )
+    parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
+    parser.add_argument(
+        "--attention-prune",
+        type=float,
+        metavar="EPS",
+        help="leave out far keys that provably hold less than EPS of a query's attention (default: exact)",
+    )
+    parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
+    parser.add_argument(
+        "--engine",
+        choices=("fast", "fairseq"),
+        default="fast",
+        help="fast: the model loaded once, no logits in memory; fairseq: fairseq-eval-lm itself, for any model; "
+        "the same numbers (default: %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from fairseq_rpe.evaluation.messages import log_to
+    from fairseq_rpe.evaluation.requests import TextRequest
+    from fairseq_rpe.evaluation.results import TextKey, TextResult, resumed
+
+    request = TextRequest(
+        checkpoint=args.checkpoint,
+        data=args.data,
+        lengths=args.lengths,
+        subset=args.subset,
+        use=overrides(args),
+        engine=args.engine,
+        attention_prune=args.attention_prune,
+        max_tokens=args.max_tokens,
+        batch_size=args.batch_size,
+        log=args.log,
+    )
+
+    def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
+        log_to(args.log)
+        from fairseq_rpe.evaluation.perplexity import measuring
+
+        return measuring(request)
+
+    for result in resumed(TextResult, args.out, request.keys(), begin):
+        print(json.dumps(result.record()), flush=True)
+    return 0

@@ -1,0 +1,138 @@
+"""Checkpoints as models that can be measured, and the text that they are measured on."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary, data_utils
+from torch import Tensor
+
+import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
+from fairseq_rpe.core import devices
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.evaluation.messages import as_fairseq_command
+from fairseq_rpe.evaluation.requests import Overrides
+from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.runs.specs import load_rpe_module
+
+logger = logging.getLogger(__name__)
+_OVERRIDES = {
+    "rpe": "rpe",
+    "positions_eval": "positions",
+    "compute_dtype": "compute_dtype",
+    "attention_backend": "attention_backend",
+}
+
+
+class Loaded(NamedTuple):
+    """A ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task."""
+
+    model: Any
+    task: Any
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to measure; no other has its ``label``."""
+
+    path: Path
+    label: str
+    train_length: int
+
+
+def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> Loaded:
+    """Load a checkpoint, with the dictionary of ``data`` if its task is on text.
+
+    Raises:
+        UserError: it cannot be used, or is older than a setting that is to be replaced. ``log`` is named.
+    """
+    load_rpe_module(use.rpe_module)
+    wanted = {key: value for key, name in _OVERRIDES.items() if (value := getattr(use, name))}
+    changed = wanted if data is None else {"data": str(data), **wanted}
+    try:
+        with as_fairseq_command(["--user-dir", str(PACKAGE)]):
+            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
+    except UserError:
+        raise
+    except Exception as error:
+        logger.error(traceback.format_exc())
+        used = f"{path} cannot be used with {data}" if data else f"{path} cannot be used"
+        raise UserError(f"{used}: {type(error).__name__}: {error}{see(log)}") from error
+    for key, value in wanted.items():
+        if getattr(cfg.model, key, None) != value:
+            flag = "--" + _OVERRIDES[key].replace("_", "-")
+            raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
+    return Loaded(models[0].eval().to(devices.chosen(use.device)), task)
+
+
+def see(log: Path | None) -> str:
+    """The end of a message about what is explained in ``log``."""
+    return f"; see {log}" if log else ""
+
+
+def find_subjects(paths: Sequence[Path]) -> list[Subject]:
+    """Look at checkpoints, without loading them, and label each by its encoding.
+
+    Raises:
+        UserError: one is missing, damaged, named twice, not of this plugin, or not trained as a plain language model.
+    """
+    found = []
+    for path in paths:
+        checkpoint = checkpoints.load(path)
+        check_plain(checkpoint)
+        label, moved = checkpoint.encoding, checkpoint.model.get("positions_train") or IDENTITY
+        if moved != IDENTITY:
+            label += f" + {moved}"
+        length = checkpoint.model.get("rpe_train_length") or checkpoint.task.get("tokens_per_sample") or 0
+        found.append(Subject(path, label, int(str(length))))
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("a checkpoint is named twice: leave one out")
+    labels = [subject.label for subject in found]
+    return [
+        Subject(s.path, f"{s.label} [{n}]", s.train_length) if labels.count(s.label) > 1 else s
+        for n, s in enumerate(found, start=1)
+    ]
+
+
+def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
+    """Refuse a checkpoint that is not of this plugin or was not trained as a plain language model.
+
+    Args:
+        otherwise: a remedy of the calling command, added to those that are named for text.
+    """
+    path, task = checkpoint.path, checkpoint.task
+    if task.get("algorithm"):
+        raise UserError(f"{path} was trained on an algorithmic task: this command is for text")
+    checkpoint.require_ours(otherwise)
+    odd = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
+    odd += ["output_dictionary_size"] if int(str(task.get("output_dictionary_size", -1))) >= 0 else []
+    if odd:
+        flag = "--" + odd[0].replace("_", "-")
+        raise UserError(f"{path} was trained with {flag}, which this command does not do: train without it{otherwise}")
+
+
+def read_stream(data: Path, subset: str, dictionary: Dictionary, tokens: int) -> Tensor:
+    """(tokens + 1,) int64: fairseq's first input, the end-of-sentence symbol, then the split's first tokens."""
+    lines = data_utils.load_indexed_dataset(str(data / subset), None, "mmap")
+    parts, found = [torch.tensor([dictionary.eos()])], 0
+    for number in range(len(lines)):
+        if found >= tokens:
+            break
+        parts.append(lines[number].long())
+        found += len(parts[-1])
+    stream = torch.cat(parts)[: tokens + 1]
+    if len(stream) != tokens + 1:
+        raise UserError(f"{data}/{subset} holds {found} tokens where its index says more: binarise it again")
+    if stream.eq(dictionary.pad()).any() or int(stream.max()) >= len(dictionary):
+        raise UserError(f"{data}/{subset} holds padding or numbers beyond its dictionary: binarise it again")
+    return stream

@@ -1,0 +1,201 @@
+"""Perplexity in blocks of any length: what fairseq-eval-lm gives, every token of the split accounted for."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import options
+from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from tqdm import tqdm
+
+from fairseq_rpe import compat, guards
+from fairseq_rpe.core import devices
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.data.units import read_units
+from fairseq_rpe.evaluation.loading import check_plain, load, see
+from fairseq_rpe.evaluation.losses import BlockLoss
+from fairseq_rpe.evaluation.messages import as_fairseq_command
+from fairseq_rpe.evaluation.requests import FAIRSEQ, TextRequest
+from fairseq_rpe.evaluation.results import Buckets, TextKey, TextResult
+from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.runs.specs import load_rpe_module
+
+logger = logging.getLogger(__name__)
+# Bounds the activations of one batch and, with fairseq, its logits; a longer block is a batch of its own.
+BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an engine finds at one length: targets scored, bits per target, and 2 to them."""
+
+    tokens: int
+    loss_base2: float
+    ppl: float
+    positions_loss: Buckets | None = None
+
+
+# From the tokens of a block and of a batch.
+Engine = Callable[[int, int], Scored]
+
+
+def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
+    """Make what is asked for ready to be measured, one length at a time.
+
+    Raises:
+        UserError: the checkpoint cannot be used. In a measurement: it failed, or scored other than all tokens.
+    """
+    checkpoint = checkpoints.load(request.checkpoint)
+    load_rpe_module(request.use.rpe_module)
+    engine = _fairseq_engine(request) if request.engine == FAIRSEQ else Fast(request, checkpoint)
+    tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
+
+    def measure(key: TextKey) -> TextResult:
+        start = time.monotonic()
+        found = _measured(request, engine, key.length, tokens)
+        return TextResult(
+            **vars(key),
+            encoding=checkpoint.encoding,
+            tokens=tokens,
+            loss_base2=found.loss_base2,
+            ppl=found.ppl,
+            seconds=round(time.monotonic() - start, 3),
+            bits_per_byte=units.bits_per_byte(found.loss_base2) if units else None,
+            word_ppl=units.word_ppl(found.loss_base2) if units else None,
+            engine=request.engine,
+            peak_mb=round(peak_mb(devices.chosen(request.use.device)), 1),
+            positions_loss=found.positions_loss,
+        )
+
+    return measure
+
+
+def _measured(request: TextRequest, engine: Engine, length: int, tokens: int) -> Scored:
+    try:
+        found = engine(length, request.max_tokens or max(length, BATCH_TOKENS))
+    except UserError:
+        raise
+    except Exception as error:
+        logger.error(traceback.format_exc())
+        what = f"evaluation at length {length} failed: {type(error).__name__}: {error}"
+        raise UserError(what + see(request.log)) from error
+    logger.info("length %d, engine %s: scored tokens: %d of %d", length, request.engine, found.tokens, tokens)
+    if found.tokens != tokens:
+        raise UserError(
+            f"length {length}: {found.tokens} of {tokens} tokens were scored, so the result is not kept: "
+            "the model must accept this length, and the data hold no padding"
+        )
+    return found
+
+
+class Fast:
+    """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits.
+
+    Raises:
+        UserError: the checkpoint is not one of a plain language model of this plugin.
+    """
+
+    def __init__(self, request: TextRequest, checkpoint: Checkpoint) -> None:
+        check_plain(checkpoint, otherwise=", or use --engine fairseq")
+        self.request = request
+        self.model, self.task = load(request.checkpoint, request.use, request.data, request.log)
+        if request.attention_prune is not None:
+            self.model.decoder.prune_attention(request.attention_prune)
+
+    def __call__(self, length: int, batch_tokens: int) -> Scored:
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        found = BlockLoss(self.model, length, self.task.source_dictionary.pad())
+        with tqdm(desc=f"length {length}", unit=" tokens", disable=None, leave=False) as bar:
+            for sample in self.batches(length, batch_tokens):
+                found.add(sample["net_input"]["src_tokens"], sample["target"])
+                bar.update(sample["ntokens"])
+        loss = found.loss_base2()
+        ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
+        return Scored(found.tokens, loss, ppl, found.buckets())
+
+    def batches(self, length: int, batch_tokens: int) -> Iterable[dict[str, Any]]:
+        """What fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch."""
+        dictionary = self.task.source_dictionary
+        lines = data_utils.load_indexed_dataset(str(self.request.data / self.request.subset), dictionary)
+        blocks = TokenBlockDataset(
+            lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
+        )
+        return self.task.eval_lm_dataloader(
+            dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
+            max_tokens=batch_tokens,
+            batch_size=self.request.batch_size,
+            max_positions=self.model.max_positions(),
+            num_workers=0,
+            data_buffer_size=0,
+        )
+
+
+def _fairseq_engine(request: TextRequest) -> Engine:
+    """The engine ``fairseq``: fairseq-eval-lm's own code, once per length."""
+    use = request.use
+    if request.attention_prune is not None:
+        raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
+    if use.attention_backend is not None:
+        raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
+    same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
+    same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
+    same += ["--num-workers", "0", "--no-progress-bar", "--log-format", "none"]
+    for flag, value in (
+        ("--batch-size", request.batch_size),
+        ("--rpe-eval", use.rpe),
+        ("--positions-eval", use.positions),
+        ("--compute-dtype", use.compute_dtype),
+        ("--rpe-module", use.rpe_module),
+    ):
+        same += [flag, str(value)] if value else []
+    if use.device == "cpu":
+        same.append("--cpu")
+
+    def score(length: int, batch_tokens: int) -> Scored:
+        flags = [*same, "--tokens-per-sample", str(length), "--max-tokens", str(batch_tokens)]
+        with as_fairseq_command(flags):
+            found = _eval_lm(flags)
+        # Counted by the plugin's guard around fairseq's own evaluation loop.
+        return Scored(found["scored_tokens"], float(found["loss"]), float(found["perplexity"]))
+
+    return score
+
+
+def _eval_lm(flags: list[str]) -> dict[str, Any]:
+    # When it is imported it settles where all messages go: after log_to, and only where it is asked for.
+    from fairseq_cli import eval_lm
+
+    # Where the models were imported before this module of fairseq's, nothing has guarded it yet.
+    guards.guard_module(eval_lm)
+    args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
+    try:
+        return eval_lm.main(convert_namespace_to_omegaconf(args))
+    finally:
+        compat.forget_overrides()
+
+
+def peak_mb(device: str) -> float:
+    """MiB: the most that this process has had in memory so far; on a GPU, of the GPU's."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        # not getrusage: after an exec it starts from what the parent had
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
+    except (OSError, IndexError):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most / 2**20 if sys.platform == "darwin" else most / 2**10

@@ -1,0 +1,113 @@
+"""Draws empirical receptive fields: one panel per head, one curve per model (mean over its layers)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator, StrMethodFormatter
+from torch import Tensor
+
+from ..analysis.receptive_field import quantised, thinned
+from .style import looks
+
+_PANELS = 4  # heads that are drawn, from the first to the last
+Curve = tuple[list[float], Tensor]
+
+
+class Found(Protocol):
+    """What was measured of a model.
+
+    ``mass``: (layers, heads, length) mean attention by distance; ``bias_mass``: that of its bias alone, if it has one.
+    ``train_length`` in tokens.
+    """
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def train_length(self) -> int: ...
+
+    @property
+    def mass(self) -> Tensor: ...
+
+    @property
+    def bias_mass(self) -> Tensor | None: ...
+
+
+def curves(found: Sequence[Found], epsilons: Sequence[float]) -> Figure:
+    """1 - mass of the nearest keys against their number: read at height ε it is n_emp(ε) of the mean curve."""
+    length = found[0].mass.shape[-1]
+    shown = thinned(length - 1)
+    keys = [d + 1 for d in shown]
+
+    def left_out(mass: Tensor) -> Curve:
+        return keys, (1 - mass.mean(0).cumsum(-1))[:, shown].clamp_min(0)
+
+    figure, panels = _panels(found, left_out)
+    trained = sorted({one.train_length for one in found})
+    for axes in panels:
+        for epsilon in epsilons:
+            axes.axhline(epsilon, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
+        for n in trained:
+            axes.axvline(n, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
+        axes.set_xscale("log", base=4)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yscale("log")
+        axes.set_xlim(1, length)
+        axes.set_ylim(min(epsilons) / 3, 1)
+    lines = ", ".join(f"{n} tokens (training)" for n in trained)
+    figure.supxlabel(f"nearest keys j (tokens, blocks of {length}); dotted: {lines}, each ε", fontsize="medium")
+    figure.supylabel("attention beyond the nearest j keys", fontsize="medium")
+    return figure
+
+
+def quantised_curves(found: Sequence[Found]) -> Figure:
+    """The figure of the paper: n / length against ε from 1 down to 0."""
+
+    def steps(mass: Tensor) -> Curve:
+        epsilons, part = quantised(mass.mean(0))
+        return epsilons.tolist(), part
+
+    figure, panels = _panels(found, steps)
+    for axes in panels:
+        axes.set_xlim(1, 0)
+        axes.set_ylim(0, 1)
+    figure.supxlabel("ε, the part of the attention left out", fontsize="medium")
+    figure.supylabel(f"nearest keys needed / {found[0].mass.shape[-1]} tokens", fontsize="medium")
+    return figure
+
+
+def _panels(found: Sequence[Found], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
+    """A panel for each of a few heads; ``curve`` gives x and (heads, len(x)) from (layers, heads, length) masses."""
+    heads = min(one.mass.shape[1] for one in found)
+    count = min(heads, _PANELS)
+    chosen = [round(i * (heads - 1) / max(1, count - 1)) for i in range(count)]
+    rows = 1 if count < _PANELS else 2
+    figure = Figure(figsize=(7.2, 1.2 + 2.5 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, -(-count // rows), sharex=True, sharey=True, squeeze=False).flat)[:count]
+    shown = looks([one.label for one in found])
+    handles = []
+    for one in found:
+        colour, marker, _ = shown[one.label]
+        for mass, drawn in (
+            (one.mass, {"marker": marker, "markersize": 3.5, "markevery": 0.12, "linewidth": 1.4}),
+            (one.bias_mass, {"linestyle": "--", "linewidth": 1}),
+        ):
+            if mass is None:
+                continue
+            x, y = curve(mass)
+            for axes, head in zip(panels, chosen, strict=True):
+                axes.plot(x, y[head], color=colour, **drawn)
+        handles.append(Line2D([], [], color=colour, marker=marker, markersize=3.5, label=one.label))
+    for axes, head in zip(panels, chosen, strict=True):
+        axes.set_title(f"head {head + 1}", fontsize="medium")
+        axes.grid(alpha=0.25)
+    if any(one.bias_mass is not None for one in found):
+        handles.append(Line2D([], [], color="0.3", linestyle="--", linewidth=1, label="bias alone"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize="small")
+    return figure, panels
