@@ -11,7 +11,7 @@ README = ROOT / "README.md"
 # Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
 CORPORA = [*HUB, "tokenizers>=0.20", "zstandard>=0.22"]
-SLURM = ["hydra-submitit-launcher>=1.2"]
+SLURM = ["submitit>=1.5"]
 
 setup(
     name="fairseq_rpe",
@@ -34,6 +34,7 @@ setup(
         "tqdm>=4.66",
         "sympy>=1.13",
         "mpmath>=1.3",
+        "tabulate>=0.9",
     ],
     extras_require={
         "hub": HUB,

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz
 from .curve import pieces_of
 from .plan import Plan
+from .toeplitz import columns
 
 Function = Callable[..., Tensor]
 CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
@@ -48,9 +49,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _from_table(form: Toeplitz, pos: Positions, batch: int) -> Function:
-    first = pos.k[:, :1]  # a common offset need not be a multiple of the step
-    at_q, at_k = (_rows(torch.round((x - first) / form.step).int(), batch) for x in (pos.q, pos.k))
-    at_q, table = at_q + form.origin, _copy(form.table)
+    (at_q, at_k), table = (_rows(x, batch) for x in columns(form, pos)), _copy(form.table)
     last = at_q.new_full((), table.shape[1] - 1)
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -61,12 +60,8 @@ def _from_table(form: Toeplitz, pos: Positions, batch: int) -> Function:
 
 
 def _from_numbers(form: Pointwise, pos: Positions, batch: int) -> Function:
-    at_q, at_k, scalar, numbers = (
-        _rows(pos.q, batch),
-        _rows(pos.k, batch),
-        form.scalar,
-        [_copy(x) for x in form.numbers],
-    )
+    at_q, at_k = _rows(pos.q, batch), _rows(pos.k, batch)
+    scalar, numbers = form.scalar, [_copy(x) for x in form.numbers]
 
     def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])

@@ -20,7 +20,7 @@ from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan
 from .prune import check_pruning, pruned
-from .toeplitz import ToeplitzBias
+from .toeplitz import ToeplitzBias, by_distance
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -63,18 +63,11 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     if not plan.positions.contiguous:
         return None
     if isinstance(form, Toeplitz):
-        return ToeplitzBias, _from_zero(form, n)
+        return ToeplitzBias, by_distance(form, n)
     if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
         pieces = pieces_of(form, plan)
         return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
     return None
-
-
-def _from_zero(form: Toeplitz, n: int) -> Tensor:
-    """(H, n) table of distances 0 … n-1 steps; beyond the table's end its last column."""
-    table = form.table[:, form.origin : form.origin + n]
-    missing = n - table.shape[1]
-    return torch.cat([table, table[:, -1:].expand(-1, missing)], dim=1) if missing else table
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:

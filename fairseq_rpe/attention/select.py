@@ -1,33 +1,59 @@
-"""Choosing a backend by name, or by what is at hand."""
+"""Backends by name, what each of them declares, and the choice among them by what is at hand."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..core import UserError
 from ..core.spec import nearest
-from . import flex as flex_backend
-from . import triton as triton_backend
+from .flex import flex
 from .plan import Plan
 from .reference import reference
 from .sdpa import sdpa
+from .triton import triton
 
 logger = logging.getLogger(__name__)
-Backend = Callable[..., Tensor]
-BACKENDS: dict[str, Backend] = {
-    "reference": reference,
-    "sdpa": sdpa,
-    "flex": flex_backend.flex,
-    "triton": triton_backend.triton,
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A function of (q, k, v, plan, dropout) that computes attention, called as itself, and what it can do.
+
+    Attributes:
+        name: as in ``--attention-backend``.
+        attend: the function.
+        prunes: takes plans that ask for pruning.
+        sees_scores: has the scores that an encoding's ``remap`` changes.
+    """
+
+    name: str
+    attend: Callable[..., Tensor]
+    prunes: bool = False
+    sees_scores: bool = False
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+        """q: (B, H, n, D), k, v: (B, H, m, D) -> (B, H, n, D)."""
+        return self.attend(q, k, v, plan, dropout)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", reference, sees_scores=True),
+        Backend("sdpa", sdpa, prunes=True),
+        Backend("flex", flex),
+        Backend("triton", triton, prunes=True),
+    )
 }
 
 
 def choose(name: str, *, remaps: bool = False) -> Backend:
-    """The attention function called ``name``; ``auto`` decides at each call and says which at the first.
+    """The backend called ``name``; ``auto`` decides at each call and says which at the first.
 
     Args:
         name: auto, reference, sdpa, flex or triton.
@@ -37,22 +63,12 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
         UserError: no such backend, or one that cannot serve this encoding. What depends on tensors (device, dtype, head
             width, positions, dropout) a named backend refuses when it is called; none falls back to another.
     """
-    if name == "auto":
-        return auto
-    if name not in BACKENDS:
-        raise UserError(
-            f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: auto, {', '.join(BACKENDS)}"
-        )
-    if remaps and name != "reference":
+    known = {auto.name: auto, **BACKENDS}
+    if name not in known:
+        raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
+    if remaps and not known[name].sees_scores:
         raise UserError(f"backend '{name}' never has the scores that this encoding changes: use 'reference' or 'auto'")
-    return BACKENDS[name]
-
-
-def auto(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    """Attention by the backend that :func:`pick` names."""
-    name = pick(q, k, v, plan, dropout)
-    _say(name, q.is_cuda and name == "sdpa")
-    return BACKENDS[name](q, k, v, plan, dropout)
+    return known[name]
 
 
 def pick(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str:
@@ -61,6 +77,15 @@ def pick(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> s
     flex and triton have to be named until they have been run, and measured, on a GPU.
     """
     return "sdpa" if plan.remap is None else "reference"
+
+
+def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+    name = pick(q, k, v, plan, dropout)
+    _say(name, q.is_cuda and name == "sdpa")
+    return BACKENDS[name](q, k, v, plan, dropout)
+
+
+auto = Backend("auto", _picked, prunes=True, sees_scores=True)
 
 
 @functools.lru_cache

@@ -1,11 +1,31 @@
-"""The bias of a Toeplitz form for attention in blocks: views of one vector, and the gradient of the table."""
+"""A Toeplitz form's table by index; its bias for attention in blocks, views of one vector; the table's gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..core import Positions, Toeplitz
 from .blocks import diagonal_sums, distances
+
+
+def by_distance(form: Toeplitz, n: int) -> Tensor:
+    """(H, n) table of distances 0 … n-1 steps; beyond the table's end its last column."""
+    table = form.table[:, form.origin : form.origin + n]
+    missing = n - table.shape[1]
+    return torch.cat([table, form.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
+
+
+def evenly_spaced(form: Toeplitz, pos: Positions) -> bool:
+    """Whether the column of a query and a key follows from their indices alone, as :func:`by_distance` has it."""
+    return pos.contiguous and pos.step == form.step
+
+
+def columns(form: Toeplitz, pos: Positions) -> tuple[Tensor, Tensor]:
+    """int32 a (B or 1, n) and b (B or 1, m) with a_i - b_j the column of the table, before clamping."""
+    first = pos.k[:, :1]  # a common offset need not be a multiple of the step
+    a, b = (torch.round((x - first) / form.step).int().contiguous() for x in (pos.q, pos.k))
+    return a + form.origin, b
 
 
 class ToeplitzBias:

@@ -81,20 +81,20 @@ def check_rpe_module(path: Path | None) -> None:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """The options that ``train`` and ``sweep`` have in common."""
-    parser.add_argument("--arch", default="tiny", help="tiny, wiki103, base, large or a full name (default: tiny)")
+    parser.add_argument("--arch", help="tiny, wiki103, base, large or a full name (default: tiny)")
     parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({BY_ARCH})")
     parser.add_argument("--updates", type=positive_int, metavar="N", help=BY_ARCH)
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({BY_ARCH})")
-    parser.add_argument("--update-freq", type=positive_int, default=1, metavar="N", help="batches an update (1)")
+    parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches an update (1)")
     parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs of a node (1)")
     parser.add_argument("--nodes", type=positive_int, default=1, metavar="M", help="machines that train a run (1)")
     parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({BY_ARCH})")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({BY_ARCH})")
     parser.add_argument("--dropout", type=fraction, help=BY_ARCH)
-    parser.add_argument("--positions-train", default="identity", metavar="SPEC", help="default: identity")
+    parser.add_argument("--positions-train", metavar="SPEC", help="default: identity")
     parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
-    parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), default="auto", help="default: auto")
+    parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument(
         "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (default: fp32)"

@@ -7,10 +7,15 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import add_training, check_rpe_module, int_list, positive_int, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
+
+if TYPE_CHECKING:
+    from fairseq_rpe.sweeps.request import Sweep
+    from fairseq_rpe.sweeps.state import SweepFolder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "constraint, additional_parameters.X … of submitit",
     )
     add_training(parser)
-    # nothing given, rather than train's defaults: a recipe may say otherwise
-    parser.set_defaults(run=run, extra=(), arch=None, update_freq=None, rpe_share=None, positions_train=None)
+    parser.set_defaults(run=run, extra=())
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -76,11 +80,22 @@ def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:
     return args.slurm if args.launcher == "slurm" or args.slurm or args.nodes > 1 else None
 
 
+def resolved(args: argparse.Namespace) -> Sweep:
+    """The sweep that the command line asks for."""
+    from fairseq_rpe.runs.plan import Request
+    from fairseq_rpe.sweeps.request import Asked, resolve
+
+    own = {f.name for f in fields(Asked)} - {"base"}
+    given = {f.name: getattr(args, f.name, f.default) for f in fields(Request) if f.name not in own}
+    base = Request(**{**given, "rpe": "", "save_dir": args.out})
+    return resolve(Asked(**{name: getattr(args, name) for name in own}, base=base))
+
+
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.sweeps import carry, cells, request, slurm
+    from fairseq_rpe.sweeps import carry, cells, slurm
     from fairseq_rpe.sweeps.state import SweepFolder
 
-    sweep = request.resolve(request.Asked(**{f.name: getattr(args, f.name) for f in fields(request.Asked)}))
+    sweep = resolved(args)
     on_slurm = _on_slurm(args)
     check_rpe_module(args.rpe_module)
     digest = carry.check_data(sweep)
@@ -113,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _report(folder: object, redraw: bool) -> None:
+def _report(folder: SweepFolder, redraw: bool) -> None:
     from fairseq_rpe.reports import kept
 
     text = None if redraw else kept.text(folder)

@@ -104,12 +104,12 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         )
         if args.rpe_inspect_every:
             # here, so that a model that is not inspected loads nothing that draws
-            from ..modules.board import Board
+            from ..modules.inspection import Inspector
 
-            board = Board(
+            inspector = Inspector(
                 str(args.rpe), args.rpe_inspect_every, str(args.rpe_tensorboard), args.rpe_train_length, _rank()
             )
-            decoder.register_forward_pre_hook(board)
+            decoder.register_forward_pre_hook(inspector)
         return cls(decoder)
 
     @classmethod

@@ -11,8 +11,7 @@ from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import Plan, auto, check_eps, choose, sdpa
-from ..attention.triton import triton
+from ..attention import Plan, check_eps, choose
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
@@ -63,7 +62,7 @@ class RPEDecoder(TransformerDecoderBase):
             UserError: eps is not between 0 and 1, or this model cannot be pruned.
         """
         check_eps(eps)
-        if self.attend not in (auto, sdpa, triton):
+        if not self.attend.prunes:
             raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
         for encoding in self.encodings:
             if not isinstance(encoding.form(Positions.arange(2)), Toeplitz):

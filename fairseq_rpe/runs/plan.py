@@ -84,7 +84,7 @@ def defaults_for(arch: str, algorithm: bool) -> Defaults:
 
 @dataclass(frozen=True)
 class Request:
-    """What one run is asked to be: the options of ``fairseq-rpe train``; ``None`` leaves a value to the architecture.
+    """What one run is asked to be: the options of ``fairseq-rpe train``; ``None``: not said, so the default.
 
     Text in ``data``, or a generated task, ``algorithm``. ``nproc`` processes or GPUs on each of ``nodes`` machines.
     ``extra``: further flags for fairseq-train.
@@ -94,21 +94,21 @@ class Request:
     save_dir: Path
     data: Path | None = None
     algorithm: str | None = None
-    positions_train: str = IDENTITY
+    positions_train: str | None = None
     positions_eval: str | None = None
     seed: int = 1
     tensorboard: Path | None = None
     log_format: str = "simple"
     log_interval: int = 25
-    arch: str = "tiny"
-    rpe_share: str = "auto"
+    arch: str | None = None
+    rpe_share: str | None = None
     attention_backend: str = "auto"
     device: str = "auto"
     nproc: int = 1
     nodes: int = 1
     node_rank: int | None = None
     master: str | None = None
-    update_freq: int = 1
+    update_freq: int | None = None
     rpe_module: Path | None = None
     tokens: int | None = None
     updates: int | None = None
@@ -129,7 +129,7 @@ class Request:
 
     @property
     def defaults(self) -> Defaults:
-        return defaults_for(self.arch, self.algorithm is not None)
+        return defaults_for(self.arch or "tiny", self.algorithm is not None)
 
     def argv(self) -> list[str]:
         """The words after ``fairseq-rpe train`` that ask for the same."""
@@ -205,15 +205,15 @@ def plan(request: Request, data_digest: str) -> Plan:
     linear = chosen("schedule") == "linear"
     settings = Settings(
         rpe=request.rpe.strip(),
-        arch=full_name(request.arch),
+        arch=full_name(request.arch or "tiny"),
         data=data,
         tokens=tokens,
         **{name: chosen(name) for name in ("batch_sentences", "lr", "warmup", "dropout")},
-        update_freq=request.update_freq,
+        update_freq=request.update_freq or 1,
         nproc=request.world,
         seed=request.seed,
-        rpe_share=request.rpe_share,
-        positions_train=request.positions_train,
+        rpe_share=request.rpe_share or "auto",
+        positions_train=request.positions_train or IDENTITY,
         positions_eval=request.positions_eval,
         rpe_module=file_digest(request.rpe_module) if request.rpe_module else None,
         extra=request.extra,

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock, read_json_lines
 from fairseq_rpe.data import folder as corpus
@@ -132,16 +131,17 @@ def _added(known: Sequence[str], more: object) -> tuple[str, ...]:
 
 def _settings(sweep: Sweep, cell: Cell) -> SweepSettings:
     own = ("rpe", "seed", "positions_train", "positions_eval", *(("data", "tokens") if sweep.algorithms else ()))
-    given = {key: value for key, value in cell.plan.settings.record().items() if key not in own}
-    return SweepSettings(**{**given, "extra": sweep.base.extra}, updates=cell.plan.updates, subset=sweep.subset)
+    given = {**vars(cell.plan.settings), **dict.fromkeys(own)}
+    return SweepSettings(**given, updates=cell.plan.updates, subset=sweep.subset)
 
 
 def _check_same(sweep: Sweep, before: State, settings: SweepSettings) -> None:
-    there, here = records.write(before.settings), records.write(settings)
+    there, here = before.settings.record(), settings.record()
     for key, value in here.items():
-        if there[key] != value:
+        if there.get(key) != value:
             raise UserError(
-                f"{sweep.out} holds another sweep ({key} is {there[key]!r} there, {value!r} here): choose another --out"
+                f"{sweep.out} holds another sweep ({key} is {there.get(key)!r} there, {value!r} here): "
+                "choose another --out"
             )
     if bool(before.algorithms) != bool(sweep.algorithms):
         raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")

@@ -16,6 +16,11 @@ from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.sweeps.state import Method, Published, read_published
 
 FOLDER = PACKAGE / "recipes"
+# what of a scale is asked of every run
+OF_A_RUN = (
+    *("arch", "tokens", "updates", "batch_sentences", "update_freq", "warmup", "lr", "schedule", "rpe_share"),
+    "dropout",
+)
 Filled = TypeVar("Filled")
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.plan import IDENTITY, Request
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.recipes import Recipe, Scale
+from fairseq_rpe.sweeps.recipes import Recipe
 from fairseq_rpe.sweeps.state import Method
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of ``fairseq-rpe sweep``; ``None``: not given, so that a recipe may say it."""
+    """The options of ``fairseq-rpe sweep``; ``None``: not given, so that a recipe may say it.
+
+    ``base``: what is asked of every run beside its encoding, position, seed, task and folders; it names the positions
+    of plain encodings.
+    """
 
     data: Path | None
     algorithms: tuple[str, ...] | None
@@ -29,34 +33,14 @@ class Asked:
     max_tokens: int | None
     seeds: tuple[int, ...] | None
     jobs: int | None
-    positions_train: str | None
-    positions_eval: str | None
-    arch: str | None
-    tokens: int | None
-    updates: int | None
-    batch_sentences: int | None
-    update_freq: int | None
-    nproc: int
-    nodes: int
-    lr: float | None
-    warmup: int | None
-    schedule: str | None
-    dropout: float | None
-    rpe_share: str | None
-    attention_backend: str
-    compute_dtype: str
-    device: str
-    inspect_every: int | None
-    rpe_module: Path | None
-    extra: tuple[str, ...]
+    base: Request
 
 
 @dataclass(frozen=True)
 class Sweep:
     """A resolved sweep.
 
-    ``base``: what is asked of every run beside its encoding, positions, seed, task and folders. ``lengths``: in tokens,
-    or items of the ``algorithms`` (none: all there are). ``jobs`` runs at a time.
+    ``lengths``: in tokens, or items of the ``algorithms`` (none: all there are). ``jobs`` runs at a time.
     """
 
     out: Path
@@ -71,9 +55,6 @@ class Sweep:
     base: Request
     recipe_name: str | None
     recipe: Recipe | None
-
-
-_OF_SCALE = tuple(f.name for f in fields(Scale) if f.name not in ("data", "algorithms", "methods", "extra"))
 
 
 def resolve(asked: Asked) -> Sweep:
@@ -91,7 +72,7 @@ def resolve(asked: Asked) -> Sweep:
     elif asked.methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
     else:
-        moved = (asked.positions_train or IDENTITY, asked.positions_eval)
+        moved = (asked.base.positions_train or IDENTITY, asked.base.positions_eval)
         methods = [Method(spec, spec, *moved) for spec in asked.encodings or ()]
     if not methods:
         raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
@@ -104,9 +85,6 @@ def resolve(asked: Asked) -> Sweep:
         raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
     if asked.out is None:
         raise UserError("--out is missing: name the folder of the sweep")
-    own = ("data", "positions_train", "positions_eval")
-    shared = {f.name: getattr(asked, f.name) for f in fields(Request) if hasattr(asked, f.name) and f.name not in own}
-    given = {name: value for name, value in shared.items() if value is not None}
     return Sweep(
         out=asked.out,
         methods=tuple(methods),
@@ -117,14 +95,14 @@ def resolve(asked: Asked) -> Sweep:
         subset=asked.subset,
         max_tokens=asked.max_tokens,
         jobs=asked.jobs,
-        base=Request(rpe="", save_dir=asked.out, log_format="json", **given),
+        base=replace(asked.base, positions_train=None, positions_eval=None, log_format="json"),
         recipe_name=asked.recipe,
         recipe=recipe,
     )
 
 
 def _of_recipe(asked: Asked, recipe: Recipe) -> tuple[Asked, list[Method]]:
-    if asked.positions_train or asked.positions_eval:
+    if asked.base.positions_train or asked.base.positions_eval:
         raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
     scale = recipe.scale(asked.scale)
     methods = recipe.choose(asked.methods if asked.methods is not None else scale.methods or ("all",))
@@ -133,11 +111,10 @@ def _of_recipe(asked: Asked, recipe: Recipe) -> tuple[Asked, list[Method]]:
     if recipe.kind == "algorithms" and asked.data is not None:
         raise UserError(f"recipe '{recipe.name}' generates its data: drop {asked.data}")
     filled = replace(
-        scale.under(asked, *_OF_SCALE),
-        algorithms=asked.algorithms if asked.algorithms is not None else scale.algorithms,
+        scale.under(asked, "algorithms", "lengths", "seeds"),
         data=asked.data or (None if scale.data is None else Path(scale.data)),
         out=asked.out or Path("runs") / f"{recipe.name}-{asked.scale}",
-        extra=(*scale.extra, *asked.extra),
+        base=replace(scale.under(asked.base, *recipes.OF_A_RUN), extra=(*scale.extra, *asked.base.extra)),
     )
     return filled, methods
 

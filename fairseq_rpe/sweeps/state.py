@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ from fairseq_rpe.core.files import read_json, write_json
 from fairseq_rpe.core.records import Count, Rate, Rule
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs.folder import RunFolder
-from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.runs.plan import IDENTITY, Settings
 
 _LONGEST_NAME = 80
 Url = Annotated[str, Rule(lambda text: text.startswith("https://"), "an address that begins with https://")]
@@ -107,26 +107,16 @@ def read_published(given: Mapping[str, object], source: str, methods: Mapping[st
 
 
 @dataclass(frozen=True)
-class SweepSettings:
-    """What all runs of a sweep share; ``None``: not on record. ``subset``: the split that is scored."""
+class SweepSettings(Settings):
+    """What all runs of a sweep share; ``subset``: the split that is scored. What differs between them is ``None``."""
 
-    arch: str | None = None
-    data: str | None = None
-    tokens: int | None = None
-    batch_sentences: int | None = None
-    lr: float | None = None
-    warmup: int | None = None
-    dropout: float | None = None
-    update_freq: int | None = None
-    nproc: int | None = None
-    rpe_share: str | None = None
-    rpe_module: str | None = None
-    extra: tuple[str, ...] = ()
-    compute_dtype: str | None = None
-    schedule: str | None = None
-    last_update: int | None = None
     updates: int | None = None
     subset: str = "test"
+
+    def record(self) -> dict[str, object]:
+        """As sweep.json has them."""
+        own = ("rpe", "seed", "positions_train", "positions_eval", "data", "tokens")
+        return {key: value for key, value in super().record().items() if value is not None or key not in own}
 
 
 @dataclass(frozen=True)
@@ -195,13 +185,13 @@ class SweepFolder:
         state = records.read(State, given, source, "the sweep", strict=False)
         if published:
             values = read_published(published, source, None)
-            state = State(**{**{f.name: getattr(state, f.name) for f in fields(State)}, "published": values})
+            state = replace(state, published=values)
         return state
 
     def write(self, state: State) -> None:
         """Put a sweep on record."""
         given = records.write(state)
-        given["settings"] = {k: v for k, v in given["settings"].items() if v is not None or k == "rpe_module"}
+        given["settings"] = state.settings.record()
         given["methods"] = {name: {k: v for k, v in m.items() if k != "name"} for name, m in given["methods"].items()}
         given["published"] = state.published.record() if state.published else None
         for key in ("data", "algorithms"):

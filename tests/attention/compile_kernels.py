@@ -11,8 +11,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fairseq_rpe.attention import triton_curve, triton_kernels, triton_table
-from fairseq_rpe.attention import triton_tiles as tiles
+from fairseq_rpe.attention.triton import curve_gradient, kernels, table_gradient, tiles
 
 SIZES = {"BLOCK_M": 16, "BLOCK_N": 16, "SIZE": 16}
 FLOATS = ("lse", "delta", "table", "sums", "of_pieces", "of_near")
@@ -49,15 +48,16 @@ def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: in
 
 
 if __name__ == "__main__":
-    arch, forward = int(sys.argv[1]), triton_kernels.forward
-    main = (forward, triton_kernels.query_gradient, triton_kernels.key_gradient)
-    by_distance, scattered, curve = triton_table.diagonal_sums, triton_table.scattered_sums, triton_curve.curve_sums
-    for dtype, width, bias, padded, kernels in (
+    arch, forward = int(sys.argv[1]), kernels.forward
+    main = (forward, kernels.query_gradient, kernels.key_gradient)
+    by_distance, scattered = table_gradient.diagonal_sums, table_gradient.scattered_sums
+    curve = curve_gradient.curve_sums
+    for dtype, width, bias, padded, group in (
         ("bf16", 40, tiles.DISTANCE.value, False, (*main, by_distance)),
         ("fp32", 32, tiles.POSITIONS.value, True, (*main, scattered)),
         ("bf16", 64, tiles.CURVE.value + 5, True, (*main, by_distance, curve)),
         ("fp32", 40, tiles.CURVE.value, False, (*main, by_distance, curve)),
     ):
-        for kernel in kernels:
+        for kernel in group:
             build(kernel, dtype, width, {"BIAS": bias, "PADDED": padded}, arch)
     build(forward, "bf16", 64, {"BIAS": tiles.DISTANCE.value, "PADDED": False}, arch, pruned=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS
+from conftest import ALL_SPECS, run
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, auto, choose, pick, reference, sdpa
+from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, pick, reference, sdpa
 from fairseq_rpe.attention.dropout import ROWS, keep_block
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
@@ -184,7 +185,8 @@ def test_dropout_mask_is_reproducible_and_unbiased():
 
 def test_choose():
     assert choose("auto") is choose("auto", remaps=True) is auto
-    assert choose("sdpa") is sdpa
+    assert choose("sdpa").attend is sdpa and choose("reference", remaps=True).attend is reference
+    assert [name for name, backend in BACKENDS.items() if backend.prunes] == ["sdpa", "triton"]
     q = torch.zeros(1, 1, 2, 4)
     assert pick(q, q, q, Plan(Positions.arange(2))) == "sdpa"
     assert pick(q, q, q, Plan(Positions.arange(2), remap=lambda scores, pos: scores)) == "reference"
@@ -195,6 +197,15 @@ def test_choose():
     plan = Plan(Positions.arange(2), remap=lambda scores, pos: scores)
     with pytest.raises(UserError, match="use 'reference'"):
         sdpa(*(torch.zeros(1, 1, 2, 4),) * 3, plan)
+
+
+def test_the_package_triton_is_optional():
+    code = (
+        "import sys\nsys.modules['triton'] = None\nimport torch, fairseq_rpe.attention as a\n"
+        "from fairseq_rpe.core import Positions\nx = torch.zeros(1, 1, 2, 4)\n"
+        "print(a.choose('auto')(x, x, x, a.Plan(Positions.arange(2))).shape, *a.BACKENDS)"
+    )
+    assert run(sys.executable, "-c", code).stdout == "torch.Size([1, 1, 2, 4]) reference sdpa flex triton\n"
 
 
 def test_remap_is_applied_by_the_reference():

@@ -269,8 +269,8 @@ def test_memory_grows_linearly(spec):
 
 def test_rows_beyond_two_to_the_31():
     """Offsets of rows are 64-bit: 35 rows that lie 2^27 numbers apart. Untouched memory costs nothing."""
-    from fairseq_rpe.attention.triton import _shared
-    from fairseq_rpe.attention.triton_launch import FORWARD, launch
+    from fairseq_rpe.attention.triton.arguments import arguments
+    from fairseq_rpe.attention.triton.tuning import FORWARD, launch
 
     n, apart = 35, 2**26
     try:
@@ -281,7 +281,7 @@ def test_rows_beyond_two_to_the_31():
     q.copy_(torch.randn(1, 1, n, D))
     out, lse = torch.empty(1, 1, n, D, dtype=q.dtype, device=DEVICE), torch.empty(1, 1, n, device=DEVICE)
     spread = memory.as_strided((1, 1, n, D), q.stride(), 2 * D)
-    launch(FORWARD, n, "BLOCK_M", _shared(q, q, q, None), out=spread, lse=lse)
+    launch(FORWARD, n, "BLOCK_M", arguments(q, q, q, None), out=spread, lse=lse)
     out.copy_(spread)
     torch.testing.assert_close(out, reference(q, q, q, Plan(Positions.arange(n, device=DEVICE))), rtol=1e-2, atol=1e-2)
 
@@ -321,7 +321,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
     """Decisions need no GPU, only tensors that say they are on one; auto takes nothing that was not run on one."""
     from torch._subclasses import FakeTensorMode
 
-    monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
+    monkeypatch.setattr("fairseq_rpe.attention.triton.backend._supported", lambda device: True)
     with FakeTensorMode():
         q, odd, last = (torch.zeros(1, H, n, width, device="cuda") for n, width in ((4, D), (4, 20), (1, D)))
         plain, table = Plan(Positions.arange(4)), Toeplitz(torch.zeros(H, 4, device="cuda"))
@@ -333,7 +333,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
         assert "not 20" in refusal(odd, odd, odd, biased)
         assert "straight pieces, which this is not" in refusal(q, q, q, Plan(Positions.arange(4), Pair(lambda i, j: i)))
         assert pick(q, q, q, Plan(Positions.arange(4), remap=lambda scores, pos: scores)) == "reference"
-        monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
+        monkeypatch.setattr("fairseq_rpe.attention.triton.backend._supported", lambda device: False)
         assert "compute capability 8.0" in refusal(q, q, q, biased)
 
 

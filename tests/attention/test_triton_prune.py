@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from fairseq_rpe.attention import Plan, prune, reference, sdpa, triton_launch, triton_prune
-from fairseq_rpe.attention.triton import triton
+from fairseq_rpe.attention import Plan, prune, reference, sdpa
+from fairseq_rpe.attention.triton import pruned, triton, tuning
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
@@ -22,7 +22,7 @@ H, D, N = 2, 32, 1100
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch):
     """The interpreter's time goes by the number of blocks."""
-    monkeypatch.setattr(triton_launch, "INTERPRETER_SIZES", {"BLOCK_M": 128, "BLOCK_N": 128})
+    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 128, "BLOCK_N": 128})
 
 
 def inputs(size=1.0, n=N, dtype=torch.float32):
@@ -57,7 +57,7 @@ def test_error_is_within_the_bound(name, monkeypatch):
     form, pos, eps = Toeplitz(table(name)), Positions.arange(N, device=DEVICE), 0.02
     exact = reference(q, k, v, Plan(pos, form))
     plan = Plan(pos, form, prune=eps)
-    found, first = decided(triton_prune, triton, q, k, v, plan, monkeypatch=monkeypatch)
+    found, first = decided(pruned, triton, q, k, v, plan, monkeypatch=monkeypatch)
     spread = v.amax(2, keepdim=True) - v.amin(2, keepdim=True)
     assert ((found - exact).abs() <= eps * spread + 4e-6).all()
     assert bool((first > 0).any()) == (name not in ("nothing near", "flat"))

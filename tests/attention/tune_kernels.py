@@ -10,11 +10,10 @@ import sys
 
 import torch
 
-from fairseq_rpe.attention import triton as backend
-from fairseq_rpe.attention import triton_launch, triton_table
-from fairseq_rpe.attention.triton import TritonAttention
+from fairseq_rpe.attention.triton import interpreted, table_gradient, tuning
+from fairseq_rpe.attention.triton.autograd import TritonAttention
 
-TUNERS = (triton_launch.FORWARD, triton_launch.QUERY_GRADIENT, triton_launch.KEY_GRADIENT)
+TUNERS = (tuning.FORWARD, tuning.QUERY_GRADIENT, tuning.KEY_GRADIENT)
 measured, grids = [], []
 
 
@@ -36,10 +35,10 @@ def call(n: int, m: int, width: int) -> None:
 
 
 if __name__ == "__main__":
-    assert not backend.interpreted()
+    assert not interpreted()
     torch.use_deterministic_algorithms("deterministic" in sys.argv)
     for tuner in TUNERS:
         tuner._bench, tuner.fn.run = measure, record
-    triton_table.diagonal_sums.run = record
+    table_gradient.diagonal_sums.run = record
     for n, m, width in ((300, 300, 64), (301, 301, 64), (1001, 1001, 64), (1, 1001, 64), (300, 300, 32)):
         call(n, m, width)

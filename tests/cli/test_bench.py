@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
+from fairseq_rpe.analysis import speed
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.cli import bench
 from fairseq_rpe.cli.main import main
 
 SMALL = ["--heads", "2", "--width", "32", "--repeats", "1", "--device", "cpu"]
@@ -26,13 +26,13 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
     head, rows = rows_of(tmp_path)
     assert "2 heads of 32" in head and "medians of 1" in head
     cells = {(r["encoding"], r["backend"], r["pass"], r["length"]) for r in rows}
-    expected = {(e, b) for e in ("nope", "alibi", "fire") for b in ("reference", "sdpa")} | {(bench.LIMIT, "sdpa")}
+    expected = {(e, b) for e in ("nope", "alibi", "fire") for b in ("reference", "sdpa")} | {(speed.LIMIT, "sdpa")}
     assert cells == {(*key, kind, n) for key in expected for kind in ("forward", "training") for n in ("17", "32")}
     for row in rows:
         limit = next(
             r
             for r in rows
-            if r["encoding"] == bench.LIMIT and r["pass"] == row["pass"] and r["length"] == row["length"]
+            if r["encoding"] == speed.LIMIT and r["pass"] == row["pass"] and r["length"] == row["length"]
         )
         assert float(row["milliseconds"]) > 0
         assert float(row["ratio"]) == pytest.approx(float(row["milliseconds"]) / float(limit["milliseconds"]), rel=0.1)
@@ -44,12 +44,12 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
 def test_turns_alternate():
     seen = []
     ways = {name: lambda name=name: seen.append(name) for name in ("a", "b")}
-    assert set(bench.in_turns(ways, 3, "cpu")) == {"a", "b"}
+    assert set(speed.in_turns(ways, 3, "cpu")) == {"a", "b"}
     assert seen == ["a", "b"] * 3
 
 
 def test_what_does_not_fit_is_named_and_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "_DENSE_COPIES", 1 << 50)
+    monkeypatch.setattr(speed, "DENSE_COPIES", 1 << 50)
     names = ["--backends", "reference sdpa", "--encodings", "alibi", "--passes", "forward"]
     assert main(["bench", "--lengths", "16", *names, *SMALL, "--out", str(tmp_path)]) == 0
     assert "left out, reference at 16 tokens: needs about" in capsys.readouterr().err

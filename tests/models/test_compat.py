@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import PACKAGE, fairseq, make_model
+from fairseq.tasks.language_modeling import LanguageModelingTask
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat, guards
@@ -215,7 +218,7 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compat.shutil, "copyfile", killed)
+        patch.setattr(shutil, "copyfile", killed)
         with pytest.raises(KeyboardInterrupt):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old"
@@ -226,7 +229,7 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compat.shutil, "copyfile", full)
+        patch.setattr(shutil, "copyfile", full)
         with pytest.raises(UserError, match="could not be written .*No space left.*make room"):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old" and not list(tmp_path.glob("*.copying"))
@@ -299,7 +302,10 @@ def test_context_window_with_workers_is_refused(task):
         task.eval_lm_dataloader(dataset=None, context_window=4, num_workers=2)
 
 
-def test_guard_counts_tokens():
+def test_guard_counts_tokens(monkeypatch):
+    def expect(tokens: int, **flags: int) -> None:
+        LanguageModelingTask.eval_lm_dataloader(None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
+
     class Scorer:
         def generate(self, models, sample, **kwargs):
             return [[{"positional_scores": torch.tensor(row)}] for row in sample]
@@ -316,11 +322,13 @@ def test_guard_counts_tokens():
 
     guards.guard_module(Module)
     guards.guard_module(Module)
-    guards._expected["tokens"] = 3
+    monkeypatch.setattr(LanguageModelingTask, "eval_lm_dataloader", lambda *_, **__: None)
+    guards.guard_workers()
+    expect(3)
     assert Module.eval_lm(None, [[[-1.0, -2.0], [-3.0]]])["scored_tokens"] == 3
     with pytest.raises(UserError, match="scored 2 of 3 tokens"):
         Module.eval_lm(None, [[[-1.0, -2.0]]])
     with pytest.raises(UserError, match="probability 0"):
         Module.eval_lm(None, [[[-1.0, float("-inf"), 0.0]]])
-    guards._expected["tokens"] = None
+    expect(3, num_shards=2)
     assert Module.eval_lm(None, [])["scored_tokens"] == 0

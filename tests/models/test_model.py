@@ -202,7 +202,7 @@ def test_layerdrop_keeps_each_layers_own_encoding(task):
         model.zero_grad()
         logits(model, tokens(1, 9)).sum().backward()
         seen.add(tuple(e.raw_p.grad is not None for e in model.decoder.encodings))
-        for layer, encoding in zip(model.decoder.layers._modules.values(), model.decoder.encodings, strict=True):
+        for layer, encoding in zip(model.decoder.layers.children(), model.decoder.encodings, strict=True):
             assert (layer.fc1.weight.grad is None) == (encoding.raw_p.grad is None)
     assert len(seen) > 1
 

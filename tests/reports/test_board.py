@@ -28,7 +28,7 @@ from fairseq_rpe.core import UserError, files
 from fairseq_rpe.encodings import build
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import biases
-from fairseq_rpe.modules.board import Board
+from fairseq_rpe.modules.inspection import Inspector
 from fairseq_rpe.reports import tensorboard as evaluations
 from fairseq_rpe.reports.results import ExactAnswers, Exactness, Perplexities, Perplexity
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
@@ -234,13 +234,13 @@ def test_off_writes_nothing_and_changes_no_number(resumed, corpus, tmp_path):
 def test_off_loads_and_hooks_nothing(task):
     assert not make_model(task, "kerple_log").decoder._forward_pre_hooks
     code = "import sys, fairseq_rpe.models; sys.exit(any(m in sys.modules for m in %r))"
-    drawing = ("matplotlib", "fairseq_rpe.modules.board", "fairseq_rpe.analysis")
+    drawing = ("matplotlib", "fairseq_rpe.modules.inspection", "fairseq_rpe.analysis")
     done = subprocess.run([sys.executable, "-c", code % (drawing,)], cwd=ROOT, check=False)
     assert done.returncode == 0
 
 
 class Decoder(nn.Module):
-    """As much of a decoder as a Board reads."""
+    """As much of a decoder as an Inspector reads."""
 
     def __init__(self, spec: str = "kerple_log", count: int = 1) -> None:
         super().__init__()
@@ -252,9 +252,9 @@ class Decoder(nn.Module):
         """The pre-hook is all that matters."""
 
 
-def steps(board: Board, decoder: Decoder, first: int, last: int) -> None:
+def steps(inspector: Inspector, decoder: Decoder, first: int, last: int) -> None:
     """Updates ``first`` … ``last`` - 1; each forward pass comes before its update."""
-    hook = decoder.register_forward_pre_hook(board)
+    hook = decoder.register_forward_pre_hook(inspector)
     decoder.train()
     for update in range(first, last):
         decoder.moves.update = update
@@ -264,16 +264,16 @@ def steps(board: Board, decoder: Decoder, first: int, last: int) -> None:
             for parameter in decoder.encodings.parameters():
                 parameter += 0.5
     hook.remove()
-    if board.writer:
-        board.writer.close()
+    if inspector.writer:
+        inspector.writer.close()
 
 
 def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
-    steps(Board("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 0, 7)  # killed, the checkpoint is of update 3
+    steps(Inspector("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 0, 7)  # killed, the checkpoint is of update 3
     folder = tmp_path / "encodings"
     before = scalars(folder, "rpe/p/model/head2")
     assert list(before) == [0, 2, 4, 6]
-    steps(Board("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 3, 9)
+    steps(Inspector("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 3, 9)
     after = scalars(folder, "rpe/p/model/head2")
     assert list(after) == [0, 2, 4, 6, 8]
     assert (after[0], after[2]) == (before[0], before[2]) and after[4] != before[4]
@@ -282,13 +282,13 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
 
 def test_other_ranks_write_nothing(tmp_path):
     decoder = Decoder()
-    board = Board("kerple_log", 1, str(tmp_path / "tb"), 16, 1)
-    steps(board, decoder, 0, 3)
-    assert board.writer is None and not (tmp_path / "tb").exists()
+    inspector = Inspector("kerple_log", 1, str(tmp_path / "tb"), 16, 1)
+    steps(inspector, decoder, 0, 3)
+    assert inspector.writer is None and not (tmp_path / "tb").exists()
 
 
 def test_each_layer_has_pictures_of_its_own(tmp_path):
-    steps(Board("fire", 1, str(tmp_path), 16, 0), Decoder("fire", 2), 0, 1)
+    steps(Inspector("fire", 1, str(tmp_path), 16, 0), Decoder("fire", 2), 0, 1)
     folder = tmp_path / "encodings"
     assert set(pictures(folder)) == {f"{what}/layer{n}" for what in ("bias_profile", "exp_bias") for n in (0, 1)}
     assert scalars(folder, "rpe/L/layer1") == {0: 512.0}
@@ -297,8 +297,8 @@ def test_each_layer_has_pictures_of_its_own(tmp_path):
 def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path):
     for name, stepped in (("made", True), ("skipped", False)):
         decoder = Decoder()
-        board = Board("kerple_log", 2, str(tmp_path / name), 16, 0)
-        decoder.register_forward_pre_hook(board)
+        inspector = Inspector("kerple_log", 2, str(tmp_path / name), 16, 0)
+        decoder.register_forward_pre_hook(inspector)
         for update in (0, 1):
             decoder.train()
             decoder.moves.update = update
@@ -309,7 +309,7 @@ def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path
         decoder.eval()
         decoder()
         decoder()
-        board.writer.close()
+        inspector.writer.close()
         assert list(scalars(tmp_path / name / "encodings", "rpe/p/model/head1")) == ([0, 2] if stepped else [0])
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import fake_slurm
@@ -19,10 +18,11 @@ from conftest import PACKAGE, run
 from test_sweep import BROKEN
 
 from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
 from fairseq_rpe.data import folder
 from fairseq_rpe.sweeps import cells, slurm
-from fairseq_rpe.sweeps.request import Asked, Sweep, resolve
+from fairseq_rpe.sweeps.request import Sweep
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
@@ -81,19 +81,19 @@ def test_a_dry_run_prints_the_jobs_and_torchrun_and_needs_no_launcher(corpus, tm
     assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 2
 
 
-def resolved(argv: list[str]) -> Sweep:
+def asked(argv: list[str]) -> Sweep:
     """The sweep that a command line asks for."""
     cut = argv.index("--")
     args = build_parser("sweep").parse_args(argv[:cut])
     args.extra = tuple(argv[cut + 1 :])
-    return resolve(Asked(**{f.name: getattr(args, f.name) for f in fields(Asked)}))
+    return resolved(args)
 
 
 def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     """As submitit writes them: common ones, those of SLURM, sbatch's own, and commands before the job."""
     given = [("partition", "gpu"), ("exclude", "n1,n2"), ("additional_parameters.mail-type", "END")]
     given += [("setup", "[module load cuda, module load gcc]"), ("timeout_min", "90"), ("mem_gb", "16")]
-    sweep = resolved(command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto"))
+    sweep = asked(command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto"))
     made = slurm.executor(sweep, given)
     [job] = made.map_array(print, ["nothing"])
     [script] = submitted(cluster).values()
@@ -217,7 +217,7 @@ def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cl
 def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     """The same job by submitit's local executor, without any SLURM."""
     pytest.importorskip("submitit", reason="needs the extra slurm")
-    sweep = resolved(command(corpus, tmp_path / "out", "nope", "--updates", "4"))
+    sweep = asked(command(corpus, tmp_path / "out", "nope", "--updates", "4"))
     [cell] = cells.make(sweep, folder.digest(corpus))
     [job] = slurm.executor(sweep, [], cluster="local").map_array(slurm.Job(), [cell])
     assert job.result() is None and cell.work_left() == []

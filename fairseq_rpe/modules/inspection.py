@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 from ..analysis.bias_map import bias_map, require_bias, some_heads
 from ..analysis.history import History
 from ..encodings import Encoding
 from ..figures.biases import maps_of_heads, of_heads
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from torch.utils.tensorboard import SummaryWriter
-
 FOLDER = "encodings"
 
 
-class Board:
+class Inspector:
     """Pictures, learned quantities and histograms of a decoder's encodings, every few updates of its training.
 
     A forward pre-hook of the decoder. What is written at step k is the state after k updates. A loaded checkpoint
@@ -77,8 +77,6 @@ class Board:
         return not now or any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
 
     def _open(self, update: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         # what an interrupted run wrote from here on will be written again
         self.writer = SummaryWriter(self.folder, purge_step=update)
         self.history = History(self.folder, update, self.length)
@@ -123,10 +121,7 @@ class Board:
             self.writer.add_histogram(tag, values.numpy(), self.written)
 
     def _picture(self, tag: str, figure: Figure) -> None:
-        import numpy
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-
         # not add_figure, which loads pyplot and with it a backend
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        self.writer.add_image(tag, numpy.asarray(canvas.buffer_rgba())[..., :3], self.written, dataformats="HWC")
+        self.writer.add_image(tag, np.asarray(canvas.buffer_rgba())[..., :3], self.written, dataformats="HWC")

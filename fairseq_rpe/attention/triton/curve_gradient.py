@@ -1,4 +1,4 @@
-"""Triton kernel of a curve's gradient: of value and slope in each piece, and of ``near``. Its far: ``triton_table``.
+"""Triton kernel of a curve's gradient: of value and slope in each piece, and of ``near``. Its far: ``table_gradient``.
 
 bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]) with x = far[i-j]·near[i] in piece p. So dS goes to value[p],
 dS·(x - middle[p]) to slope[p] and dS·slope[p]·far[i-j] to near[i]. One program walks along the keys of a block of
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton import LOG2_E
-from .triton_launch import run
-from .triton_table import by_distance, squares
-from .triton_tiles import CURVE, LENGTHS, _dot, _gradient, _load, _logits, _on_curve
+from ..blocks import LOG2E
+from .table_gradient import distance_sums, squares
+from .tiles import CURVE, LENGTHS, on_curve, query_gradients, query_rows
+from .tuning import run
 
 
 @triton.jit(do_not_specialize=LENGTHS[:3])
@@ -34,26 +34,22 @@ def curve_sums(
     i = start + tl.arange(0, SIZE)
     at = i + (m - n)
     near = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
-    q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
-    grad_block = _load(grad + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    offset, per_head = batch * q_b + head * q_h, batch * tl.num_programs(1) + head
+    q_block, grad_block, lse_block, delta_block = query_rows(
+        q + offset, grad + offset, lse + per_head * n, delta + per_head * n, i, q_n, n, WIDTH, BLOCK_D
+    )
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    per_head = batch * tl.num_programs(1) + head
-    lse_block = tl.load(lse + per_head * n + i, mask=i < n, other=float("inf"))
-    delta_block = tl.load(delta + per_head * n + i, mask=i < n, other=0.0)
     table_row, padding_row = table + head * columns, padding + batch * m
     mine = of_pieces + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         j = first + tl.arange(0, SIZE)
-        k_block = _load(keys, j, k_n, m, WIDTH, BLOCK_D)
-        v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
-        s = _logits(
-            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], near[:, None], table_row, at_k, padding_row, m,
-            columns, scale, BIAS, PADDED, True,
+        ds, _ = query_gradients(
+            q_block, grad_block, lse_block, delta_block, at, near, j, keys, values, k_n, table_row, at_k, padding_row,
+            m, columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, True,
         )  # fmt: skip
-        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
         visible = j[None, :] <= at[:, None]
-        piece, place, slope, _ = _on_curve(
+        piece, place, slope, _ = on_curve(
             at[:, None], j[None, :], near[:, None], at_k, table_row, visible, BIAS - CURVE, True
         )  # fmt: skip
         far = tl.load(at_k + (at[:, None] - j[None, :]), mask=visible, other=0.0)
@@ -83,8 +79,8 @@ def curve_gradients(
         of_near = q.new_empty(q.shape[:3], dtype=torch.float32)
         run(curve_sums, lambda meta: blocks, shared, of_pieces=of_pieces, of_near=of_near, **options)
         found[:2] = of_pieces.sum((0, 2))[:, : value.shape[1]].unbind(2)
-        found[3] = of_near.sum(1).sum_to_size(near.shape) / LOG2_E
+        found[3] = of_near.sum(1).sum_to_size(near.shape) / LOG2E
     if needed[2]:
-        found[2] = by_distance(shared).sum(0) / LOG2_E
+        found[2] = distance_sums(shared).sum(0) / LOG2E
     given = zip(found, (value, slope, far, near), needed, strict=True)
     return [x.to(like.dtype) if wanted else None for x, like, wanted in given]

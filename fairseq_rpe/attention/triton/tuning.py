@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import triton
 
-from .triton_kernels import forward, key_gradient, query_gradient
-from .triton_tiles import INTERPRETED
+from .kernels import forward, key_gradient, query_gradient
+from .tiles import INTERPRETED
 
 # (block of queries, block of keys, warps, stages of the pipeline); the backward kernel of keys takes them transposed,
 # without the first, for which it has too few registers

@@ -28,7 +28,7 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
+def rounded(x, dtype: tl.constexpr):
     """float32 x in dtype, rounded to nearest, ties to even."""
     if IN_INTERPRETER and dtype == tl.bfloat16:  # the interpreter cuts off the bits that hardware rounds
         bits = x.to(tl.int32, bitcast=True)
@@ -37,7 +37,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b):
+def dot(a, b):
     """a b with float32 sums; float32 factors as three TF32 products, which keeps float32's precision."""
     if IN_INTERPRETER:  # which multiplies the bit patterns of bfloat16; float32 holds the same rounded values
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -45,7 +45,7 @@ def _dot(a, b):
 
 
 @triton.jit
-def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+def load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """(rows, BLOCK_D): rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing to a product."""
     d = tl.arange(0, BLOCK_D)
     mask = ((rows >= 0) & (rows < count))[:, None] & (d < WIDTH)[None, :]
@@ -53,16 +53,14 @@ def _load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def _store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+def store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
     mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(
-        base + rows.to(tl.int64)[:, None] * stride + d[None, :], _rounded(values, base.dtype.element_ty), mask=mask
-    )
+    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], rounded(values, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _on_curve(at, j, near, far, table, visible, STEPS: tl.constexpr, DIAGONAL: tl.constexpr):
+def on_curve(at, j, near, far, table, visible, STEPS: tl.constexpr, DIAGONAL: tl.constexpr):
     """Where pairs are on a curve, tiles: piece (times 4), x - middle, slope, and the bias itself."""
     entry = (far + at.to(tl.int64)) - j.to(tl.int64)
     if DIAGONAL:
@@ -79,7 +77,7 @@ def _on_curve(at, j, near, far, table, visible, STEPS: tl.constexpr, DIAGONAL: t
 
 
 @triton.jit
-def _logits(
+def logits(
     product, at, j, at_q, table, at_k, padding, m, columns, scale,
     BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +101,7 @@ def _logits(
         s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
     if BIAS >= CURVE:
         if columns > 0:
-            _, _, _, bias = _on_curve(at, j, at_q, at_k, table, visible, BIAS - CURVE, DIAGONAL)
+            _, _, _, bias = on_curve(at, j, at_q, at_k, table, visible, BIAS - CURVE, DIAGONAL)
             s += bias
     if PADDED:
         visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)
@@ -113,7 +111,32 @@ def _logits(
 
 
 @triton.jit
-def _gradient(logits, lse, dp, delta):
-    """Weights P of a tile and the gradient of its logits in nats: dS = P (dP - delta), dP = dO·Vᵀ."""
-    p = tl.exp2(logits - lse)
+def gradient(s, lse, dp, delta):
+    """Weights P of a tile with the logits s, and the gradient of s in nats: dS = P (dP - delta), dP = dO·Vᵀ."""
+    p = tl.exp2(s - lse)
     return p, p * (dp - delta)
+
+
+@triton.jit
+def query_rows(q, grad, lse, delta, i, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of queries i: tiles of q and dO, and their log-sum-exp and delta, which make weights of 0 beyond the last."""
+    q_block = load(q, i, q_n, n, WIDTH, BLOCK_D)
+    grad_block = load(grad, i, q_n, n, WIDTH, BLOCK_D)
+    lse_block = tl.load(lse + i, mask=i < n, other=float("inf"))
+    return q_block, grad_block, lse_block, tl.load(delta + i, mask=i < n, other=0.0)
+
+
+@triton.jit
+def query_gradients(
+    q, grad, lse, delta, at, at_q, j, keys, values, k_n, table, at_k, padding, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """dS of a tile of queries by keys j, and the tile of k. q, grad, lse, delta: of :func:`query_rows`."""
+    k = load(keys, j, k_n, m, WIDTH, BLOCK_D)
+    v = load(values, j, k_n, m, WIDTH, BLOCK_D)
+    s = logits(
+        dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
+        BIAS, PADDED, DIAGONAL,
+    )  # fmt: skip
+    _, ds = gradient(s, lse[:, None], dot(grad, tl.trans(v)), delta[:, None])
+    return ds, k

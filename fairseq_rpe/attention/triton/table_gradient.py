@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_launch import run
-from .triton_tiles import CURVE, INTERPRETED, LENGTHS, POSITIONS, _dot, _gradient, _load, _logits, _on_curve
+from .tiles import CURVE, INTERPRETED, LENGTHS, POSITIONS, on_curve, query_gradients, query_rows
+from .tuning import run
 
 
 @triton.jit(do_not_specialize=LENGTHS[:3])
@@ -43,20 +43,16 @@ def diagonal_sums(
         if BIAS >= CURVE:
             row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
         j = first + (m - n) - t * SIZE + rows
-        q_block = _load(queries, i, q_n, n, WIDTH, BLOCK_D)
-        grad_block = _load(grads, i, q_n, n, WIDTH, BLOCK_D)
-        k_block = _load(keys, j, k_n, m, WIDTH, BLOCK_D)
-        v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
-        lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
-        delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
-        s = _logits(
-            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k, padding_row, m,
-            columns, scale, BIAS, PADDED, True,
+        q_block, grad_block, lse_block, delta_block = query_rows(
+            queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
+        )
+        ds, _ = query_gradients(
+            q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k, padding_row, m,
+            columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, True,
         )  # fmt: skip
-        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
         if BIAS >= CURVE:
             visible = (j[None, :] >= 0) & (j[None, :] <= at[:, None])
-            _, _, slope, _ = _on_curve(
+            _, _, slope, _ = on_curve(
                 at[:, None], j[None, :], row[:, None], at_k, table_row, visible, BIAS - CURVE, True
             )  # fmt: skip
             ds *= slope * row[:, None]
@@ -79,22 +75,18 @@ def scattered_sums(
     i = start + tl.arange(0, SIZE)
     at = i + (m - n)
     row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
-    q_block = _load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
-    grad_block = _load(grad + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    offset, per_row = batch * q_b + head * q_h, (batch * tl.num_programs(1) + head) * n
+    q_block, grad_block, lse_block, delta_block = query_rows(
+        q + offset, grad + offset, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
+    )
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    per_row = (batch * tl.num_programs(1) + head) * n
-    lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))
-    delta_block = tl.load(delta + per_row + i, mask=i < n, other=0.0)
     table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         j = first + tl.arange(0, SIZE)
-        k_block = _load(keys, j, k_n, m, WIDTH, BLOCK_D)
-        v_block = _load(values, j, k_n, m, WIDTH, BLOCK_D)
-        s = _logits(
-            _dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k_row, padding_row,
-            m, columns, scale, POSITIONS, PADDED, True,
+        ds, _ = query_gradients(
+            q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k_row,
+            padding_row, m, columns, scale, WIDTH, BLOCK_D, POSITIONS, PADDED, True,
         )  # fmt: skip
-        _, ds = _gradient(s, lse_block[:, None], _dot(grad_block, tl.trans(v_block)), delta_block[:, None])
         column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)[None, :]
         column = tl.minimum(tl.maximum(column, 0), columns - 1)
         tl.atomic_add(sums + head * columns + column, ds, mask=(i < n)[:, None] & (j[None, :] <= at[:, None]))
@@ -107,10 +99,10 @@ def table_gradient(shared: dict[str, Any], table: Tensor) -> Tensor:
         size, options = squares(shared)
         run(scattered_sums, lambda meta: triton.cdiv(shared["n"], size), shared, sums=sums, **options)
         return sums
-    return by_distance(shared)
+    return distance_sums(shared)
 
 
-def by_distance(shared: dict[str, Any]) -> Tensor:
+def distance_sums(shared: dict[str, Any]) -> Tensor:
     """(H, m) float32 sums along diagonals."""
     q, m = shared["q"], shared["m"]
     batch, heads, _, _ = q.shape

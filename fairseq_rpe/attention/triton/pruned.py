@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .prune import BLOCK, left_out, norms, tail_bounds
-from .triton import _dense, _laid_out, _shared
-from .triton_launch import FORWARD, launch
+from ..prune import BLOCK, left_out, norms, tail_bounds
+from .arguments import arguments, arranged
+from .tuning import FORWARD, launch
 
 
 @torch.no_grad()
@@ -22,14 +22,13 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
 
     The same as :func:`~fairseq_rpe.attention.prune.pruned`. q, k, v: (B, H, n, D); table: (H, n); gives (B, H, n, D).
     """
-    q, k = _dense(q), _dense(k)
-    v = _laid_out(v, k)
+    q, k, v = arranged(q, k, v)
     batch, heads, n, _ = q.shape
     blocks = triton.cdiv(n, BLOCK)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     first = (torch.arange(blocks, dtype=torch.int32, device=q.device) - 1).clamp_min(0) * BLOCK
     first = first.expand(batch, heads, blocks).contiguous()
-    shared = _shared(q, k, v, None, table) | {"first": first, "out": out, "lse": lse}
+    shared = arguments(q, k, v, None, table) | {"first": first, "out": out, "lse": lse}
     launch(FORWARD, n, "BLOCK_M", shared)
     offset, norm, radius = norms(q, k)
     low, tail = offset - lse * math.log(2), tail_bounds(table.float())

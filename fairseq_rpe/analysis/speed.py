@@ -1,0 +1,173 @@
+"""How fast attention is with each encoding and backend on this machine, against attention without a bias."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import encodings
+from ..attention import BACKENDS, Backend, Plan
+from ..core import Positions, UserError
+from ..core.table import Row, Table, number
+from ..encodings import Encoding
+
+LIMIT = "no bias"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SLOW = 20.0  # a first call of so many seconds is the only one of its kind
+DENSE_COPIES = 6  # scores, bias, mask and weights of the reference, and what its backward keeps
+Way = Callable[[], None]
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What takes turns, and at which size.
+
+    Attributes:
+        encodings: specs; each adds a bias or is nope.
+        backends: keys of ``BACKENDS``.
+        batch, heads, width: of q, k and v; the width is a head's.
+        dtype: a key of :data:`DTYPES`.
+        repeats: turns, of which the median counts.
+        device: cpu or cuda.
+    """
+
+    encodings: list[str]
+    backends: list[str]
+    batch: int
+    heads: int
+    width: int
+    dtype: str
+    repeats: int
+    device: str
+
+    def __str__(self) -> str:
+        """Machine and setting in one line."""
+        on_cpu = self.device == "cpu"
+        name = platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name()
+        cores = f", {os.cpu_count()} cores, {torch.get_num_threads()} threads" if on_cpu else ""
+        shape = f"batch {self.batch}, {self.heads} heads of {self.width}, {self.dtype}"
+        busy = f", load {os.getloadavg()[0]:.1f}" if on_cpu else ""
+        return f"{name}{cores}, torch {torch.__version__}, {shape}, medians of {self.repeats}{busy}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measurement; ``step`` is forward or training, ``ratio`` the time over that without a bias."""
+
+    encoding: str
+    backend: str
+    step: str
+    length: int
+    milliseconds: float
+    ratio: float
+
+
+def measure(setting: Setting, step: str, length: int) -> tuple[list[Timing], list[str]]:
+    """Every encoding with every backend in turns, and a line on each that is left out.
+
+    Raises:
+        UserError: an encoding has no bias.
+    """
+    ways, left_out = _ways(setting, step == "training", length)
+    seconds = in_turns(ways, setting.repeats, setting.device)
+    limit = seconds[LIMIT, "sdpa"]
+    return [Timing(*key, step, length, round(1000 * s, 3), round(s / limit, 3)) for key, s in seconds.items()], left_out
+
+
+def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str], Way], list[str]]:
+    """One function per encoding and backend, called once already, and lines on what is left out."""
+    torch.manual_seed(0)
+    device, batch, heads = setting.device, setting.batch, setting.heads
+    kind = {"device": device, "dtype": DTYPES[setting.dtype]}
+    q, k, v = (torch.randn(batch, heads, n, setting.width, **kind, requires_grad=training) for _ in range(3))
+    grad = torch.randn(q.shape, **kind)
+    positions = Positions.arange(n, device=device)
+
+    def way(attend: Callable[[], Tensor], parameters: list[Tensor]) -> None:
+        with torch.set_grad_enabled(training):
+            out = attend()
+            if training:
+                torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
+
+    def attend(encoding: Encoding, backend: Backend) -> Tensor:
+        return backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
+
+    free, needed = _free_memory(device), DENSE_COPIES * 4 * batch * heads * n * n
+    found = {(LIMIT, "sdpa"): partial(way, partial(F.scaled_dot_product_attention, q, k, v, is_causal=True), [])}
+    found[LIMIT, "sdpa"]()
+    left_out = []
+    for spec in setting.encodings:
+        encoding = encodings.build(spec, heads, heads * setting.width, length=n).to(device)
+        if not encoding.adds_bias and spec.partition(":")[0] != "nope":
+            raise UserError(f"'{spec}' has no bias, so attention with it is that without: leave it out")
+        parameters = [p for p in encoding.parameters() if p.requires_grad]
+        for name in setting.backends:
+            if name == "reference" and needed > free:
+                left_out.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
+                continue
+            tried = partial(way, partial(attend, encoding, BACKENDS[name]), parameters)
+            try:
+                tried()
+            except (UserError, NotImplementedError) as error:
+                left_out.append(f"left out, {name}{' in training' * training}: {error}")
+            except (RuntimeError, MemoryError) as error:
+                if "memory" not in str(error).lower():
+                    raise
+                left_out.append(f"left out, {name} at {n} tokens: not enough memory for {spec}")
+            else:
+                found[spec, name] = tried
+    return found, left_out
+
+
+def _free_memory(device: str) -> int:
+    """Bytes."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+
+
+def in_turns(ways: dict[Key, Way], repeats: int, device: str) -> dict[Key, float]:
+    """Median seconds of each, all of them once in every turn."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def timed(way: Way) -> float:
+        wait()
+        start = time.perf_counter()
+        way()
+        wait()
+        return time.perf_counter() - start
+
+    times: dict[Key, list[float]] = {key: [] for key in ways}
+    for _ in range(repeats):
+        for key, way in ways.items():
+            if not times[key] or times[key][0] < SLOW:
+                times[key].append(timed(way))
+    return {key: statistics.median(found) for key, found in times.items()}
+
+
+def tables(timings: Sequence[Timing]) -> list[Table]:
+    """One per step: milliseconds without a bias, then ratios to it."""
+    found = []
+    for step in dict.fromkeys(t.step for t in timings):
+        cells = {(t.encoding, t.backend, t.length): t for t in timings if t.step == step}
+        lengths = list(dict.fromkeys(length for _, _, length in cells))
+        rows = []
+        for encoding, backend in dict.fromkeys(key[:2] for key in cells):
+            own = [cells.get((encoding, backend, length)) for length in lengths]
+            if encoding == LIMIT:
+                rows.append(Row(f"{LIMIT}, milliseconds", [number(t and t.milliseconds, ".2f") for t in own]))
+            else:
+                rows.append(Row(f"{encoding}, {backend}", [number(t and t.ratio, ".2f") for t in own]))
+        found.append(Table("", [step, *map(str, lengths)], rows))
+    return found

@@ -1,0 +1,161 @@
+"""Triton kernels of causal attention with a bias: forward, dQ, and dK with dV.
+
+Query i has the absolute index ``at = i + m - n`` and sees the keys j <= at. Tensors with a row per query share one
+memory layout, those with a row per key another; the last dimension is dense. The log-sum-exp is in base 2. What BIAS
+stands for is in ``tiles``. A program's walk has two parts, compiled apart: blocks below the diagonal, and those on it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..prune import BLOCK
+from .tiles import LENGTHS, POSITIONS, dot, gradient, load, logits, query_gradients, query_rows, rounded, store
+
+PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward(
+    q, k, v, out, lse, table, at_q, at_k, padding, first,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, lengths,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below.
+
+    first: None, or int32 (B, H, n / BLOCK) first key that each ``prune.BLOCK`` of queries reads, a multiple of it.
+    """
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = start + tl.arange(0, BLOCK_M)
+    at = i + (m - n)
+    row = at
+    if BIAS >= POSITIONS:
+        row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    q_block = load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    below = (start + m - n + 1) // BLOCK_N * BLOCK_N  # keys that the block's first query sees, whole blocks of them
+    last = tl.minimum(start + BLOCK_M + m - n, m)
+    far, unseen = 0, 0.0
+    if first is not None:
+        decided = tl.cdiv(n, PRUNE_BLOCK)
+        far = tl.load(first + (batch * tl.num_programs(1) + head) * decided + start // PRUNE_BLOCK)
+        unseen = float("-inf")  # there is no backward pass, and what is pruned next needs to know
+    for diagonal in tl.static_range(2):
+        for begin in range(below if diagonal else far, last if diagonal else below, BLOCK_N):
+            j = begin + tl.arange(0, BLOCK_N)
+            k_block = load(keys, j, k_n, m, WIDTH, BLOCK_D)
+            v_block = load(values, j, k_n, m, WIDTH, BLOCK_D)
+            s = logits(
+                dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k_row,
+                padding_row, m, columns, scale, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            higher = tl.maximum(top, tl.max(s, 1))
+            # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(s - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None] + dot(rounded(p, v_block.dtype), v_block)
+            top = higher
+    empty = top == float("-inf")  # a row that sees nothing: 0, and weights of 0 in the backward pass
+    total = tl.where(empty, 1.0, total)
+    store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
+    lse_row = lse + (batch * tl.num_programs(1) + head) * n
+    tl.store(lse_row + i, tl.where(empty, unseen, top) + tl.log2(total), mask=i < n)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def query_gradient(
+    q, k, v, out, grad, lse, delta, dq, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, and delta = Σ_j P dP, which the other kernels read. factor is 1/sqrt(D).
+
+    Here delta is Σ_d dO·O, the same but for the rounding of P and O in half precision. Gradients of learned biases are
+    sums of n² terms dS that show it; so delta is corrected by what the dS of a query, which sum to 0, sum to instead.
+    """
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = start + tl.arange(0, BLOCK_M)
+    at = i + (m - n)
+    row = at
+    if BIAS >= POSITIONS:
+        row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    offset = batch * q_b + head * q_h
+    q_block = load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
+    grad_block = load(grad + offset, i, q_n, n, WIDTH, BLOCK_D)
+    out_block = load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
+    delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
+    per_row = (batch * tl.num_programs(1) + head) * n
+    lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    below = (start + m - n + 1) // BLOCK_N * BLOCK_N
+    last = tl.minimum(start + BLOCK_M + m - n, m)
+    total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    excess = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for diagonal in tl.static_range(2):
+        for begin in range(below if diagonal else 0, last if diagonal else below, BLOCK_N):
+            j = begin + tl.arange(0, BLOCK_N)
+            ds, k_block = query_gradients(
+                q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k_row,
+                padding_row, m, columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            total += dot(rounded(ds, k_block.dtype), k_block)
+            excess += tl.sum(ds, 1)
+    tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
+    store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def key_gradient(
+    q, k, v, grad, lse, delta, dk, dv, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys, which walks down the queries that see it. factor is 1/sqrt(D)."""
+    start = tl.program_id(0) * BLOCK_N
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    j = start + tl.arange(0, BLOCK_N)
+    offset = batch * k_b + head * k_h
+    k_block = load(k + offset, j, k_n, m, WIDTH, BLOCK_D)
+    v_block = load(v + offset, j, k_n, m, WIDTH, BLOCK_D)
+    queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
+    per_row = (batch * tl.num_programs(1) + head) * n
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    at_q_row = at_q + batch * at_q_b
+    first = tl.maximum(start - (m - n), 0) // BLOCK_M * BLOCK_M
+    # from this block of queries on, all of them see all of the keys
+    below = tl.cdiv(tl.maximum(start + BLOCK_N - 1 - (m - n), 0), BLOCK_M) * BLOCK_M
+    dk_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    for diagonal in tl.static_range(1, -1, -1):
+        for begin in range(first if diagonal else below, tl.minimum(below, n) if diagonal else n, BLOCK_M):
+            i = begin + tl.arange(0, BLOCK_M)
+            at = i + (m - n)
+            row = at
+            if BIAS >= POSITIONS:
+                row = tl.load(at_q_row + i, mask=i < n, other=0)
+            q_block, grad_block, lse_block, delta_block = query_rows(
+                queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
+            )
+            # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
+            s = logits(
+                dot(k_block, tl.trans(q_block)), at[None, :], j[:, None], row[None, :], table_row, at_k_row,
+                padding_row, m, columns, scale, BIAS, PADDED, diagonal,
+            )  # fmt: skip
+            p, ds = gradient(s, lse_block[None, :], dot(v_block, tl.trans(grad_block)), delta_block[None, :])
+            dv_block += dot(rounded(p, grad_block.dtype), grad_block)
+            dk_block += dot(rounded(ds, q_block.dtype), q_block)
+    store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
+    store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
