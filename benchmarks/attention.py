@@ -100,10 +100,13 @@ def pruned(qkv: tuple[Tensor, Tensor, Tensor], eps: float) -> dict[str, Way]:
 @functools.cache
 def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (1, HEADS, n, D) of a trained model that reads the first n tokens of the training split."""
-    from fairseq_rpe.cli import subjects
+    from fairseq_rpe.evaluation.messages import log_to
 
-    args = argparse.Namespace(data=data, subset="train", positions=None, device="cpu")
-    model, task = subjects.load(args, checkpoint)
+    log_to(None)  # before fairseq is imported
+    from fairseq_rpe.evaluation import loading
+    from fairseq_rpe.evaluation.measurements import Overrides
+
+    model, task = loading.load(checkpoint, Overrides(device="cpu"), data)
     heads: list[tuple[Tensor, ...]] = []
 
     def keep(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
@@ -111,7 +114,7 @@ def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tenso
         return sdpa(q, k, v, plan, dropout)
 
     model.decoder.attend = keep
-    model.decoder.extract_features(subjects.read_stream(args, task.source_dictionary, n)[None, :n])
+    model.decoder.extract_features(loading.read_stream(data, "train", task.source_dictionary, n)[None, :n])
     q, k, v = (torch.cat(parts, dim=1)[:, -HEADS:].contiguous() for parts in zip(*heads, strict=True))
     if q.shape[1] < HEADS:
         sys.exit(f"{checkpoint} has {q.shape[1]} heads in all its layers: {HEADS} are needed")

@@ -197,3 +197,38 @@ def corpus(tmp_path_factory) -> Path:
         "300",
     )
     return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory) -> Path:
+    """A checkpoint of fairseq-train: alibi, two layers, 4 updates at 32 tokens."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = ["--rpe", "alibi", "--max-update", "4", "--save-dir", folder, "--disable-validation"]
+    fairseq("train", corpus, *TRAIN_FLAGS, *flags)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def state(trained) -> dict:
+    """What is in it, the weights of words made larger so that predictions differ clearly."""
+    state = torch.load(trained)
+    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        state["model"][name] = 5 * state["model"][name]
+    return state
+
+
+def checkpoint_with(state: dict, folder: Path, spec: str = "alibi", dtype=torch.float32, task=None, **model) -> Path:
+    """The same model with another encoding, number type or other settings."""
+    from fairseq_rpe.encodings import build
+
+    cfg = {**state["cfg"]}
+    heads, width = cfg["model"]["decoder_attention_heads"], cfg["model"]["decoder_embed_dim"]
+    torch.manual_seed(0)
+    own = build(spec, heads, width, 32).state_dict()
+    weights = {k: v for k, v in state["model"].items() if not k.startswith("decoder.encodings.")}
+    weights |= {f"decoder.encodings.0.{k}": v for k, v in own.items()}
+    cfg["model"] = {**cfg["model"], "rpe": spec, "rpe_share": "model", **model}
+    cfg["task"] = {**cfg["task"], **(task or {})}
+    path = folder / "checkpoint.pt"
+    torch.save({**state, "cfg": cfg, "model": {k: v.to(dtype) for k, v in weights.items()}}, path)
+    return path

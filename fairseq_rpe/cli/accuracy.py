@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     log_to(args.log)
     from fairseq_rpe.evaluation.answers import algorithm_of, answering
-    from fairseq_rpe.evaluation.requests import AnswerRequest
+    from fairseq_rpe.evaluation.measurements import AnswerRequest
     from fairseq_rpe.evaluation.results import AnswerResult, resumed
     from fairseq_rpe.runs import checkpoints
 

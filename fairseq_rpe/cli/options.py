@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fairseq_rpe.core.errors import UserError
 
 if TYPE_CHECKING:
-    from fairseq_rpe.evaluation.requests import Overrides
+    from fairseq_rpe.evaluation.measurements import Overrides
 
 BY_ARCH = "default: by architecture"
 
@@ -132,7 +132,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def overrides(args: argparse.Namespace) -> Overrides:
     """How these options load a checkpoint."""
-    from fairseq_rpe.evaluation.requests import Overrides
+    from fairseq_rpe.evaluation.measurements import Overrides
 
     names = ("rpe", "positions", "compute_dtype", "attention_backend", "device", "rpe_module")
     return Overrides(**{name: getattr(args, name) for name in names if hasattr(args, name)})

@@ -75,7 +75,7 @@ def quantised(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
     if keys > LONGEST:
         raise UserError(f"--quantised {keys}: choose at most {LONGEST} distances")
     from fairseq_rpe.analysis import judgement
-    from fairseq_rpe.analysis.erf import quantised as steps
+    from fairseq_rpe.analysis.receptive_field import quantised as steps
 
     found = asked(args)
     if isinstance(found, str):

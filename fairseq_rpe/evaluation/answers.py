@@ -15,7 +15,8 @@ from fairseq_rpe import algorithms, positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.evaluation.loading import load
-from fairseq_rpe.evaluation.requests import AnswerRequest
+from fairseq_rpe.evaluation.losses import Cache
+from fairseq_rpe.evaluation.measurements import AnswerRequest
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -143,7 +144,7 @@ def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
         (B, steps) int64.
     """
     decoder = model.decoder
-    state: dict[str, Any] = {}
+    state: Cache = {}
     rows = prompts
     for _ in range(steps):
         features = decoder(rows, incremental_state=state, features_only=True)[0]

@@ -18,8 +18,8 @@ import fairseq_rpe.models  # noqa: F401  (registers: this package was imported b
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.evaluation.messages import as_fairseq_command
-from fairseq_rpe.evaluation.requests import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.plan import IDENTITY

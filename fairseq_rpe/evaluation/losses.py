@@ -16,10 +16,12 @@ from ..core import UserError
 from ..modules.cross_entropy import target_losses
 from .results import Buckets
 
+# fairseq's incremental state: keys, values and padding by layer
+Cache = dict[str, dict[str, Tensor]]
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
 
 
-def losses(model: Any, inputs: Tensor, targets: Tensor, state: dict[str, Any] | None = None) -> Tensor:
+def losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
     """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
     features = model.decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
     return _feature_losses(model, features.flatten(0, 1), targets.flatten())

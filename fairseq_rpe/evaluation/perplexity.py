@@ -7,15 +7,15 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from fairseq import options
 from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from torch import Tensor
 from tqdm import tqdm
 
 from fairseq_rpe import compat, guards
@@ -26,8 +26,8 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.loading import check_plain, load, see
 from fairseq_rpe.evaluation.losses import BlockLoss
+from fairseq_rpe.evaluation.measurements import FAIRSEQ, TextRequest
 from fairseq_rpe.evaluation.messages import as_fairseq_command
-from fairseq_rpe.evaluation.requests import FAIRSEQ, TextRequest
 from fairseq_rpe.evaluation.results import Buckets, TextKey, TextResult
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -118,23 +118,27 @@ class Fast:
     def __call__(self, length: int, batch_tokens: int) -> Scored:
         if next(self.model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        found = BlockLoss(self.model, length, self.task.source_dictionary.pad())
+        pad = self.task.source_dictionary.pad()
+        found = BlockLoss(self.model, length, pad)
         with tqdm(desc=f"length {length}", unit=" tokens", disable=None, leave=False) as bar:
-            for sample in self.batches(length, batch_tokens):
-                found.add(sample["net_input"]["src_tokens"], sample["target"])
-                bar.update(sample["ntokens"])
+            for inputs, targets in self.batches(length, batch_tokens):
+                found.add(inputs, targets)
+                bar.update(int(targets.ne(pad).sum()))
         loss = found.loss_base2()
         ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
         return Scored(found.tokens, loss, ppl, found.buckets())
 
-    def batches(self, length: int, batch_tokens: int) -> Iterable[dict[str, Any]]:
-        """What fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch."""
+    def batches(self, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets (B, n), padded at the end of rows.
+
+        They are what fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch.
+        """
         dictionary = self.task.source_dictionary
         lines = data_utils.load_indexed_dataset(str(self.request.data / self.request.subset), dictionary)
         blocks = TokenBlockDataset(
             lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
         )
-        return self.task.eval_lm_dataloader(
+        samples = self.task.eval_lm_dataloader(
             dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
             max_tokens=batch_tokens,
             batch_size=self.request.batch_size,
@@ -142,6 +146,8 @@ class Fast:
             num_workers=0,
             data_buffer_size=0,
         )
+        for sample in samples:
+            yield sample["net_input"]["src_tokens"], sample["target"]
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:
@@ -168,14 +174,12 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     def score(length: int, batch_tokens: int) -> Scored:
         flags = [*same, "--tokens-per-sample", str(length), "--max-tokens", str(batch_tokens)]
         with as_fairseq_command(flags):
-            found = _eval_lm(flags)
-        # Counted by the plugin's guard around fairseq's own evaluation loop.
-        return Scored(found["scored_tokens"], float(found["loss"]), float(found["perplexity"]))
+            return _eval_lm(flags)
 
     return score
 
 
-def _eval_lm(flags: list[str]) -> dict[str, Any]:
+def _eval_lm(flags: list[str]) -> Scored:
     # When it is imported it settles where all messages go: after log_to, and only where it is asked for.
     from fairseq_cli import eval_lm
 
@@ -183,9 +187,11 @@ def _eval_lm(flags: list[str]) -> dict[str, Any]:
     guards.guard_module(eval_lm)
     args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
     try:
-        return eval_lm.main(convert_namespace_to_omegaconf(args))
+        found = eval_lm.main(convert_namespace_to_omegaconf(args))
     finally:
         compat.forget_overrides()
+    # Counted by the plugin's guard around fairseq's own evaluation loop.
+    return Scored(found["scored_tokens"], float(found["loss"]), float(found["perplexity"]))
 
 
 def peak_mb(device: str) -> float:

@@ -15,8 +15,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
+from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone, measured
-from fairseq_rpe.evaluation.requests import Overrides
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
 _BATCH_TOKENS = 2048

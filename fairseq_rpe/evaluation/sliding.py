@@ -22,7 +22,7 @@ from fairseq_rpe.core.table import Cell, Row, Table, csv_of, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import loading
 from fairseq_rpe.evaluation.loading import Subject
-from fairseq_rpe.evaluation.requests import Overrides
+from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.evaluation.results import kept, part, resumed
 from fairseq_rpe.evaluation.windows import Score, Windows, cached, recomputed, why_not_cached
 

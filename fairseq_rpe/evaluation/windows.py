@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
-from .losses import losses
+from .losses import Cache, losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Tick = Callable[[int], Any]
@@ -138,7 +138,7 @@ def cached(model: Any, windows: Windows, tick: Tick | None = None) -> Score:
     length = -(-steps // rows)
     first = torch.arange(1, steps + 1, max(1, length))
 
-    def score(batch: tuple[Tensor, Tensor], state: dict[str, Any] | None = None) -> Tensor:
+    def score(batch: tuple[Tensor, Tensor], state: Cache | None = None) -> Tensor:
         inputs, targets = (part.to(device) for part in batch)
         if tick is not None:
             tick(targets.numel())
@@ -147,7 +147,7 @@ def cached(model: Any, windows: Windows, tick: Tick | None = None) -> Score:
     losses(model, *(part.to(device) for part in windows.first()))
     start = _now(device)
     total = score(windows.first())
-    state: dict[str, Any] = {}
+    state: Cache = {}
     if steps:
         model.decoder(windows.between(first)[0][:, :keep].to(device), incremental_state=state, features_only=True)
     for step in range(length):
@@ -196,7 +196,7 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     return None
 
 
-def _trim(decoder: Any, state: dict[str, Any], rows: int, keep: int) -> None:
+def _trim(decoder: Any, state: Cache, rows: int, keep: int) -> None:
     for layer in decoder.layers:
         cache = layer.self_attn._get_input_buffer(state)
         layer.self_attn._set_input_buffer(state, {name: part[:rows, :, -keep:] for name, part in cache.items()})

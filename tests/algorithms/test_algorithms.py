@@ -464,7 +464,7 @@ def uncached(model, prompts: torch.Tensor, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("spec", ENCODINGS)
 def test_greedy_is_the_argmax_of_full_forwards(task, spec):
-    from fairseq_rpe.modules.decoding import greedy
+    from fairseq_rpe.evaluation.answers import greedy
 
     model = make_model(task, spec)
     with torch.no_grad():  # an untrained model would say the same word again and again
@@ -481,7 +481,7 @@ def test_greedy_is_the_argmax_of_full_forwards(task, spec):
 
 def answered(model, data) -> list[bool]:
     """Of every example, whether greedy decoding writes its answer."""
-    from fairseq_rpe.modules.decoding import greedy
+    from fairseq_rpe.evaluation.answers import greedy
 
     right = [False] * len(data)
     for n in sorted(set(data.items.tolist())):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from conftest import run
 
 from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.cli import accuracy, cells, runner, sweep
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.core import files
+from fairseq_rpe.evaluation.answers import interpolated
+from fairseq_rpe.sweeps import cells
+from fairseq_rpe.sweeps.request import Asked, resolve
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -197,7 +200,7 @@ def test_interpolation_has_one_ratio_for_each_number_of_items(checkpoint, capsys
     ],
 )
 def test_automatic_ratio_is_written_out(spec, trained, length, expected):
-    assert accuracy.interpolated(spec, trained, length) == expected
+    assert interpolated(spec, trained, length) == expected
     positions.build(expected, 10)
 
 
@@ -384,9 +387,9 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path, capsy
     out = tmp_path / "out"
     shutil.copytree(swept[0], out)
 
-    def work_left() -> list[runner.Stage]:
-        args = build_parser().parse_args(sweep_command(out, swept[1]))
-        (cell,) = cells.make(args, sweep._resolve(args)[0])
+    def work_left() -> list[cells.Stage]:
+        args = build_parser("sweep").parse_args(sweep_command(out, swept[1]))
+        (cell,) = cells.make(resolve(Asked(**{f.name: getattr(args, f.name) for f in fields(Asked)})), None)
         assert cell.rows == 2 * (LONGEST - 1)
         return cell.work_left()
 

@@ -6,13 +6,13 @@ import csv
 
 import pytest
 import torch
-from conftest import TRAIN_FLAGS, VOCABULARY, fairseq, make_model
+from conftest import VOCABULARY, make_model
 
-from fairseq_rpe.analysis import erf
-from fairseq_rpe.analysis.erf import LayerField, bias_alone, measured, n_emp, quantised
+from fairseq_rpe.analysis.receptive_field import n_emp, quantised, thinned
 from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone, measured
 
 LENGTH, ROWS, EPSILONS = 23, 9, (0.5, 0.1, 0.01)
 
@@ -22,7 +22,7 @@ def blocks() -> torch.Tensor:
     return torch.randint(4, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def field_of(model, blocks, rows=ROWS) -> erf.Field:
+def field_of(model, blocks, rows=ROWS) -> Field:
     with torch.no_grad(), measured(model.decoder, LENGTH, rows, EPSILONS) as field:
         for block in blocks.split(2):
             model(block)
@@ -80,7 +80,7 @@ def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
 def test_rows_in_pieces_give_the_same(task, blocks, monkeypatch, chunk):
     model = make_model(task, "type1")
     whole = field_of(model, blocks)
-    piece = erf.Field(model.decoder.attend, len(model.decoder.layers), LENGTH, ROWS, EPSILONS, chunk)
+    piece = Field(model.decoder.attend, len(model.decoder.layers), LENGTH, ROWS, EPSILONS, chunk)
     monkeypatch.setattr(model.decoder, "attend", piece)
     with torch.no_grad():
         model(blocks)
@@ -114,6 +114,12 @@ def test_quantised_golden_values():
         quantised(d, 1)
 
 
+def test_thinned_curves_keep_the_first_and_the_last_distance():
+    assert thinned(256) == list(range(256))
+    far = thinned(100_000)
+    assert far[:65] == list(range(65)) and far[-1] == 99_999 and len(far) <= 257 and far == sorted(set(far))
+
+
 def test_bias_alone_is_the_series_ended_at_each_row(task):
     model = make_model(task, "alibi")
     fields = bias_alone(model.decoder, LENGTH, ROWS, EPSILONS, chunk=4)
@@ -136,7 +142,7 @@ def test_misuse_is_refused(task, blocks):
     with pytest.raises(UserError, match="does not fit a measurement at 20"):
         with torch.no_grad(), measured(model.decoder, 20, 5, EPSILONS):
             model(blocks)
-    assert not isinstance(model.decoder.attend, erf.Field)
+    assert not isinstance(model.decoder.attend, Field)
     with pytest.raises(UserError, match="no attention was measured"):
         _ = LayerField(8, EPSILONS).mass
 
@@ -144,24 +150,17 @@ def test_misuse_is_refused(task, blocks):
 # The command
 
 
-@pytest.fixture(scope="module")
-def checkpoint(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    fairseq("train", corpus, *TRAIN_FLAGS, "--rpe", "alibi", "--max-update", "3", "--save-dir", folder)
-    return folder / "checkpoint_last.pt"
-
-
 def call(*argv: object) -> int:
     return main(["erf", *map(str, argv), "--device", "cpu"])
 
 
-def test_command_writes_table_curve_and_figure(checkpoint, corpus, tmp_path, capsys):
-    argv = (checkpoint, corpus, "--length", 20, "--rows", 5, "--out", tmp_path)
+def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path, capsys):
+    argv = (trained, corpus, "--length", 20, "--rows", 5, "--out", tmp_path)
     assert call(*argv, "--quantised", "--batch-size", 7) == 0
     names = ["erf.csv", "erf.pdf", "erf.png", "erf_curve.csv", "erf_quantised.csv"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     shown = capsys.readouterr().out
-    assert "| alibi    | bias alone |" in shown and "Blocks of 20 tokens, 64 of" in shown
+    assert "| alibi      | bias alone |" in shown and "Blocks of 20 tokens, 64 of" in shown
     tables = {name: list(csv.DictReader(open(tmp_path / name))) for name in names if name.endswith("csv")}
     rows = tables["erf.csv"]
     assert len(rows) == 2 * 4 * 3 and {(r["length"], r["rows"], r["blocks"]) for r in rows} == {("20", "5", "64")}
@@ -189,13 +188,13 @@ def test_command_writes_table_curve_and_figure(checkpoint, corpus, tmp_path, cap
         (["--subset", "nope"], "nope"),
     ],
 )
-def test_bad_input_is_one_line(checkpoint, corpus, tmp_path, capsys, flags, reason):
-    assert call(checkpoint, corpus, *flags, "--out", tmp_path / "out") == 2
+def test_bad_input_is_one_line(trained, corpus, tmp_path, capsys, flags, reason):
+    assert call(trained, corpus, *flags, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and reason in error
     assert not (tmp_path / "out").exists()
 
 
-def test_fewer_blocks_only_when_asked(checkpoint, corpus, tmp_path, capsys):
-    assert call(checkpoint, corpus, "--length", 200, "--blocks", 3, "--out", tmp_path) == 0
+def test_fewer_blocks_only_when_asked(trained, corpus, tmp_path, capsys):
+    assert call(trained, corpus, "--length", 200, "--blocks", 3, "--out", tmp_path) == 0
     assert "3 of" in capsys.readouterr().out

@@ -10,46 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TRAIN_FLAGS, fairseq, make_model
+from conftest import checkpoint_with, make_model, run
 from torch.nn import functional as F
 
-from fairseq_rpe.cli import corpus as corpus_files
-from fairseq_rpe.cli import evaluate
-from fairseq_rpe.cli.fast import Fast
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import UserError
+from fairseq_rpe.core import UserError, records
+from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.place import TEXT_MADE_BY, describe_files
-from fairseq_rpe.encodings import build
+from fairseq_rpe.evaluation import loading, results
 from fairseq_rpe.evaluation.losses import BlockLoss, target_losses
+from fairseq_rpe.evaluation.measurements import Overrides, TextRequest
+from fairseq_rpe.evaluation.perplexity import Fast
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
-
-
-@pytest.fixture(scope="module")
-def state(corpus, tmp_path_factory) -> dict:
-    """A fairseq checkpoint of 4 updates at 32 tokens, its weights made larger so that predictions differ clearly."""
-    folder = tmp_path_factory.mktemp("trained")
-    flags = ["--rpe", "alibi", "--max-update", "4", "--save-dir", folder, "--disable-validation"]
-    fairseq("train", corpus, *TRAIN_FLAGS, *flags)
-    state = torch.load(folder / "checkpoint_last.pt")
-    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
-        state["model"][name] = 5 * state["model"][name]
-    return state
-
-
-def checkpoint_with(state: dict, folder: Path, spec: str = "alibi", dtype=torch.float32, task=None, **model) -> Path:
-    """The same model with another encoding, number type or other settings."""
-    cfg = {**state["cfg"]}
-    heads, width = cfg["model"]["decoder_attention_heads"], cfg["model"]["decoder_embed_dim"]
-    torch.manual_seed(0)
-    own = build(spec, heads, width, 32).state_dict()
-    weights = {k: v for k, v in state["model"].items() if not k.startswith("decoder.encodings.")}
-    weights |= {f"decoder.encodings.0.{k}": v for k, v in own.items()}
-    cfg["model"] = {**cfg["model"], "rpe": spec, "rpe_share": "model", **model}
-    cfg["task"] = {**cfg["task"], **(task or {})}
-    path = folder / "checkpoint.pt"
-    torch.save({**state, "cfg": cfg, "model": {k: v.to(dtype) for k, v in weights.items()}}, path)
-    return path
+from fairseq_rpe.runs import checkpoints
 
 
 def rows_of(capsys, checkpoint: Path, corpus: Path, lengths: str, *flags: object) -> list[dict]:
@@ -59,11 +33,16 @@ def rows_of(capsys, checkpoint: Path, corpus: Path, lengths: str, *flags: object
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def key_of(row: dict) -> results.TextKey:
+    return records.read(results.TextResult, row, "test", "a row").key
+
+
 def assert_same_numbers(fast: list[dict], slow: list[dict]) -> None:
     assert len(fast) == len(slow) > 0
+    assert [key_of(row) for row in fast] == [key_of(row) for row in slow]
     for a, b in zip(fast, slow, strict=True):
         assert (a["engine"], b["engine"]) == ("fast", "fairseq")
-        assert evaluate.key(a) == evaluate.key(b) and a["tokens"] == b["tokens"]
+        assert a["tokens"] == b["tokens"]
         assert a["loss_base2"] == pytest.approx(b["loss_base2"], rel=1e-6)
         # fairseq raises 2 to a loss in float32
         assert a["ppl"] == pytest.approx(b["ppl"], rel=1e-6 * b["loss_base2"])
@@ -180,11 +159,11 @@ def test_buckets_hold_the_losses_of_their_positions(state, corpus, tmp_path, cap
     total = corpus_files.count_tokens(corpus, "test")
     length = total // 2 + 5
     row = rows_of(capsys, checkpoint, corpus, str(length))[0]
-    args = evaluate_args(checkpoint, corpus)
-    engine = Fast(args, torch.load(checkpoint)["cfg"])
+    request = TextRequest(checkpoint=checkpoint, data=corpus, lengths=[8], use=Overrides(device="cpu"))
+    engine = Fast(request, checkpoints.load(checkpoint))
     by_position = torch.zeros(length, dtype=torch.float64)
-    for sample in engine._batches(length, total):
-        for inputs, targets in zip(sample["net_input"]["src_tokens"], sample["target"], strict=True):
+    for blocks, wanted in engine.batches(length, total):
+        for inputs, targets in zip(blocks, wanted, strict=True):
             n = int(targets.ne(1).sum())
             with torch.no_grad():
                 logits = engine.model(inputs[None, :n])[0][0].double()
@@ -193,12 +172,6 @@ def test_buckets_hold_the_losses_of_their_positions(state, corpus, tmp_path, cap
     for last, loss, tokens in zip(found["upto"], found["loss_base2"], found["tokens"], strict=True):
         assert loss == pytest.approx(float(by_position[start : last + 1].sum()) / tokens / math.log(2), rel=1e-5)
         start = last + 1
-
-
-def evaluate_args(checkpoint: Path, corpus: Path):
-    from fairseq_rpe.cli.main import build_parser
-
-    return build_parser().parse_args(["eval", str(checkpoint), str(corpus), "--lengths", "8", "--device", "cpu"])
 
 
 @pytest.mark.parametrize("tile", [(1, 1), (3, 7), (64, 90), (200, 1000)])
@@ -237,10 +210,15 @@ def test_logits_are_never_larger_than_a_tile(state, corpus, tmp_path, capsys, mo
 def test_checkpoint_is_loaded_once_and_results_are_kept(state, corpus, tmp_path, capsys, monkeypatch):
     checkpoint, out = checkpoint_with(state, tmp_path), tmp_path / "eval.jsonl"
     loads = []
-    load = evaluate.subjects.load
-    monkeypatch.setattr(evaluate.subjects, "load", lambda *args: loads.append(args) or load(*args))
+    load = loading.checkpoint_utils.load_model_ensemble_and_task
+
+    def count(*args, **kwargs):
+        loads.append(args)
+        return load(*args, **kwargs)
+
     slow = rows_of(capsys, checkpoint, corpus, "37", "--out", out, "--engine", "fairseq")
-    assert "positions_loss" not in slow[0] and loads == []
+    assert "positions_loss" not in slow[0]
+    monkeypatch.setattr(loading.checkpoint_utils, "load_model_ensemble_and_task", count)
     both = rows_of(capsys, checkpoint, corpus, "64,37,16", "--out", out)
     assert [row["engine"] for row in both] == ["fast", "fairseq", "fast"] and both[1] == slow[0]
     assert len(loads) == 1
@@ -248,6 +226,15 @@ def test_checkpoint_is_loaded_once_and_results_are_kept(state, corpus, tmp_path,
     out.write_text("".join(json.dumps(row) + "\n" for row in older))
     assert rows_of(capsys, checkpoint, corpus, "37,16,64", "--out", out) == [older[1], older[2], older[0]]
     assert len(loads) == 1 and len(out.read_text().splitlines()) == 3
+
+
+def test_known_results_are_printed_without_torch(state, corpus, tmp_path, capsys):
+    checkpoint, out = checkpoint_with(state, tmp_path), tmp_path / "eval.jsonl"
+    known = rows_of(capsys, checkpoint, corpus, "37,64", "--out", out)
+    argv = [str(a) for a in ("eval", checkpoint, corpus, "--lengths", "64,37", "--out", out)]
+    code = f"import sys; from fairseq_rpe.cli.main import main; assert main({argv}) == 0; "
+    done = run(sys.executable, "-c", code + "assert not {'torch', 'fairseq'} & set(sys.modules)")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == known[::-1]
 
 
 def test_tokens_that_were_not_scored_are_refused(state, corpus, tmp_path, capsys, monkeypatch):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 
 import pytest
 import torch
-from conftest import TRAIN_FLAGS, VOCABULARY, fairseq, make_model, run
+from conftest import VOCABULARY, checkpoint_with, make_model
 from torch.utils.data import DataLoader
 
-from fairseq_rpe.analysis import sliding
-from fairseq_rpe.analysis.sliding import Windows, cached, recomputed, why_not_cached
-from fairseq_rpe.cli import sliding as command
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation import loading, sliding, windows
+from fairseq_rpe.evaluation.windows import Windows, cached, recomputed, why_not_cached
 
 EOS, TOKENS = 2, 47
 
@@ -44,8 +42,8 @@ def brute_force(model, stream, window: int, stride: int) -> float:
 @pytest.mark.parametrize(("window", "stride"), [(8, 1), (9, 4), (8, 8)])
 def test_perplexity_is_that_of_each_token_in_its_own_window(task, stream, window, stride, workers):
     model = make_model(task, "sinusoidal")
-    windows = Windows(stream, window, stride, rows=3)
-    score = recomputed(model, DataLoader(windows, batch_size=None, num_workers=workers))
+    parts = Windows(stream, window, stride, rows=3)
+    score = recomputed(model, DataLoader(parts, batch_size=None, num_workers=workers))
     assert score.tokens == TOKENS and score.seconds > 0
     wanted = math.exp(brute_force(model, stream, window, stride) / TOKENS)
     assert math.exp(score.nats / TOKENS) == pytest.approx(wanted, rel=1e-5)
@@ -85,7 +83,7 @@ def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch,
     assert why_not_cached(model, window, stride) is None
     wanted = brute_force(model, stream, window, stride)
     for segments in (1, 3):
-        monkeypatch.setattr(sliding, "SEGMENTS", segments)
+        monkeypatch.setattr(windows, "SEGMENTS", segments)
         score = cached(model, Windows(stream, window, stride, rows=8))
         assert score.tokens == TOKENS
         assert score.nats == pytest.approx(wanted, rel=1e-5)
@@ -103,12 +101,12 @@ def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch,
 )
 def test_the_cache_is_refused_where_it_would_be_wrong(task, stream, monkeypatch, layers, rpe, window, stride, reason):
     model = make_model(task, rpe, decoder_layers=layers)
-    windows = Windows(stream, window, stride, rows=8)
+    parts = Windows(stream, window, stride, rows=8)
     with pytest.raises(UserError, match=reason):
-        cached(model, windows)
+        cached(model, parts)
     if stride < window:
-        monkeypatch.setattr(sliding, "why_not_cached", lambda *_: None)
-        wrong = cached(model, windows).nats
+        monkeypatch.setattr(windows, "why_not_cached", lambda *_: None)
+        wrong = cached(model, parts).nats
         assert wrong != pytest.approx(brute_force(model, stream, window, stride), rel=1e-5)
 
 
@@ -123,11 +121,8 @@ def test_windows_that_do_not_fit_are_refused(stream):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    flags = ["--rpe", "window:window=3", "--max-update", "12", "--save-dir", folder, "--seed", "1"]
-    fairseq("train", corpus, *TRAIN_FLAGS, *flags)
-    return folder / "checkpoint_last.pt"
+def checkpoint(state, tmp_path_factory):
+    return checkpoint_with(state, tmp_path_factory.mktemp("windowed"), "window:window=3")
 
 
 def rows_of(folder) -> dict[tuple[str, int], dict[str, str]]:
@@ -136,7 +131,7 @@ def rows_of(folder) -> dict[tuple[str, int], dict[str, str]]:
 
 
 def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "_REPEATS", 1)
+    monkeypatch.setattr(sliding, "REPEATS", 1)
     found = []
     for workers in (0, 1, 2):
         argv = ["sliding", checkpoint, corpus, "--windows", "8,16", "--stride", 4, "--cached", "--workers", workers]
@@ -145,8 +140,8 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
     text = capsys.readouterr().out
     assert "| window:window=3, sliding" in text and "44.35" in text
     argv = ["eval", checkpoint, corpus, "--lengths", "8,16", "--device", "cpu"]
-    done = run(sys.executable, "-m", "fairseq_rpe.cli.main", *argv)
-    plain = [json.loads(line) for line in done.stdout.splitlines()]
+    assert main([str(a) for a in argv]) == 0
+    plain = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(plain) == 2
     for row in plain:
         mine = found[0]["non-overlapping", row["length"]]
@@ -162,12 +157,23 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
     names = ["sliding.csv", "sliding.jsonl", "sliding.md", "sliding.pdf", "sliding.png"]
     assert sorted(p.name for p in (tmp_path / "0").iterdir()) == names
 
-    def no_more(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(command, "_score", no_more)
+    # neither what this version kept is measured again, nor what older ones did
+    monkeypatch.setattr(loading.checkpoint_utils, "load_model_ensemble_and_task", no_more)
     argv = ["sliding", checkpoint, corpus, "--windows", "16,8", "--stride", 4, "--device", "cpu"]
     assert main([str(a) for a in (*argv, "--out", tmp_path / "0")]) == 0
+    kept = tmp_path / "0" / "sliding.jsonl"
+    older = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert list(older[0]) == [
+        *("encoding", "checkpoint", "data", "subset", "positions", "tokens", "workers", "max_tokens", "device"),
+        *("mode", "window", "stride", "loss_base2", "ppl", "seconds"),
+    ]
+    kept.write_text("".join(json.dumps({**row, "relative": 1}) + "\n" for row in older))
+    assert main([str(a) for a in (*argv, "--out", tmp_path / "0")]) == 0
+    assert rows_of(tmp_path / "0")["sliding", 8]["ppl"] == found[0]["sliding", 8]["ppl"]
+
+
+def no_more(*_, **__):
+    raise AssertionError("measured again")
 
 
 def test_tokens_that_were_not_scored_are_refused(checkpoint, corpus, tmp_path, capsys, monkeypatch):
