@@ -19,7 +19,7 @@ from fairseq_rpe.evaluation.loading import find_subjects
 from fairseq_rpe.evaluation.requests import Overrides
 from fairseq_rpe.figures import biases, empirical, fields, sweep_curves
 from fairseq_rpe.figures.saving import save
-from fairseq_rpe.reports import results
+from fairseq_rpe.reports import findings
 from fairseq_rpe.runs.learned import load_encodings
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug
 
@@ -158,7 +158,7 @@ def theory(gallery: Gallery) -> dict[str, Figure]:
 
 def perplexity(gallery: Gallery) -> dict[str, Figure]:
     trained = _trained(gallery)
-    found = results.perplexities(trained.folder, trained.state)
+    found = findings.perplexities(trained.folder, trained.state)
     if not found.rows:
         raise Skip("the sweep has no finished evaluation")
     return {"ppl": sweep_curves.perplexity({name: found.of(name) for name in found.encodings}, found.trained_at)}

@@ -30,7 +30,7 @@ from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import biases
 from fairseq_rpe.modules.inspection import Inspector
 from fairseq_rpe.reports import tensorboard as evaluations
-from fairseq_rpe.reports.results import ExactAnswers, Exactness, Perplexities, Perplexity
+from fairseq_rpe.reports.findings import ExactAnswers, Exactness, Perplexities, Perplexity
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
 
 ROOT = Path(__file__).resolve().parents[2]

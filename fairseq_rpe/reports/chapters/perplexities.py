@@ -7,8 +7,8 @@ from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.chapters import literature, training
 from fairseq_rpe.reports.definition import Judged
+from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import Block, Part, Report, Section, markdown, picture
-from fairseq_rpe.reports.results import Perplexities
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
