@@ -43,7 +43,7 @@ def report(folder: SweepFolder, state: State, found: Perplexities, judged: list[
         parts=[part for part in parts if part.blocks],
     )
     # of what stands beside, the caution and the values
-    return Report(section, values.markdown() + markdown([*theory, *beside[:1], *beside[1:][-1:]]), figure)
+    return Report(section, values.markdown() + markdown([*theory, *beside[:1], *beside[-1:]]), figure)
 
 
 def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
