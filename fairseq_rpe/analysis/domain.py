@@ -11,8 +11,9 @@ import sympy
 
 from ..core import UserError
 from .asymptotics import Scale
-from .enclosures import Undefined, enclose, iv, ranges
+from .enclosures import Undefined, enclose, iv
 from .expansions import Later, Unknown
+from .ranges import ranges
 from .summation import ORDERS, STARTS
 
 _ONE_BY_ONE, _DOUBLES = 64, 100  # numbers; exponent of 2 up to which ranges of doubles serve

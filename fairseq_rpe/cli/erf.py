@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, overrides, positive_int
+from fairseq_rpe.cli.options import add_checkpoints, filled, positive_int
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
 
 _FIELDS, _CURVES, _QUANTISED, _PNG, _PDF = "erf.csv", "erf_curve.csv", "erf_quantised.csv", "erf.png", "erf.pdf"
@@ -26,6 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--epsilon",
+        dest="epsilons",
         type=number_list,
         default="0.5,0.1,0.01",
         metavar="X,X,...",
@@ -56,24 +57,23 @@ def run(args: argparse.Namespace) -> int:
     log_to(None)
     from fairseq_rpe.evaluation import receptive
     from fairseq_rpe.evaluation.loading import find_subjects
+    from fairseq_rpe.evaluation.measurements import Overrides
     from fairseq_rpe.figures import empirical
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
-    names = ("data", "subset", "length", "blocks", "rows", "batch_size")
-    given = {name: getattr(args, name) for name in names}
-    request = receptive.FieldRequest(use=overrides(args), epsilons=args.epsilon, **given)
+    request = filled(receptive.FieldRequest, args, use=filled(Overrides, args))
     length, rows = request.sized(max(subject.train_length for subject in subjects))
     check_folder(args.out, (_FIELDS, _CURVES, _QUANTISED, _PNG, _PDF))
     make_folder(args.out)
     found = [receptive.measure(request, subject, length, rows) for subject in subjects]
-    atomic_write(args.out / _FIELDS, receptive.fields_csv(found, args.epsilon))
+    atomic_write(args.out / _FIELDS, receptive.fields_csv(found, args.epsilons))
     atomic_write(args.out / _CURVES, receptive.curves_csv(found))
     if args.quantised:
         atomic_write(args.out / _QUANTISED, receptive.quantised_csv(found))
-    figure = empirical.quantised_curves(found) if args.quantised else empirical.curves(found, args.epsilon)
+    figure = empirical.quantised_curves(found) if args.quantised else empirical.curves(found, args.epsilons)
     save(figure, args.out / _PNG, args.out / _PDF)
-    print(receptive.table(found, args.epsilon).markdown())
+    print(receptive.table(found, args.epsilons).markdown())
     print(f"Blocks of {length} tokens, {args.blocks} of {args.data}/{args.subset}, the last {rows} queries of each.")
     print("Cells: nearest keys, mean over queries; over heads the mean (least to most). Bias alone: as if q·k = 0.")
     print(f"table:  {args.out / _FIELDS}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoint, int_list, overrides, positive_int
+from fairseq_rpe.cli.options import add_checkpoint, filled, int_list, positive_int
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,22 +41,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from fairseq_rpe.evaluation.measurements import Overrides, TextRequest
     from fairseq_rpe.evaluation.messages import log_to
-    from fairseq_rpe.evaluation.measurements import TextRequest
     from fairseq_rpe.evaluation.results import TextKey, TextResult, resumed
 
-    request = TextRequest(
-        checkpoint=args.checkpoint,
-        data=args.data,
-        lengths=args.lengths,
-        subset=args.subset,
-        use=overrides(args),
-        engine=args.engine,
-        attention_prune=args.attention_prune,
-        max_tokens=args.max_tokens,
-        batch_size=args.batch_size,
-        log=args.log,
-    )
+    request = filled(TextRequest, args, use=filled(Overrides, args))
 
     def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
         log_to(args.log)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from fairseq_rpe.core.errors import UserError
 
-if TYPE_CHECKING:
-    from fairseq_rpe.evaluation.measurements import Overrides
-
 BY_ARCH = "default: by architecture"
+Record = TypeVar("Record")
 
 
 def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bool], words: str) -> float:
@@ -130,9 +129,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
 
 
-def overrides(args: argparse.Namespace) -> Overrides:
-    """How these options load a checkpoint."""
-    from fairseq_rpe.evaluation.measurements import Overrides
-
-    names = ("rpe", "positions", "compute_dtype", "attention_backend", "device", "rpe_module")
-    return Overrides(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+def filled(kind: type[Record], args: argparse.Namespace, **own: object) -> Record:
+    """A record of the options that are called like its fields, and of what is its ``own``."""
+    given = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}
+    return kind(**{**given, **own})

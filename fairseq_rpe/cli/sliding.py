@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, count, int_list, overrides, positive_int
+from fairseq_rpe.cli.options import add_checkpoints, count, filled, int_list, positive_int
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.table import csv_of
 
 _RESULTS, _CSV, _MARKDOWN, _PNG, _PDF = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "png", "pdf"))
 
@@ -49,20 +50,21 @@ def run(args: argparse.Namespace) -> int:
     log_to(None)
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
+    from fairseq_rpe.evaluation.measurements import Overrides
     from fairseq_rpe.figures import sliding_time
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
-    names = ("data", "windows", "stride", "subset", "first_tokens", "cached", "workers", "max_tokens")
-    request = sliding.SlidingRequest(use=overrides(args), **{name: getattr(args, name) for name in names})
+    request = filled(sliding.SlidingRequest, args, use=filled(Overrides, args))
     request.check()
     check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))
     make_folder(args.out)
     rows = sliding.compare(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
-    atomic_write(args.out / _CSV, sliding.csv(rows))
+    atomic_write(args.out / _CSV, csv_of(sliding.COLUMNS, rows))
     atomic_write(args.out / _MARKDOWN, text)
-    save(sliding_time.curves(rows, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
+    points = [sliding_time.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
+    save(sliding_time.curves(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
     print(text)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")

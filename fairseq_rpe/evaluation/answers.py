@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,43 +48,19 @@ def interpolated(spec: str, trained: int, length: int) -> str:
     return f"interpolate:ratio={trained / length!r}" if length > trained else IDENTITY
 
 
-def answering(
-    request: AnswerRequest, checkpoint: Checkpoint, wanted: Sequence[AnswerKey]
-) -> Callable[[AnswerKey], AnswerResult]:
-    """Make ready what is to answer, and look at all that is ``wanted`` before the first measurement.
+class Answers:
+    """A loaded model with the examples of a split: called with a key it gives the result.
 
     Raises:
-        UserError: the checkpoint cannot be used, or some number of items has no example or no positions.
+        UserError: the checkpoint cannot be used, or some number of items in ``wanted`` has no example or no positions.
     """
-    threads = defaults_for(checkpoint.arch, algorithm=True).threads
-    if threads and "OMP_NUM_THREADS" not in os.environ:
-        # single tokens of a small model: more threads only wait for each other
-        torch.set_num_threads(threads)
-    answers = Answers(request, checkpoint)
-    for key in wanted:
-        answers.check(key.length)
 
-    def measure(key: AnswerKey) -> AnswerResult:
-        start = time.monotonic()
-        right, examples = answers.score(key.length)
-        return AnswerResult(
-            **vars(key),
-            encoding=checkpoint.encoding,
-            examples=examples,
-            right=right,
-            accuracy=right / examples,
-            transform=answers.positions(key.length),
-            seconds=round(time.monotonic() - start, 3),
-        )
-
-    return measure
-
-
-class Answers:
-    """A loaded model with the examples of a split."""
-
-    def __init__(self, request: AnswerRequest, checkpoint: Checkpoint) -> None:
-        self.request, self.algorithm = request, algorithm_of(checkpoint)
+    def __init__(self, request: AnswerRequest, checkpoint: Checkpoint, wanted: Sequence[AnswerKey]) -> None:
+        threads = defaults_for(checkpoint.arch, algorithm=True).threads
+        if threads and "OMP_NUM_THREADS" not in os.environ:
+            # single tokens of a small model: more threads only wait for each other
+            torch.set_num_threads(threads)
+        self.request, self.encoding, self.algorithm = request, checkpoint.encoding, algorithm_of(checkpoint)
         self.model, self.task = load(request.checkpoint, request.use, log=request.log)
         moves = self.model.decoder.moves
         if self.model.decoder.reads_length:
@@ -95,38 +71,42 @@ class Answers:
         self.spec = str(request.use.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
         self.task.load_dataset(request.split)
         self.data = self.task.dataset(request.split)
+        for key in wanted:
+            if not (self.data.items == key.length).any():
+                raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
+            self._place(key.length)
 
-    def check(self, length: int) -> None:
-        """Refuse a number of items without examples, and positions that it would not accept."""
-        if not (self.data.items == length).any():
-            raise UserError(f"the {self.request.split} split has no example of {length} items: leave it out")
-        self._place(length)
-
-    def positions(self, length: int) -> str:
-        """The position transform for examples of ``length`` items."""
-        if self.request.unit == "items":
-            return interpolated(self.spec, self.algorithm.longest("train"), length)
-        return interpolated(self.spec, self.task.train_tokens, self.algorithm.tokens(length))
-
-    def score(self, length: int) -> tuple[int, int]:
-        """How many of how many examples of ``length`` items are answered exactly."""
-        self._place(length)
-        rows = (self.data.items == length).nonzero()[0].tolist()
+    def __call__(self, key: AnswerKey) -> AnswerResult:
+        start = time.monotonic()
+        transform = self._place(key.length)
+        rows = (self.data.items == key.length).nonzero()[0].tolist()
         device = next(self.model.parameters()).device
         right = 0
-        for start in range(0, len(rows), self.request.batch_size):
-            prompts, answers = self.data.prompts(rows[start : start + self.request.batch_size])
+        for first in range(0, len(rows), self.request.batch_size):
+            prompts, answers = self.data.prompts(rows[first : first + self.request.batch_size])
             written = greedy(self.model, prompts.to(device), answers.shape[1])
             right += int(torch.eq(written.cpu(), answers).all(1).sum())
-        return right, len(rows)
+        return AnswerResult(
+            **vars(key),
+            encoding=self.encoding,
+            examples=len(rows),
+            right=right,
+            accuracy=right / len(rows),
+            transform=transform,
+            seconds=round(time.monotonic() - start, 3),
+        )
 
-    def _place(self, length: int) -> None:
-        """Settle the positions of a whole row before its first token is read."""
+    def _place(self, length: int) -> str:
+        """Settle the positions of a whole row of ``length`` items before its first token is read, and name them."""
+        whole, trained = self.algorithm.tokens(length), self.task.train_tokens
+        if self.request.unit == "items":
+            spec = interpolated(self.spec, self.algorithm.longest("train"), length)
+        else:
+            spec = interpolated(self.spec, trained, whole)
         seed = hashlib.blake2b(f"{self.spec}|{length}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
-        transform = positions.build(self.positions(length), self.task.train_tokens)
-        frozen = positions.freeze(transform, self.algorithm.tokens(length), generator)
-        self.model.decoder.moves.evaluation = frozen
+        self.model.decoder.moves.evaluation = positions.freeze(positions.build(spec, trained), whole, generator)
+        return spec
 
 
 @torch.no_grad()

@@ -17,9 +17,7 @@ from torch import Tensor
 import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.evaluation.measurements import Overrides
-from fairseq_rpe.evaluation.messages import as_fairseq_command
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.plan import IDENTITY
@@ -60,8 +58,7 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
     wanted = {key: value for key, name in _OVERRIDES.items() if (value := getattr(use, name))}
     changed = wanted if data is None else {"data": str(data), **wanted}
     try:
-        with as_fairseq_command(["--user-dir", str(PACKAGE)]):
-            models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
+        models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
     except UserError:
         raise
     except Exception as error:

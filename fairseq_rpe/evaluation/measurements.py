@@ -1,9 +1,9 @@
-"""What an evaluation is asked for, and which measurements that comes to; known without loading a model."""
+"""What is to be measured of which checkpoint, and how that is loaded; known without loading it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +13,6 @@ from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.results import AnswerKey, TextKey
-
-FAST, FAIRSEQ = "fast", "fairseq"
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TextRequest:
     lengths: Sequence[int]
     subset: str = "test"
     use: Overrides = field(default_factory=Overrides)
-    engine: str = FAST
+    engine: Literal["fast", "fairseq"] = "fast"
     attention_prune: float | None = None
     max_tokens: int | None = None
     batch_size: int | None = None
@@ -60,30 +58,37 @@ class TextRequest:
             raise UserError(f"checkpoint {self.checkpoint} does not exist")
         corpus.check_folder(self.data, self.subset)
         tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
-        short = [n for n in self.lengths if self.max_tokens and self.max_tokens < n]
-        if short:
-            raise UserError(f"--max-tokens {self.max_tokens} is less than length {short[0]}: raise it")
+        if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):
+            raise UserError(f"--max-tokens {self.max_tokens} is less than length {longest}: raise it")
         units = read_units(self.data, self.subset)
         if units is not None and units.tokens != tokens:
             raise UserError(
                 f"{self.data}/corpus.json counts {units.tokens} tokens in {self.subset} where the data have {tokens}: "
                 "prepare the corpus again"
             )
-        checkpoint, data = file_digest(self.checkpoint), corpus.digest(self.data)
-        moved = (self.use.rpe, self.use.positions, self.use.compute_dtype, self.attention_prune)
-        return [TextKey(checkpoint, data, self.subset, length, *moved) for length in self.lengths]
+        same = TextKey(
+            checkpoint=file_digest(self.checkpoint),
+            data=corpus.digest(self.data),
+            subset=self.subset,
+            rpe=self.use.rpe,
+            positions=self.use.positions,
+            compute_dtype=self.use.compute_dtype,
+            attention_prune=self.attention_prune,
+            length=0,
+        )
+        return [replace(same, length=length) for length in self.lengths]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
     """Exact answers of a checkpoint to its algorithmic task: the options of ``fairseq-rpe accuracy``.
 
-    ``lengths`` are numbers of items, none for all there are; ``unit``: of interpolation's ratio; ``batch_size``
+    ``lengths`` are numbers of items, by default all there are; ``unit``: of interpolation's ratio; ``batch_size``
     bounds the examples that are answered together.
     """
 
     checkpoint: Path
-    lengths: Sequence[int] = ()
+    lengths: Sequence[int] | None = None
     split: str = "test"
     use: Overrides = field(default_factory=Overrides)
     unit: Literal["items", "tokens"] = "items"
@@ -92,6 +97,13 @@ class AnswerRequest:
 
     def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
         """A measurement for each number of items."""
-        same = (file_digest(self.checkpoint), algorithm.spec, self.split)
-        moved = (self.use.rpe, self.use.positions, self.unit)
-        return [AnswerKey(*same, length, *moved) for length in self.lengths or algorithm.lengths(self.split)]
+        same = AnswerKey(
+            checkpoint=file_digest(self.checkpoint),
+            algorithm=algorithm.spec,
+            split=self.split,
+            rpe=self.use.rpe,
+            positions=self.use.positions,
+            unit=self.unit,
+            length=0,
+        )
+        return [replace(same, length=length) for length in self.lengths or algorithm.lengths(self.split)]

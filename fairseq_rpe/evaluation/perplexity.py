@@ -26,8 +26,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.loading import check_plain, load, see
 from fairseq_rpe.evaluation.losses import BlockLoss
-from fairseq_rpe.evaluation.measurements import FAIRSEQ, TextRequest
-from fairseq_rpe.evaluation.messages import as_fairseq_command
+from fairseq_rpe.evaluation.measurements import TextRequest
 from fairseq_rpe.evaluation.results import Buckets, TextKey, TextResult
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -60,7 +59,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     """
     checkpoint = checkpoints.load(request.checkpoint)
     load_rpe_module(request.use.rpe_module)
-    engine = _fairseq_engine(request) if request.engine == FAIRSEQ else Fast(request, checkpoint)
+    engine = _fairseq_engine(request) if request.engine == "fairseq" else Fast(request, checkpoint)
     tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
 
     def measure(key: TextKey) -> TextResult:
@@ -171,12 +170,7 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     if use.device == "cpu":
         same.append("--cpu")
 
-    def score(length: int, batch_tokens: int) -> Scored:
-        flags = [*same, "--tokens-per-sample", str(length), "--max-tokens", str(batch_tokens)]
-        with as_fairseq_command(flags):
-            return _eval_lm(flags)
-
-    return score
+    return lambda length, batch: _eval_lm([*same, "--tokens-per-sample", str(length), "--max-tokens", str(batch)])
 
 
 def _eval_lm(flags: list[str]) -> Scored:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +18,11 @@ from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.measurements import Overrides
-from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone, measured
+from fairseq_rpe.evaluation.probe import LayerField, bias_alone, measured
+from fairseq_rpe.figures.empirical import Mass
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
 _BATCH_TOKENS = 2048
-_NAMES = ("encoding", "checkpoint", "layer", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,41 +64,14 @@ class FieldRequest:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The field of one checkpoint, and what its bias alone would give."""
+class Measured(Mass):
+    """The fields of the layers of one checkpoint, and what their biases alone would give."""
 
-    subject: Subject
-    field: Field
+    path: Path
     blocks: int
-    bias: list[LayerField] | None
-
-    @property
-    def label(self) -> str:
-        return self.subject.label
-
-    @property
-    def train_length(self) -> int:
-        return self.subject.train_length
-
-    @property
-    def mass(self) -> Tensor:
-        """(layers, heads, length) float64 on the CPU: mean attention by distance."""
-        return _masses(self.field.layers)
-
-    @property
-    def bias_mass(self) -> Tensor | None:
-        """The same of the bias alone."""
-        return None if self.bias is None else _masses(self.bias)
-
-    def each(self) -> Iterator[tuple[list[object], int, int]]:
-        """For each layer (from 0) and head (from 1, as in TensorBoard): the cells that name it, and its indices."""
-        for layer, heads in enumerate(self.mass):
-            for head in range(len(heads)):
-                yield [self.label, self.subject.path, layer, head + 1], layer, head
-
-
-def _masses(layers: Sequence[LayerField]) -> Tensor:
-    return torch.stack([layer.mass for layer in layers]).cpu()
+    rows: int
+    layers: Sequence[LayerField]
+    biases: Sequence[LayerField] | None
 
 
 def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> Measured:
@@ -118,55 +93,69 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     for layer in found.layers:
         if layer.rows != wanted:
             raise UserError(f"{subject.path}: {layer.rows} of {wanted} rows were measured: report this")
-    return Measured(subject, found, request.blocks, bias_alone(model.decoder, length, rows, request.epsilons))
+    biases = bias_alone(model.decoder, length, rows, request.epsilons)
+    masses = (_mass(found.layers), _mass(biases) if biases else None)
+    here = (subject.path, request.blocks, rows, found.layers, biases)
+    return Measured(subject.label, subject.train_length, *masses, *here)
+
+
+def _mass(layers: Sequence[LayerField]) -> Tensor:
+    return torch.stack([layer.mass for layer in layers]).cpu()
+
+
+def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Any]) -> str:
+    """Rows for each layer (from 0) and head (from 1, as in TensorBoard); ``cells`` gives what follows their names."""
+    rows = (
+        [one.label, one.path, layer, number + 1, *row]
+        for one in found
+        for layer, number in itertools.product(*map(range, one.mass.shape[:2]))
+        for row in cells(one, layer, number)
+    )
+    return csv_text(("encoding", "checkpoint", "layer", "head", *head), rows)
 
 
 def fields_csv(found: Sequence[Measured], epsilons: Sequence[float]) -> str:
     """n_emp of every layer, head and ε: mean and median over rows; of the rows' mean curve; of the bias alone."""
-    values = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
-    rows = []
-    for one in found:
-        of_mean = n_emp(one.mass, epsilons)
-        for names, layer, head in one.each():
-            own = one.field.layers[layer]
-            for e, epsilon in enumerate(epsilons):
-                bias = None if one.bias is None else float(one.bias[layer].mean[e, head])
-                here = [float(own.mean[e, head]), float(own.median[e, head]), int(of_mean[e, layer, head]), bias]
-                rows.append([*names, epsilon, *here, own.length, one.field.rows, one.blocks])
-    return csv_text((*_NAMES, *values), rows)
+
+    def cells(one: Measured, layer: int, head: int) -> Iterator[list[object]]:
+        own, of_mean = one.layers[layer], n_emp(one.mass[layer, head], epsilons).tolist()
+        for e, epsilon in enumerate(epsilons):
+            bias = float(one.biases[layer].mean[e, head]) if one.biases else None
+            values = (float(own.mean[e, head]), float(own.median[e, head]), of_mean[e], bias)
+            yield [epsilon, *values, own.length, one.rows, one.blocks]
+
+    names = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
+    return _csv(found, names, cells)
 
 
 def curves_csv(found: Sequence[Measured]) -> str:
     """Attention by distance, and within it (the query and that many keys before it), thinned at long distances."""
-    rows = []
-    for one in found:
-        mass = one.mass
-        within = mass.cumsum(-1)
-        for names, layer, head in one.each():
-            for d in thinned(mass.shape[-1]):
-                rows.append([*names, d, float(mass[layer, head, d]), float(within[layer, head, d])])
-    return csv_text((*_NAMES, "distance", "mass", "within"), rows)
+
+    def cells(one: Measured, layer: int, head: int) -> Iterator[tuple[float, ...]]:
+        mass = one.mass[layer, head]
+        shown = thinned(len(mass))
+        return zip(shown, mass[shown].tolist(), mass.cumsum(-1)[shown].tolist(), strict=True)
+
+    return _csv(found, ("distance", "mass", "within"), cells)
 
 
 def quantised_csv(found: Sequence[Measured]) -> str:
     """The paper's quantised curve of every layer and head."""
-    rows = []
-    for one in found:
-        epsilons, part = quantised(one.mass)
-        for names, layer, head in one.each():
-            curve = zip(epsilons.tolist(), part[layer, head].tolist(), strict=True)
-            rows += [[*names, epsilon, value] for epsilon, value in curve]
-    return csv_text((*_NAMES, "epsilon", "n_over_length"), rows)
+
+    def cells(one: Measured, layer: int, head: int) -> Iterator[tuple[float, ...]]:
+        return zip(*(part.tolist() for part in quantised(one.mass[layer, head])), strict=True)
+
+    return _csv(found, ("epsilon", "n_over_length"), cells)
 
 
 def table(found: Sequence[Measured], epsilons: Sequence[float]) -> Table:
     """Encoding and layer × ε: mean of n_emp over rows, then over heads, with the least and the most of a head."""
     rows = []
     for one in found:
-        layers = [(str(number), layer.mean) for number, layer in enumerate(one.field.layers)]
-        if one.bias is not None:
-            layers.append(("bias alone", torch.cat([layer.mean for layer in one.bias], dim=1)))
-        for name, heads in layers:
-            cells = [f"{n.mean():.1f} ({n.min():.1f} to {n.max():.1f})" for n in heads]
-            rows.append(Row(one.label, [words(name), *map(words, cells)]))
+        means = {str(number): layer.mean for number, layer in enumerate(one.layers)}
+        if one.biases:
+            means["bias alone"] = torch.cat([layer.mean for layer in one.biases], dim=1)
+        for name, mean in means.items():
+            cells = [f"{n.mean():.1f} ({n.min():.1f} to {n.max():.1f})" for n in mean]
+            rows.append(Row(one.label, [words(text) for text in (name, *cells)]))
     return Table("Nearest keys", ["encoding", "layer", *(f"ε = {e:g}" for e in epsilons)], rows, words=True)

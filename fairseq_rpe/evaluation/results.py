@@ -5,35 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fairseq_rpe.core import files, records
 
 
-class Result(Protocol):
-    """A measurement. ``key``: what makes two of them the same one."""
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A measurement of a model with an ``encoding``, and all that is in its key.
+
+    ``of``: the record that is its key, equal for two that measure the same. ``always``: fields that are kept even
+    where they are ``None``.
+    """
+
+    of: ClassVar[type[Any]]
+    always: ClassVar[tuple[str, ...]] = ("rpe", "positions")
+    encoding: str = ""
 
     @property
-    def key(self) -> Any: ...
+    def key(self) -> Any:
+        return self.of(**{f.name: getattr(self, f.name) for f in fields(self.of)})
 
-    def record(self) -> dict[str, object]: ...
+    def record(self) -> dict[str, object]:
+        """As a line of JSON keeps it: the fields that say something."""
+        return {k: v for k, v in records.write(self).items() if v is not None or k in self.always}
 
 
 Found = TypeVar("Found", bound=Result)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextKey:
     """What a perplexity is of; ``checkpoint`` and ``data`` are digests. Not the engine, which must not matter."""
 
     checkpoint: str
-    data: str
+    data: str = ""
     subset: str
-    length: int
     rpe: str | None = None
     positions: str | None = None
     compute_dtype: str | None = None
     attention_prune: float | None = None
+    length: int
 
 
 @dataclass(frozen=True)
@@ -46,22 +58,14 @@ class Buckets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextResult:
+class TextResult(TextKey, Result):
     """A perplexity per token over every token of a split, in blocks of ``length`` tokens.
 
     ``loss_base2`` in bits per token, ``seconds`` of the measurement, ``peak_mb`` in MiB. What was not measured, or not
     yet when the result was written, is ``None``.
     """
 
-    encoding: str = ""
-    checkpoint: str
-    data: str = ""
-    subset: str
-    rpe: str | None = None
-    positions: str | None = None
-    compute_dtype: str | None = None
-    attention_prune: float | None = None
-    length: int
+    of = TextKey
     tokens: int
     loss_base2: float
     ppl: float
@@ -71,66 +75,63 @@ class TextResult:
     engine: str | None = None
     peak_mb: float | None = None
     positions_loss: Buckets | None = None
-    always: ClassVar[tuple[str, ...]] = ("rpe", "positions")
-
-    @property
-    def key(self) -> TextKey:
-        return part(TextKey, self)
-
-    def record(self) -> dict[str, object]:
-        """As a line of JSON keeps it."""
-        return kept(self, self.always)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnswerKey:
     """What a share of exact answers is of; ``unit``: of interpolation's ratio, items or tokens."""
 
     checkpoint: str
     algorithm: str
     split: str
-    length: int
     rpe: str | None = None
     positions: str | None = None
     unit: str = "items"
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerResult:
+class AnswerResult(AnswerKey, Result):
     """Exact answers to examples of ``length`` items; ``accuracy`` = right / examples, ``transform``: of positions."""
 
-    encoding: str = ""
-    checkpoint: str
-    algorithm: str
-    split: str
-    rpe: str | None = None
-    positions: str | None = None
-    unit: str
-    length: int
+    of = AnswerKey
     examples: int
     right: int
     accuracy: float
     transform: str
     seconds: float | None = None
-    always: ClassVar[tuple[str, ...]] = ("rpe", "positions")
-
-    @property
-    def key(self) -> AnswerKey:
-        return part(AnswerKey, self)
-
-    def record(self) -> dict[str, object]:
-        """As a line of JSON keeps it."""
-        return kept(self, self.always)
 
 
-def part(kind: type[Any], of: object) -> Any:
-    """The fields of ``of`` that a smaller record has."""
-    return kind(**{f.name: getattr(of, f.name) for f in fields(kind)})
+@dataclass(frozen=True, kw_only=True)
+class SlidingKey:
+    """What a perplexity with its time is of; windows and strides in tokens, ``mode`` is how the text is covered."""
+
+    checkpoint: str
+    data: str
+    subset: str
+    positions: str | None = None
+    tokens: int
+    workers: int | None = None
+    max_tokens: int | None = None
+    device: str | None = None
+    mode: str
+    window: int
+    stride: int
 
 
-def kept(result: Any, always: Sequence[str]) -> dict[str, object]:
-    """The fields of a result that say something, and those in ``always``."""
-    return {name: value for name, value in records.write(result).items() if value is not None or name in always}
+@dataclass(frozen=True, kw_only=True)
+class SlidingResult(SlidingKey, Result):
+    """Perplexity per token over ``tokens`` targets, and its time in ``seconds``.
+
+    ``relative``: that as a multiple of the non-overlapping evaluation's, known beside it only.
+    """
+
+    of = SlidingKey
+    always = ("positions",)
+    loss_base2: float
+    ppl: float
+    seconds: float
+    relative: float | None = None
 
 
 def read(kind: type[Found], path: Path) -> list[Found]:

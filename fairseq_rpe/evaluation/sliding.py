@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,15 +17,16 @@ from tqdm import tqdm
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.table import Cell, Row, Table, csv_of, number
+from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import loading
 from fairseq_rpe.evaluation.loading import Subject
 from fairseq_rpe.evaluation.measurements import Overrides
-from fairseq_rpe.evaluation.results import kept, part, resumed
-from fairseq_rpe.evaluation.windows import Score, Windows, cached, recomputed, why_not_cached
+from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
+from fairseq_rpe.evaluation.windows import Windows, cached, check_windows, recomputed, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
+COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
 PLAIN, SLIDING, CACHED = "non-overlapping", "sliding", "cached"
 BATCH_TOKENS = 2048
 # Short measurements are repeated and their median counts: they are what all others are divided by.
@@ -37,68 +37,6 @@ the first model over all windows. Published ("Exploring Transformer Extrapolatio
 512): sliding {PUBLISHED}, non-overlapping 1.00, ALiBi without sliding 1.00. Its stride, model and hardware are not
 stated: compare the order of magnitude only.
 """
-
-
-@dataclass(frozen=True)
-class SlidingKey:
-    """What a perplexity with its time is of; ``checkpoint`` and ``data`` are digests, ``mode`` one of three."""
-
-    checkpoint: str
-    data: str
-    subset: str
-    positions: str | None
-    tokens: int
-    mode: str
-    window: int
-    stride: int
-    max_tokens: int | None = None
-    workers: int | None = None
-    device: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlidingResult:
-    """Perplexity per token over ``tokens`` targets and the time that it took; ``loss_base2`` in bits per token."""
-
-    encoding: str = ""
-    checkpoint: str
-    data: str
-    subset: str
-    positions: str | None = None
-    tokens: int
-    workers: int | None = None
-    max_tokens: int | None = None
-    device: str | None = None
-    mode: str
-    window: int
-    stride: int
-    loss_base2: float
-    ppl: float
-    seconds: float
-    always: ClassVar[tuple[str, ...]] = ("positions",)
-
-    @property
-    def key(self) -> SlidingKey:
-        return part(SlidingKey, self)
-
-    def record(self) -> dict[str, object]:
-        """As a line of JSON keeps it."""
-        return kept(self, self.always)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A measurement beside the others; ``relative``: its time as a multiple of the non-overlapping evaluation's."""
-
-    encoding: str
-    mode: str
-    window: int
-    stride: int
-    tokens: int
-    ppl: float
-    loss_base2: float
-    seconds: float
-    relative: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,32 +69,36 @@ class SlidingRequest:
             raise UserError(f"--first-tokens {self.first_tokens}: {self.data}/{self.subset} has {total}, leave it out")
         total = self.first_tokens or total
         for window in self.windows:
-            if window < self.stride:
-                raise UserError(
-                    f"--stride {self.stride} is more than window {window}: tokens in between would be left out"
-                )
-            if window > total:
-                raise UserError(
-                    f"window {window} is more than the {total} tokens to score: take a smaller one or more text"
-                )
+            check_windows(total, window, self.stride)
             if self.max_tokens and self.max_tokens < window:
                 raise UserError(f"--max-tokens {self.max_tokens} is less than window {window}: raise it")
         return total
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """A measurement for each window and mode."""
-        same = (file_digest(checkpoint), corpus.digest(self.data), self.subset, self.use.positions, self.check())
-        how = (self.max_tokens or BATCH_TOKENS, self.workers, devices.chosen(self.use.device))
-        modes = (PLAIN, SLIDING, *([CACHED] if self.cached else []))
-        return [
-            SlidingKey(*same, mode, window, window if mode == PLAIN else self.stride, *how)
-            for window in self.windows
-            for mode in modes
-        ]
+        same = SlidingKey(
+            checkpoint=file_digest(checkpoint),
+            data=corpus.digest(self.data),
+            subset=self.subset,
+            positions=self.use.positions,
+            tokens=self.check(),
+            workers=self.workers,
+            max_tokens=self.max_tokens or BATCH_TOKENS,
+            device=devices.chosen(self.use.device),
+            mode=PLAIN,
+            window=0,
+            stride=0,
+        )
+        found = []
+        for window in self.windows:
+            found.append(replace(same, window=window, stride=window))
+            for mode in (SLIDING, CACHED)[: 1 + self.cached]:
+                found.append(replace(same, mode=mode, window=window, stride=self.stride))
+        return found
 
 
-def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[Compared]:
-    """Measure what is not in the file ``results`` yet, and put everything side by side.
+def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[SlidingResult]:
+    """Measure what is not in the file ``results`` yet, and put everything side by side, under the subjects' labels.
 
     Raises:
         UserError: positions are random, the cache is not exact, or a token was not scored exactly once.
@@ -164,12 +106,10 @@ def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path)
     rows = []
     for subject in subjects:
         begin = functools.partial(_measuring, request, subject)
-        found = list(resumed(SlidingResult, results, request.keys(subject.path), begin))
-        plain = {one.window: one.seconds for one in found if one.mode == PLAIN}
-        for one in found:
-            place = (subject.label, one.mode, one.window, one.stride, one.tokens)
-            relative = one.seconds / plain[one.window]
-            rows.append(Compared(*place, one.ppl, one.loss_base2, one.seconds, relative))
+        plain: dict[int, float] = {}
+        for one in resumed(SlidingResult, results, request.keys(subject.path), begin):
+            plain.setdefault(one.window, one.seconds)  # of the modes at a window the non-overlapping one comes first
+            rows.append(replace(one, encoding=subject.label, relative=one.seconds / plain[one.window]))
     return rows
 
 
@@ -184,8 +124,7 @@ def _measuring(
             "another --positions"
         )
     for key in missing:
-        reason = why_not_cached(model, key.window, key.stride) if key.mode == CACHED else None
-        if reason:
+        if key.mode == CACHED and (reason := why_not_cached(model, key.window, key.stride)):
             raise UserError(f"--cached: {subject.label}: {reason}")
     stream = loading.read_stream(request.data, request.subset, task.source_dictionary, missing[0].tokens)
     return lambda key: _measure(model, stream, key, subject.label)
@@ -198,37 +137,42 @@ def _measure(model: Any, stream: Tensor, key: SlidingKey, label: str) -> Sliding
     while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:
         title = f"{label}, {key.mode}, window {key.window}"
         with tqdm(total=key.tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
-            score = _once(model, windows, key, bar.update)
+            if key.mode == CACHED:
+                score = cached(model, windows, bar.update)
+            else:
+                loader = DataLoader(windows, batch_size=None, num_workers=key.workers or 0)
+                score = recomputed(model, loader, bar.update)
         if score.tokens != key.tokens:
             raise UserError(
                 f"window {key.window}: {score.tokens} of {key.tokens} tokens were scored: the result is not kept"
             )
         seconds.append(score.seconds)
     nats = score.nats / key.tokens
-    found = {"loss_base2": nats / math.log(2), "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
-    return SlidingResult(**vars(key), encoding=label, **found)
+    return SlidingResult(
+        **vars(key),
+        encoding=label,
+        loss_base2=nats / math.log(2),
+        ppl=math.exp(nats),
+        seconds=statistics.median(seconds),
+    )
 
 
-def _once(model: Any, windows: Windows, key: SlidingKey, tick: Callable[[int], Any]) -> Score:
-    if key.mode == CACHED:
-        return cached(model, windows, tick)
-    return recomputed(model, DataLoader(windows, batch_size=None, num_workers=key.workers or 0), tick)
-
-
-def by_window(rows: Sequence[Compared]) -> Table:
+def by_window(rows: Sequence[SlidingResult]) -> Table:
     """Window × mode: perplexity per token, and time as a multiple of the non-overlapping evaluation's."""
+    found: dict[tuple[str, int], list[SlidingResult]] = {}
+    for row in rows:
+        found.setdefault((row.encoding, row.window), []).append(row)
     modes = list(dict.fromkeys(row.mode for row in rows))
-    found = {(row.encoding, row.window, row.mode): row for row in rows}
     head = ["encoding", "window", *(f"{m} ppl" for m in modes), "seconds", *(f"{m} time" for m in modes[1:])]
     lines = []
-    for label, window in dict.fromkeys((row.encoding, row.window) for row in rows):
-        own = [found[label, window, mode] for mode in modes]
-        times = [number(own[0].seconds, ".2f"), *(number(one.relative, ".2f") for one in own[1:])]
-        lines.append(Row(label, [Cell(str(window), window), *(number(one.ppl, ".2f") for one in own), *times]))
+    for (label, window), own in found.items():
+        times = [own[0].seconds, *(one.relative for one in own[1:])]
+        cells = [number(value, ".2f") for value in (*(one.ppl for one in own), *times)]
+        lines.append(Row(label, [number(window, "d"), *cells]))
     return Table("Perplexity and time by window", head, lines)
 
 
-def together(rows: Sequence[Compared]) -> Table:
+def together(rows: Sequence[SlidingResult]) -> Table:
     """Time over all windows together, as Table 1 sums it up; everything relative to the first model's."""
     total: dict[str, float] = {}
     for row in rows:
@@ -239,11 +183,6 @@ def together(rows: Sequence[Compared]) -> Table:
     return Table("Time over all windows", ["all windows together", "time"], lines)
 
 
-def markdown(rows: Sequence[Compared]) -> str:
+def markdown(rows: Sequence[SlidingResult]) -> str:
     """Both tables, and what their numbers are relative to."""
     return "\n".join([by_window(rows).markdown(), together(rows).markdown(), NOTE])
-
-
-def csv(rows: Sequence[Compared]) -> str:
-    """A line for each encoding, window and mode."""
-    return csv_of([f.name for f in dataclasses.fields(Compared)], rows)

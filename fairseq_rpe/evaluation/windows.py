@@ -24,6 +24,11 @@ from .losses import Cache, losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Tick = Callable[[int], Any]
+Part = tuple[range, int, int]  # where windows start, how many inputs each has and how many targets
+
+
+def _silent(_: int) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True)
@@ -51,49 +56,37 @@ class Windows(Dataset):
         total = len(stream) - 1
         check_windows(total, window, stride)
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
-        self.full = (total - window) // stride + 1
-        self.left = total - window - (self.full - 1) * stride
-        self._alone = int(stride < window)
-        self._inner = -(-(self.full - self._alone) // self.rows)
+        self.starts = range(0, total - window + 1, stride)
+        self.first = (self.starts[:1], window, window)
+        after = total - window - self.starts[-1]
+        end = self.starts[-1] + stride
+        self.last = [(range(end, end + 1), total - end, after)] if after else []
+        alone = [self.first] if stride < window else []
+        inner = range(len(alone), len(self.starts), self.rows)
+        self.batches = [*alone, *((self.starts[k : k + self.rows], window, stride) for k in inner), *self.last]
 
     def __len__(self) -> int:
-        return self._alone + self._inner + bool(self.left)
+        return len(self.batches)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        if number < self._alone:
-            return self.first()
-        if number == self._alone + self._inner:
-            return self.last()
-        start = self._alone + (number - self._alone) * self.rows
-        return self.between(torch.arange(start, min(start + self.rows, self.full)))
+        return self.cut(*self.batches[number])
 
-    def first(self) -> tuple[Tensor, Tensor]:
-        """The first window with all its targets."""
-        return self.stream[None, : self.window], self.stream[None, 1 : self.window + 1]
-
-    def between(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole windows by number, (B,), with the last s targets of each."""
-        inputs = self.stream[:-1].unfold(0, self.window, self.stride)[numbers]
-        targets = self.stream[1:].unfold(0, self.window, self.stride)[numbers]
-        return inputs, targets[:, self.window - self.stride :]
-
-    def last(self) -> tuple[Tensor, Tensor]:
-        """The short window at the end of the stream, with the targets that are left."""
-        return self.stream[None, self.full * self.stride : -1], self.stream[None, -self.left :]
+    def cut(self, starts: range, length: int, targets: int) -> tuple[Tensor, Tensor]:
+        """Windows of ``length`` inputs each, with their last targets."""
+        places = torch.tensor(starts)[:, None] + torch.arange(length)
+        return self.stream[places], self.stream[places[:, length - targets :] + 1]
 
 
 def check_windows(total: int, window: int, stride: int) -> None:
     """Refuse a stride or a number of targets that this window cannot have."""
     if stride > window:
-        raise UserError(f"stride {stride} is more than window {window}: targets in between would never be scored")
+        raise UserError(f"--stride {stride} is more than window {window}: tokens in between would be left out")
     if window > total:
-        raise UserError(f"window {window} is more than the {total} tokens to score: take a smaller one or more tokens")
+        raise UserError(f"window {window} is more than the {total} tokens to score: take a smaller one or more text")
 
 
 @torch.no_grad()
-def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick | None = None) -> Score:
+def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick = _silent) -> Score:
     """Score every window by a forward pass of its own.
 
     Args:
@@ -112,13 +105,12 @@ def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick 
             start = _now(device)
         total += losses(model, inputs.to(device), targets.to(device)).double().sum()
         tokens += targets.numel()
-        if tick is not None:
-            tick(targets.numel())
+        tick(targets.numel())
     return Score(_finite(total), tokens, _now(device) - (start or 0.0))
 
 
 @torch.no_grad()
-def cached(model: Any, windows: Windows, tick: Tick | None = None) -> Score:
+def cached(model: Any, windows: Windows, tick: Tick = _silent) -> Score:
     """The same scores from keys and values kept between windows: each moves on by s new tokens and drops the s oldest.
 
     The text is cut into up to ``SEGMENTS`` stretches that move on side by side; each fills its cache with w - s tokens
@@ -128,36 +120,35 @@ def cached(model: Any, windows: Windows, tick: Tick | None = None) -> Score:
         UserError: the result would not be that of :func:`recomputed` (see :func:`why_not_cached`), or a target has
             probability 0 or NaN.
     """
-    reason = why_not_cached(model, windows.window, windows.stride)
-    if reason:
+    if reason := why_not_cached(model, windows.window, windows.stride):
         raise UserError(reason)
     device = next(model.parameters()).device
-    keep, steps = windows.window - windows.stride, windows.full - 1
+    keep, steps = windows.window - windows.stride, windows.starts[1:]
     # Filling the caches costs at most about a quarter of what the steps cost.
-    rows = max(1, min(SEGMENTS, windows.rows, steps * windows.stride // (4 * keep)))
-    length = -(-steps // rows)
-    first = torch.arange(1, steps + 1, max(1, length))
+    rows = max(1, min(SEGMENTS, windows.rows, len(steps) * windows.stride // (4 * keep)))
+    length = max(1, -(-len(steps) // rows))
 
-    def score(batch: tuple[Tensor, Tensor], state: Cache | None = None) -> Tensor:
-        inputs, targets = (part.to(device) for part in batch)
-        if tick is not None:
-            tick(targets.numel())
+    scored: list[int] = []
+
+    def score(part: Part, state: Cache | None = None) -> Tensor:
+        inputs, targets = (half.to(device) for half in windows.cut(*part))
+        scored.append(targets.numel())
+        tick(targets.numel())
         return losses(model, inputs, targets, state).double().sum()
 
-    losses(model, *(part.to(device) for part in windows.first()))
+    losses(model, *(half.to(device) for half in windows.cut(*windows.first)))
     start = _now(device)
-    total = score(windows.first())
+    total = score(windows.first)
     state: Cache = {}
     if steps:
-        model.decoder(windows.between(first)[0][:, :keep].to(device), incremental_state=state, features_only=True)
-    for step in range(length):
-        numbers = first + step
-        numbers = numbers[numbers <= steps]
-        _trim(model.decoder, state, len(numbers), keep)
-        total += score(windows.between(numbers), state)
-    if windows.left:
-        total += score(windows.last())
-    return Score(_finite(total), windows.window + steps * windows.stride + windows.left, _now(device) - start)
+        model.decoder(windows.cut(steps[::length], keep, 0)[0].to(device), incremental_state=state, features_only=True)
+        for step in range(length):
+            side_by_side = steps[step::length]
+            _trim(model.decoder, state, len(side_by_side), keep)
+            total += score((side_by_side, windows.window, windows.stride), state)
+    for part in windows.last:
+        total += score(part)
+    return Score(_finite(total), sum(scored), _now(device) - start)
 
 
 def why_not_cached(model: Any, window: int, stride: int) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,27 +18,20 @@ _PANELS = 4  # heads that are drawn, from the first to the last
 Curve = tuple[list[float], Tensor]
 
 
-class Found(Protocol):
-    """What was measured of a model.
+@dataclass(frozen=True)
+class Mass:
+    """What was measured of a model that was trained at ``train_length`` tokens.
 
     ``mass``: (layers, heads, length) mean attention by distance; ``bias_mass``: that of its bias alone, if it has one.
-    ``train_length`` in tokens.
     """
 
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def train_length(self) -> int: ...
-
-    @property
-    def mass(self) -> Tensor: ...
-
-    @property
-    def bias_mass(self) -> Tensor | None: ...
+    label: str
+    train_length: int
+    mass: Tensor
+    bias_mass: Tensor | None
 
 
-def curves(found: Sequence[Found], epsilons: Sequence[float]) -> Figure:
+def curves(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
     """1 - mass of the nearest keys against their number: read at height ε it is n_emp(ε) of the mean curve."""
     length = found[0].mass.shape[-1]
     shown = thinned(length - 1)
@@ -66,7 +59,7 @@ def curves(found: Sequence[Found], epsilons: Sequence[float]) -> Figure:
     return figure
 
 
-def quantised_curves(found: Sequence[Found]) -> Figure:
+def quantised_curves(found: Sequence[Mass]) -> Figure:
     """The figure of the paper: n / length against ε from 1 down to 0."""
 
     def steps(mass: Tensor) -> Curve:
@@ -82,7 +75,7 @@ def quantised_curves(found: Sequence[Found]) -> Figure:
     return figure
 
 
-def _panels(found: Sequence[Found], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
+def _panels(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
     """A panel for each of a few heads; ``curve`` gives x and (heads, len(x)) from (layers, heads, length) masses."""
     heads = min(one.mass.shape[1] for one in found)
     count = min(heads, _PANELS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,23 +14,14 @@ from .style import looks
 _DASHES = ("-", "--", ":")
 
 
-class Timed(Protocol):
+class Timed(NamedTuple):
     """A way, ``mode``, to evaluate at a window in tokens: ``ppl`` per token, ``relative`` time."""
 
-    @property
-    def encoding(self) -> str: ...
-
-    @property
-    def mode(self) -> str: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def ppl(self) -> float: ...
-
-    @property
-    def relative(self) -> float: ...
+    encoding: str
+    mode: str
+    window: int
+    ppl: float
+    relative: float
 
 
 def curves(rows: Sequence[Timed], stride: int, published: float) -> Figure:

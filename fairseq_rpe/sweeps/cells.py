@@ -131,13 +131,14 @@ def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | Non
     if method.positions_eval:
         common += ["--positions", method.positions_eval]
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
+    same = {"checkpoint": "", "positions": method.positions_eval}
     if task:
         command = [*_PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
-        answers = (AnswerKey("", task, sweep.subset, n, positions=method.positions_eval) for n in lengths)
+        answers = (AnswerKey(algorithm=task, split=sweep.subset, length=n, **same) for n in lengths)
         return Evaluation(command, tuple(answers))
     command = [*_PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
     command += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    texts = (TextKey("", data_digest or "", sweep.subset, n, positions=method.positions_eval) for n in lengths)
+    texts = (TextKey(data=data_digest or "", subset=sweep.subset, length=n, **same) for n in lengths)
     return Evaluation(command, tuple(texts))
 
 

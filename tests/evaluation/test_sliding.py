@@ -163,10 +163,6 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
     assert main([str(a) for a in (*argv, "--out", tmp_path / "0")]) == 0
     kept = tmp_path / "0" / "sliding.jsonl"
     older = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert list(older[0]) == [
-        *("encoding", "checkpoint", "data", "subset", "positions", "tokens", "workers", "max_tokens", "device"),
-        *("mode", "window", "stride", "loss_base2", "ppl", "seconds"),
-    ]
     kept.write_text("".join(json.dumps({**row, "relative": 1}) + "\n" for row in older))
     assert main([str(a) for a in (*argv, "--out", tmp_path / "0")]) == 0
     assert rows_of(tmp_path / "0")["sliding", 8]["ppl"] == found[0]["sliding", 8]["ppl"]
@@ -177,7 +173,7 @@ def no_more(*_, **__):
 
 
 def test_tokens_that_were_not_scored_are_refused(checkpoint, corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Windows, "last", Windows.first)
+    monkeypatch.setattr(Windows, "__len__", lambda self: len(self.batches) - 1)
     argv = ["sliding", checkpoint, corpus, "--windows", "16", "--stride", 5, "--first-tokens", 99, "--out", tmp_path]
     assert main([str(a) for a in argv]) == 2
     assert "of 99 tokens were scored: the result is not kept" in capsys.readouterr().err

@@ -406,7 +406,7 @@ def test_the_model_refuses_half_a_setting(task, changes, words):
 
 
 def test_the_screenshot_script_says_what_is_missing(tmp_path):
-    script = ROOT / "scripts/board_screenshot.py"
+    script = ROOT / "docs/tools/board_screenshot.py"
     (tmp_path / "tensorboard").mkdir()
     for folder, path, words in (
         (tmp_path / "none", "/usr/bin", "has no tensorboard folder: name the --out folder of a sweep"),
