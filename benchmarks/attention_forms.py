@@ -46,7 +46,7 @@ SETTLED = 0.1  # seconds; a shorter first call says more about memory and code b
 START = 0.5  # seconds that a process for the memory takes before it runs anything
 # what a process for the memory finds loaded already
 PRELOADED = ["torch._inductor.compile_fx", "fairseq_rpe.positions", "fairseq_rpe.cli.report", "matplotlib.figure"]
-PRELOADED += ["fairseq_rpe.attention", "fairseq_rpe.analysis.style", "matplotlib.ticker", "x_transformers"]
+PRELOADED += ["fairseq_rpe.attention", "fairseq_rpe.figures.style", "matplotlib.ticker", "x_transformers"]
 Rows = list[dict[str, Any]]
 Key = tuple[str, str]
 

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from fairseq_rpe.analysis.style import PALETTE
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.cli.report import align
 from fairseq_rpe.core import UserError
+from fairseq_rpe.figures.style import PALETTE
 
 QUANTITIES = {"ratio": ("time", "ms", "milliseconds"), "peak_ratio": ("peak memory", "peak_mib", "MiB")}
 LOOKS = ("-", "o"), (":", "s"), ("--", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P")

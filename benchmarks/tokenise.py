@@ -29,11 +29,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fairseq_rpe.data.corpus import read_corpus
+from fairseq_rpe.data.chunks import cut, gather
 from fairseq_rpe.data.documents import Reader
 from fairseq_rpe.data.encoders import load_encoder
-from fairseq_rpe.data.pieces import cut, gather
 from fairseq_rpe.data.sourcefiles import Entry, find_entries
+from fairseq_rpe.data.sources import KNOWN, choose
 from fairseq_rpe.data.stream import SplitWriter, encode_chunks
 from fairseq_rpe.data.vocabulary import BpeLearner
 
@@ -109,11 +109,8 @@ def in_process(text: Path, folder: Path, way: str) -> dict[str, float]:
 
 def write_text(sources: list[Path], path: Path, times: int) -> None:
     """All text as one file, ``times`` times over."""
-    if sources:
-        documents = Reader(find_entries(sources, ())[0])
-        texts = ("".join(document.blocks()) for document in documents)
-    else:
-        texts = (file.text.decode() for file in read_corpus(None, 1, None).files)
+    entries = find_entries(sources)[0] if sources else choose(KNOWN["stdlib"], (), path.parent)["train"]
+    texts = ("".join(document.blocks()) for document in Reader(entries, skip_invalid=not sources))
     content = "".join(text if text.endswith("\n") else text + "\n" for text in texts)
     with open(path, "w", encoding="utf-8", newline="") as file:
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""Analysis of encodings and positions, free of fairseq; what draws imports matplotlib when it is called."""
+"""Analysis of encodings and positions alone: no model, no corpus, no figure."""
 
 from .sensitivity import alibi_raw, rope_raw, sensitivity, total_difference
 

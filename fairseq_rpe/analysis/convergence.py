@@ -23,9 +23,10 @@ import sympy
 from ..core import LogWeight, UserError
 from ..encodings import Encoding, build
 from .domain import check
-from .enclosures import ends, ranges, sign
+from .enclosures import ends, sign
 from .formula import N, parse
-from .series import CONVERGES, DIVERGES, UNDECIDED, decide, show
+from .ranges import ranges
+from .summation import CONVERGES, DIVERGES, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
 

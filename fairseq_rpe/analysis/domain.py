@@ -11,9 +11,10 @@ import sympy
 
 from ..core import UserError
 from .asymptotics import Scale
-from .enclosures import Undefined, enclose, iv, ranges
+from .enclosures import Undefined, enclose, iv
 from .expansions import Later, Unknown
-from .series import ORDERS, STARTS
+from .ranges import ranges
+from .summation import ORDERS, STARTS
 
 _ONE_BY_ONE, _DOUBLES = 64, 100  # numbers; exponent of 2 up to which ranges of doubles serve
 _OPEN, _TRIES = 1 << 14, 4000  # ranges that may still be open at a time; intervals beyond the doubles

@@ -11,7 +11,7 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import Balls, ends, iv, number, sign
+from .enclosures import Intervals, ends, iv, number, sign
 from .sums import Finite, Geometric, Rough, Smooth, rational
 
 Sum = Smooth | Rough | Geometric | Finite
@@ -158,7 +158,7 @@ def _far(total: Smooth | Rough, side: Callable[[Any], int]) -> Trf:
         if high > _FARTHEST:
             return Trf(log10=(ends(low / iv.log(10))[0], mpmath.inf))
     if high.a < _WHOLE * math.log(2):
-        top = mpmath.libmp.to_int(Balls.exp(high)._mpi_[1], "c")
+        top = mpmath.libmp.to_int(Intervals.exp(high)._mpi_[1], "c")
         return _whole(total.tail, side, total.end - 1, top, total.end)
     least, most = _halved(total.far, side, low, high, -1), _halved(total.far, side, low, high, 1)
     return Trf(log10=(ends(least / iv.log(10))[0], ends(most / iv.log(10))[1]))

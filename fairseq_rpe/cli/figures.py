@@ -161,39 +161,33 @@ def _of_sweep(folder: Path, seed: int) -> Subjects:
 
 
 def draw_heat_maps(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
-    from fairseq_rpe.analysis import encoding_figures
-    from fairseq_rpe.analysis.bias_figures import bias_map
+    from fairseq_rpe.analysis.bias_map import bias_map
+    from fairseq_rpe.figures import biases as drawings
 
     maps, step = {}, 1
     for name, encoding in _some(subjects.biased).items():
         bias, step = bias_map(encoding, args.length, [subjects.head - 1])
         maps[name] = bias[0]
-    return {"heat_maps": encoding_figures.heat_maps(maps, step, subjects.head)}
+    return {"heat_maps": drawings.heat_maps(maps, step, subjects.head)}
 
 
 def draw_profiles(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
-    from fairseq_rpe.analysis import encoding_figures
+    from fairseq_rpe.figures import biases as drawings
 
     values = {name: encoding.profile(args.length) for name, encoding in _some(subjects.biased).items()}
     one = {name: profile[subjects.head - 1] for name, profile in values.items()}
-    return {
-        "profiles": encoding_figures.profiles(values),
-        "profiles_compared": encoding_figures.compared(one, subjects.head),
-    }
+    return {"profiles": drawings.profiles(values), "profiles_compared": drawings.compared(one, subjects.head)}
 
 
 def draw_theory(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
-    from fairseq_rpe.analysis import trf_figures
-    from fairseq_rpe.analysis.convergence import verdict
-    from fairseq_rpe.cli import trf
+    from fairseq_rpe.analysis import judgement
+    from fairseq_rpe.figures.fields import fields
 
-    sources = {
-        name: [((None, None), verdict(encoding)[subjects.head - 1])] for name, encoding in subjects.biased.items()
-    }
-    _, _, lines = trf.exact({name: rows for name, rows in sources.items() if rows[0][1].total is not None})
-    if not lines:
+    rows = {name: judgement.judge([encoding])[subjects.head - 1] for name, encoding in subjects.biased.items()}
+    curves = {name: judgement.fields([row]).curves for name, row in rows.items() if row.head.total is not None}
+    if not any(curves.values()):
         raise Skip("no series converges")
-    return {"trf": trf_figures.fields(lines, title=f"Theoretical receptive field, head {subjects.head}")}
+    return {"trf": fields(curves, title=f"Theoretical receptive field, head {subjects.head}")}
 
 
 def draw_perplexity(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
@@ -210,8 +204,8 @@ def draw_perplexity(subjects: Subjects, _args: argparse.Namespace) -> dict[str, 
 def draw_queries(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figure]:
     import torch
 
-    from fairseq_rpe.analysis import encoding_figures
     from fairseq_rpe.encodings import PairBias
+    from fairseq_rpe.figures import biases as drawings
 
     if subjects.folder is None:
         raise Skip("needs --sweep, because it shows learned biases")
@@ -221,7 +215,7 @@ def draw_queries(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figu
     for name, encodings in subjects.encodings.items():
         if isinstance(encodings[0], PairBias) and list(encodings[0].parameters()):
             biases = {i: torch.stack([e.profile(i + 1).flip(-1) for e in encodings]) for i in queries}
-            figures[f"queries-{report.slug(name, subjects.seed)}"] = encoding_figures.of_queries(biases, name)
+            figures[f"queries-{report.slug(name, subjects.seed)}"] = drawings.of_queries(biases, name)
     if not figures:
         raise Skip("the sweep has no learned bias of both positions, such as fire")
     return figures
@@ -230,7 +224,8 @@ def draw_queries(subjects: Subjects, args: argparse.Namespace) -> dict[str, Figu
 def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Figure]:
     import torch
 
-    from fairseq_rpe.analysis import encoding_figures, history
+    from fairseq_rpe.analysis import history
+    from fairseq_rpe.figures import biases as drawings
 
     if subjects.folder is None:
         raise Skip("needs --sweep")
@@ -247,7 +242,7 @@ def draw_training(subjects: Subjects, _args: argparse.Namespace) -> dict[str, Fi
         }
         steps = [look["step"] for look in looks]
         stem = f"training-{report.slug(name, subjects.seed)}"
-        figures[stem] = encoding_figures.over_training(values, looks[0]["distances"], steps, name)
+        figures[stem] = drawings.over_training(values, looks[0]["distances"], steps, name)
     if not figures:
         raise Skip("no run with learned biases was trained with --inspect-every")
     return figures

@@ -1,85 +1,147 @@
-"""``fairseq-rpe prepare-stdlib``: a code corpus from the sources of the installed Python."""
+"""``prepare``, ``prepare-known`` and ``prepare-stdlib``: a corpus from any text, a published one, code."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-_DESCRIPTION = """\
-Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file,
-train a byte-exact sentencepiece BPE, encode, binarise with fairseq-preprocess. Needs no network. Does
-nothing if the corpus is there already, made from the same text with the same options."""
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.hub import local
+from fairseq_rpe.data.pipeline import prepare
+from fairseq_rpe.data.preparation import DIVISIONS, TOKENIZERS, PrepareOptions
+from fairseq_rpe.data.sources import KNOWN, choose, compare, gpt2_vocabulary
+
+_TWICE = "Does nothing if the corpus is there already, made from the same text with the same options."
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``prepare-stdlib``."""
-    parser = subparsers.add_parser(
-        "prepare-stdlib",
-        help="make a code corpus from the Python standard library",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_stdlib(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file, a "
+        f"byte-exact sentencepiece BPE learned, each line an item. Needs no network. {_TWICE}"
     )
-    parser.add_argument(
-        "--dest",
-        type=Path,
-        default=Path("data-bin/stdlib"),
-        metavar="DIR",
-        help="folder to make (default: %(default)s)",
-    )
+    dest = Path("data-bin/stdlib")
+    parser.add_argument("--dest", type=Path, default=dest, metavar="DIR", help="folder to make (default: %(default)s)")
     parser.add_argument("--source", type=Path, metavar="DIR", help="use the .py files of this folder instead")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="symbols of the dictionary, 256 bytes and 4 specials included (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="seed of the split by file (default: %(default)s)"
-    )
-    add_split_options(parser, "files")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="symbols, bytes and specials too (default: 4096)")
+    _add_division(parser, "files", "split by file")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this size in all")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_stdlib)
 
 
-def add_split_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """Shares of the splits, in ``what``, and the number of processes."""
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or "
+        "in a .zip), or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. Documents (text files, rows) "
+        "are kept apart and divided by a hash of their text, unless --valid and --test are given. Needs little memory "
+        f"whatever the size of the text. {_TWICE}"
+    )
+    parser.add_argument("source", nargs="*", metavar="SOURCE", help="folders, files or hub:OWNER/NAME")
+    parser.add_argument("--dest", type=Path, required=True, metavar="DIR", help="folder to make, e.g. data-bin/NAME")
+    parser.add_argument("--train", nargs="+", default=[], metavar="SOURCE", help="the same as SOURCE")
     for split in ("valid", "test"):
-        parser.add_argument(
-            f"--{split}-fraction",
-            type=float,
-            default=0.05,
-            metavar="X",
-            help=f"share of the {what} for the {split} split (default: 0.05)",
-        )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=2,
-        metavar="N",
-        help="processes; changes nothing but the time (default: %(default)s)",
+        about = f"the {split} split; SOURCE is then train only"
+        parser.add_argument(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=about)
+    about = "only such files of folders, e.g. '*.py'; repeatable"
+    parser.add_argument("--include", action="append", metavar="GLOB", help=about)
+    parser.add_argument("--rows-are-lines", action="store_true", help="rows are lines of one document, not documents")
+    _add_shared(parser, "bpe")
+    parser.set_defaults(run=run_text)
+
+
+def add_known(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a binarised corpus from a published data set: downloaded, or from local files with --from. wikitext103 "
+        "is the raw text, wikitext103-words the published word-level version with <unk>. books is PG-19, the lawful "
+        "stand-in for BookCorpus. Says the published counts, and warns where the text has others."
     )
+    parser.add_argument("name", choices=tuple(KNOWN), metavar="NAME", help=", ".join(KNOWN))
+    parser.add_argument("--dest", type=Path, metavar="DIR", help="folder to make (default: data-bin/NAME)")
+    about = "local folders or files instead of a download; splits by train, valid or test in the names of files"
+    parser.add_argument("--from", dest="local", type=Path, nargs="+", default=[], metavar="PATH", help=about)
+    parser.add_argument("--archive", action="store_true", help="download the zip archive instead of the hub's files")
+    _add_shared(parser, "the usual one of the corpus")
+    parser.set_defaults(run=run_known)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prepare the corpus; returns 0.
+def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> None:
+    # No defaults, so that what would have no effect can be refused.
+    parser.add_argument("--seed", type=int, metavar="N", help=f"seed of the {division} (default: 1)")
+    for split in ("valid", "test"):
+        about = f"share of the {what} for the {split} split (default: 0.05)"
+        parser.add_argument(f"--{split}-fraction", type=float, metavar="X", help=about)
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; changes only the time (default: 2)")
 
-    Raises:
-        UserError: see :func:`fairseq_rpe.data.prepare.prepare`.
-    """
-    from fairseq_rpe.data.prepare import PrepareOptions, prepare
 
-    prepare(
-        PrepareOptions(
-            dest=args.dest,
-            source=args.source,
-            vocab_size=args.vocab_size,
-            seed=args.seed,
-            valid_fraction=args.valid_fraction,
-            test_fraction=args.test_fraction,
-            workers=args.workers,
-            max_bytes=args.max_bytes,
-        )
-    )
+def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
+    parser.add_argument("--text-field", metavar="NAME", help="field of rows (default: text)")
+    about = "leave out text files that are not UTF-8 instead of stopping"
+    parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
+    about = "what decides the split of a document: its text (default), or the path of its file in the source"
+    parser.add_argument("--divide-by", choices=DIVISIONS, help=about)
+    about = "mark where documents meet (default), or let lines follow lines as in fairseq-preprocess"
+    parser.add_argument("--boundaries", action=argparse.BooleanOptionalAction, help=about)
+    about = f"byte-exact sentencepiece BPE learned here, GPT-2's BPE, or white-space words (default: {usual})"
+    parser.add_argument("--tokenizer", choices=TOKENIZERS, help=about)
+    about = "symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)"
+    parser.add_argument("--vocab-size", type=int, metavar="N", help=about)
+    about = "learn bpe from at most so much text (default: 20000000)"
+    parser.add_argument("--sample-bytes", type=int, metavar="N", help=about)
+    about = "folder with vocab.json and merges.txt of GPT-2 (default: download them)"
+    parser.add_argument("--gpt2", type=Path, metavar="DIR", help=about)
+    parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of this prepared corpus")
+    _add_division(parser, "documents", "division")
+
+
+def run_stdlib(args: argparse.Namespace) -> int:
+    own = choose(KNOWN["stdlib"], [args.source] if args.source else [], args.dest.parent)
+    _prepare(args, {"dest": args.dest, **own})
     return 0
+
+
+def run_text(args: argparse.Namespace) -> int:
+    if args.source and args.train:
+        raise UserError("SOURCE and --train are both given: they are the same, give one")
+    if args.valid or args.test:
+        _refuse_division(args)
+    sources = {"train": args.train or args.source, "valid": args.valid, "test": args.test}
+    _prepare(args, {"dest": args.dest, **{split: tuple(map(local, given)) for split, given in sources.items()}})
+    return 0
+
+
+def run_known(args: argparse.Namespace) -> int:
+    known = KNOWN[args.name]
+    if args.local and args.archive:
+        raise UserError("--from and --archive are two sources: give one")
+    dest = args.dest or Path("data-bin", args.name)
+    print(known.about)
+    own = choose(known, args.local, dest.parent / "downloads", args.archive)
+    if own.get("valid"):
+        _refuse_division(args)
+    compare(known, _prepare(args, {"dest": dest, **own})["splits"])
+    return 0
+
+
+def _prepare(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
+    """Prepare with what was given, and ``own`` options for the others; returns the manifest."""
+    names = {field.name for field in fields(PrepareOptions)} - {"dest", "train", "valid", "test"}
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    settings = {**own, **given, "include": tuple(given.get("include", ()))}
+    learned = settings.get("tokenizer", "bpe") == "bpe" and not settings.get("vocab_from")
+    if not learned:
+        if args.sample_bytes is not None:
+            raise UserError("--sample-bytes is for a vocabulary that bpe learns here: leave it out")
+        # The usual size of a corpus is that of its bpe.
+        settings["vocab_size"] = args.vocab_size
+    if settings.get("tokenizer") == "gpt2" and not (settings.get("gpt2") or settings.get("vocab_from")):
+        settings["gpt2"] = gpt2_vocabulary(settings["dest"].parent / "downloads" / "gpt2")
+    return prepare(PrepareOptions(**settings))
+
+
+def _refuse_division(args: argparse.Namespace) -> None:
+    """Refuse the options of a division by document where the splits are named."""
+    for name in ("seed", "valid_fraction", "test_fraction", "divide_by"):
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} has no effect where the valid and test splits are given: leave it out")

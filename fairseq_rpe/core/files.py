@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -113,22 +114,30 @@ def file_digest(*paths: Path) -> str:
 
 
 @contextlib.contextmanager
-def lock(path: Path, busy: str) -> Iterator[int]:
-    """Hold an exclusive lock on ``path``; yields its file descriptor.
+def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
+    """Hold an exclusive lock on ``path``, a file or a folder that is there; yields its file descriptor.
 
     A process that inherits the descriptor keeps the lock for as long as it lives, so that a
     trainer whose parent was killed still keeps others out.
+
+    Args:
+        path: a file is made if it is missing, and stays.
+        busy: what to say when somebody else holds the lock.
+        wait: say it on standard error and wait, instead of raising it.
 
     Raises:
         UserError: ``busy``, when somebody else holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(busy) from None
+            if not wait:
+                raise UserError(busy) from None
+            print(busy, file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle
     finally:
         os.close(handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ class Table:
     """A table with a caption; ``head`` names the column of the rows' names, then those of their cells.
 
     ``words``: its cells are text, not numbers. ``folded``: the page shows it when asked for. ``groups``: what stands
-    above each pair of columns after the first.
+    above each pair of columns after the first. ``starred``: which of a column its best cells are, where any are marked.
     """
 
     kind: ClassVar[str] = "table"
@@ -45,6 +45,7 @@ class Table:
     words: bool = False
     folded: bool = False
     groups: Sequence[str] = ()
+    starred: str = ""
 
     def markdown(self) -> str:
         """The head and the rows; the names to the left, numbers to the right."""
@@ -55,6 +56,13 @@ class Table:
     def csv(self) -> str:
         """The head and the rows, with the exact values where there are any."""
         return csv_text(self.head, ([row.name, *map(_exact, row.cells)] for row in self.rows))
+
+
+def stacked(tables: Mapping[str, Table], name: str) -> Table:
+    """Tables of one head as one: what each is of in a first column ``name``."""
+    first = next(iter(tables.values()))
+    rows = [Row(key, [Cell(row.name), *row.cells]) for key, table in tables.items() for row in table.rows]
+    return Table(first.caption, [name, *first.head], rows, first.words)
 
 
 def _exact(cell: Cell) -> float | int | str:

@@ -21,10 +21,20 @@ _PARQUET_ROWS = 64
 
 @dataclass(frozen=True)
 class Document:
-    """One document: where it is from, the sha256 of its text, and its text in blocks, readable again and again."""
+    """One document.
 
-    name: str
+    Attributes:
+        place: of its file in the folder or archive that it was found in.
+        digest: sha256 of its text.
+        size: bytes of its text in UTF-8.
+        blank: whether there is nothing but white space.
+        blocks: gives its text in blocks, again and again.
+    """
+
+    place: str
     digest: str
+    size: int
+    blank: bool
     blocks: Callable[[], Iterator[str]]
 
 
@@ -41,6 +51,7 @@ class Reader:
         text_field: the field of a row that holds its text.
         rows_are_lines: take all rows of a file as the lines of one document.
         skip_invalid: leave out text files that are not UTF-8, instead of refusing them.
+        keep_blank: give documents without text, too.
         skipped: how many documents the last pass left out, by reason.
     """
 
@@ -48,6 +59,7 @@ class Reader:
     text_field: str = "text"
     rows_are_lines: bool = False
     skip_invalid: bool = False
+    keep_blank: bool = False
     skipped: Counter[str] = field(default_factory=Counter)
 
     def __iter__(self) -> Iterator[Document]:
@@ -55,13 +67,13 @@ class Reader:
         for entry in self.entries:
             for name, blocks in self._texts(entry):
                 try:
-                    document = _document(name, blocks)
+                    document = _document(name, entry.place, blocks)
                 except _NotUtf8:
                     if not self.skip_invalid:
                         raise
                     self.skipped["not UTF-8"] += 1
                     continue
-                if document is None:
+                if document.blank and not self.keep_blank:
                     self.skipped["without text"] += 1
                 else:
                     yield document
@@ -81,17 +93,19 @@ def _once(text: str) -> Iterator[str]:
     yield text
 
 
-def _document(name: str, blocks: Callable[[], Iterator[str]]) -> Document | None:
-    digest, blank = hashlib.sha256(), True
+def _document(name: str, place: str, blocks: Callable[[], Iterator[str]]) -> Document:
+    digest, size, blank = hashlib.sha256(), 0, True
     for block in blocks():
         try:
-            digest.update(block.encode())
+            content = block.encode()
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{name} has half a surrogate pair at character {error.start}, which is no text: repair or remove it"
             ) from None
+        digest.update(content)
+        size += len(content)
         blank = blank and not block.strip()
-    return None if blank else Document(name, digest.hexdigest(), blocks)
+    return Document(place, digest.hexdigest(), size, blank, blocks)
 
 
 def _decoded(entry: Entry) -> Iterator[str]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.binarise import read_dictionary
+from fairseq_rpe.data.folder import read_dictionary
+from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
 from fairseq_rpe.data.tokenizer import BYTE_SYMBOL, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 EOS = FAIRSEQ_SPECIALS.index("</s>")
 UNK = FAIRSEQ_SPECIALS.index("<unk>")
@@ -37,14 +36,11 @@ class _Words(dict[str, bytes]):
     """The ids of words, spelled when first looked up; never more than ``_CACHED_WORDS`` of them."""
 
     def __init__(self, spell: Callable[[str], Sequence[int]], dtype: str) -> None:
-        import numpy as np
-
         super().__init__()
-        self._spell = spell
-        self._array, self._dtype = np.array, dtype
+        self._spell, self._dtype = spell, dtype
 
     def __missing__(self, word: str) -> bytes:
-        ids = self._array(self._spell(word), self._dtype).tobytes()
+        ids = np.array(self._spell(word), self._dtype).tobytes()
         if len(word) <= _CACHED_LENGTH:
             if len(self) == _CACHED_WORDS:
                 self.clear()
@@ -68,8 +64,6 @@ class Encoder:
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) ids of ``text``."""
-        import numpy as np
-
         return np.frombuffer(b"".join(map(self._words.__getitem__, self._find(text))), dtype=self.dtype)
 
 
@@ -84,15 +78,12 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
         UserError: if they are not of one corpus.
     """
     symbols = read_dictionary(folder / "dict.txt")
-    ids = {symbol: number for number, symbol in enumerate(symbols)}
     if kind == "words":
         # The names of specials are no words, but for the <unk> of WikiText.
-        known = {word: number for word, number in ids.items() if word not in FAIRSEQ_SPECIALS}
+        known = {word: number for number, word in enumerate(symbols) if word not in FAIRSEQ_SPECIALS}
         return Encoder(len(symbols), re.compile(r"\n|\S+").findall, lambda word: (known.get(word, UNK),))
     if kind == "gpt2":
-        from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
-
-        return Encoder(len(symbols), PATTERN.findall, Gpt2(folder, ids).spell)
+        return Encoder(len(symbols), PATTERN.findall, Gpt2(folder, symbols).spell)
     tokenizer = Tokenizer.load(folder / "spm.model")
     if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
         raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
@@ -126,13 +117,10 @@ def _spell(tokenizer: Tokenizer, table: Sequence[bytes], word: str) -> list[int]
     return [place + len(FAIRSEQ_SPECIALS) for place in places]
 
 
-def token_bytes(kind: str, folder: Path) -> list[bytes]:
-    """What each id of a prepared corpus stands for; a word of the kind ``words`` comes with a space after it."""
+def load_decoder(kind: str, folder: Path) -> Callable[[Sequence[int]], bytes]:
+    """From token ids of a prepared corpus to their text; a word of the kind ``words`` comes with a space after it."""
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "gpt2":
-        from fairseq_rpe.data import gpt2
-
-        return gpt2.token_bytes(folder, symbols)
-    if kind == "words":
-        return [symbol_bytes(s) if s in FAIRSEQ_SPECIALS else s.encode() + b" " for s in symbols]
-    return [symbol_bytes(symbol) for symbol in symbols]
+        return Gpt2(folder, symbols).decode
+    table = [symbol_bytes(s) if kind == "bpe" or s in FAIRSEQ_SPECIALS else s.encode() + b" " for s in symbols]
+    return lambda ids: b"".join(map(table.__getitem__, ids))

@@ -1,21 +1,39 @@
-"""What the commands need to know of a binarised data folder, read without fairseq."""
+"""A data folder: fairseq's dictionary and memory-mapped splits, and ``corpus.json``, which says how it was made."""
 
 from __future__ import annotations
 
+import json
 import os
 import struct
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.data.place import describe_files, read_manifest
+from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS
+
+SPLITS = ("train", "valid", "test")
+BINARIES = tuple(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx"))
+MANIFEST = "corpus.json"
+MADE_BY = "fairseq-rpe prepare"
+# The corpus of the standard library had a maker of its own once.
+_OURS = (MADE_BY, "fairseq-rpe prepare-stdlib")
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQ")  # version, code of the number type, number of lines
+_HEADER = struct.Struct("<QBQ")  # version, code of the number type, number of items
+_DTYPES = {4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4"}
+_COPY = 1 << 18
 
 
 def check_folder(data: Path, *splits: str) -> None:
-    """Refuse a folder that ``fairseq-preprocess`` has not filled, or whose dictionary was exchanged."""
+    """Refuse a folder that is not binarised, or whose dictionary was exchanged.
+
+    Raises:
+        UserError: naming what is missing.
+    """
     if os.pathsep in str(data):
         raise UserError(f"'{data}' contains '{os.pathsep}', where fairseq splits paths: rename the folder")
     if not data.is_dir():
@@ -30,16 +48,7 @@ def check_folder(data: Path, *splits: str) -> None:
 
 def count_tokens(data: Path, split: str) -> int:
     """Number of tokens of a split (line ends included), from its index file."""
-    path = data / f"{split}.idx"
-    with open(path, "rb") as file:
-        head = file.read(len(_MAGIC) + _HEADER.size)
-        if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
-            raise UserError(f"{path} is not an mmap index: binarise again with --dataset-impl mmap")
-        _, _, lines = _HEADER.unpack_from(head, len(_MAGIC))
-        sizes = file.read(4 * lines)
-    if len(sizes) != 4 * lines:
-        raise UserError(f"{path} is cut short: binarise the data again")
-    return sum(memoryview(sizes).cast("i"))
+    return int(_read_index(data / f"{split}.idx")[1].sum(dtype=np.int64))
 
 
 def check_block(data: Path, split: str, length: int) -> int:
@@ -56,3 +65,76 @@ def digest(data: Path) -> str:
     """One digest for dictionary and all splits: equal digests mean equal numbers."""
     names = sorted(p for p in data.iterdir() if p.suffix in (".idx", ".bin"))
     return file_digest(data / "dict.txt", *names)
+
+
+def _read_index(path: Path) -> tuple[str, np.ndarray]:
+    """The number type of the ids and the tokens of each item, (items,)."""
+    with open(path, "rb") as file:
+        head = file.read(len(_MAGIC) + _HEADER.size)
+        whole = len(head) == len(_MAGIC) + _HEADER.size and head.startswith(_MAGIC)
+        _, code, items = _HEADER.unpack_from(head, len(_MAGIC)) if whole else (0, 0, 0)
+        if code not in _DTYPES:
+            raise UserError(f"{path} is not an mmap index: binarise again with --dataset-impl mmap")
+        if os.fstat(file.fileno()).st_size < len(head) + 4 * items:
+            raise UserError(f"{path} is cut short: binarise the data again")
+        return _DTYPES[code], np.fromfile(file, "<i4", items)
+
+
+def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
+    """Write the index of items whose sizes in tokens are the little-endian int32 of ``sizes``, never all in memory."""
+    codes = {name: code for code, name in _DTYPES.items()}
+    with open(path, "wb") as index:
+        items = sizes.seek(0, os.SEEK_END) // 4
+        index.write(_MAGIC + _HEADER.pack(1, codes[dtype], items))
+        sizes.seek(0)
+        while block := sizes.read(_COPY):
+            index.write(block)
+        sizes.seek(0)
+        address = 0
+        while block := sizes.read(_COPY):
+            ends = address + np.cumsum(np.frombuffer(block, "<i4"), dtype="<i8") * np.dtype(dtype).itemsize
+            index.write(np.concatenate(([address], ends[:-1])).astype("<i8").tobytes())
+            address = int(ends[-1])
+
+
+def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids of a split, (tokens,), and the tokens of each item, (items,).
+
+    Raises:
+        UserError: if the two files do not fit together.
+    """
+    dtype, sizes = _read_index(folder / f"{split}.idx")
+    tokens = np.fromfile(folder / f"{split}.bin", dtype=dtype)
+    if len(tokens) != sizes.sum(dtype=np.int64):
+        raise UserError(f"{folder}/{split}.bin has not the tokens that its index counts: binarise the data again")
+    return tokens, sizes
+
+
+def write_dictionary(path: Path, symbols: Sequence[str]) -> None:
+    """Write a fairseq dictionary; its symbols get the ids 4, 5, ... after fairseq's specials."""
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """All symbols of a fairseq dictionary by id, fairseq's specials included."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [*FAIRSEQ_SPECIALS, *(line.rsplit(" ", 1)[0] for line in lines)]
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size in bytes and sha256 of each file of a folder, for its manifest."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": file_digest(folder / name)} for name in names}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write ``corpus.json``."""
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What ``corpus.json`` says, ``None`` unless it is there and was written by one of these commands."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("made_by") in _OURS else None

@@ -3,24 +3,27 @@
 Symbols of the dictionary are GPT-2's ids as decimal numbers. With four specials, three ``madeupword`` and ``<mask>``,
 GPT-2's 50,257 types make fairseq's 50,265. A ``dict.txt`` beside the vocabulary, such as the published one, decides
 the order; otherwise it is the order of the ids.
+
+Bytes, merges and back are of the package tokenizers. Words are found here, as their ids are looked up in a table.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
 import regex
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, symbol_bytes
+from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS
 
 # GPT-2's own, but that a newline is by itself: every line is cut as if it were alone.
 PATTERN = regex.compile(r"""\n|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+""")
 _NAMES = {"vocab.json": ("vocab.json", "encoder.json"), "merges.txt": ("merges.txt", "vocab.bpe")}
 _ADDED = ("madeupword0000", "madeupword0001", "madeupword0002", "<mask>")
+# What stands for a newline in GPT-2's vocabulary.
+_NEWLINE = "\u010a"
 
 
 def find_files(folder: Path) -> dict[str, Path]:
@@ -46,73 +49,60 @@ def dictionary_symbols(folder: Path) -> list[str]:
 
 
 def _read_vocabulary(folder: Path) -> dict[str, int]:
+    try:
+        from tokenizers.pre_tokenizers import ByteLevel
+    except ImportError:
+        raise UserError("GPT-2's BPE needs the package tokenizers: pip install tokenizers") from None
     path = folder / "vocab.json"
     try:
         vocabulary = json.loads(path.read_text(encoding="utf-8"))
         numbers = {str(symbol): int(number) for symbol, number in vocabulary.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} is no GPT-2 vocabulary ({error}): get it again") from None
-    if missing := [c for c in _characters().values() if c not in numbers]:
+    if missing := sorted(set(ByteLevel.alphabet()) - numbers.keys()):
         raise UserError(f"{path} is no GPT-2 vocabulary: it lacks the bytes {''.join(missing)[:20]}")
     return numbers
 
 
-@cache
-def _characters() -> dict[int, str]:
-    """The visible character that GPT-2's vocabulary has for each byte."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {**{byte: chr(byte) for byte in visible}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
-
-
 class Gpt2:
-    """Spells words of :data:`PATTERN` with a GPT-2 vocabulary.
+    """Spells words of :data:`PATTERN` with a GPT-2 vocabulary, and gives texts back.
 
     Args:
         folder: with ``vocab.json`` and ``merges.txt``.
-        ids: of each symbol of the dictionary.
+        symbols: of the dictionary, fairseq's specials included.
 
     Raises:
         UserError: if files are damaged or of another vocabulary than the dictionary, or ``tokenizers`` is missing.
     """
 
-    def __init__(self, folder: Path, ids: Mapping[str, int]) -> None:
-        try:
-            from tokenizers.models import BPE
-        except ImportError:
-            raise UserError("GPT-2's BPE needs the package tokenizers: pip install tokenizers") from None
+    def __init__(self, folder: Path, symbols: Sequence[str]) -> None:
         vocabulary = _read_vocabulary(folder)
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        ids = {symbol: number for number, symbol in enumerate(symbols)}
         lacking = [number for number in vocabulary.values() if str(number) not in ids]
         if lacking:
             raise UserError(f"{folder}/dict.txt is of another vocabulary than its vocab.json: it has no {lacking[0]}")
         try:
-            self._bpe = BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+            bpe = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{folder}/merges.txt does not fit its vocab.json ({error}): get both again") from None
+        self._tokenizer = Tokenizer(bpe)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
         self._ids = {number: ids[str(number)] for number in vocabulary.values()}
-        self._bytes = _bytes_of(vocabulary)
-        self._characters = _characters()
+        self._numbers = {place: number for number, place in self._ids.items()}
+        self._numbers[FAIRSEQ_SPECIALS.index("</s>")] = vocabulary[_NEWLINE]
 
     def spell(self, word: str) -> Sequence[int]:
-        """Dictionary ids of a word."""
-        content = word.encode()
-        tokens = self._bpe.tokenize("".join(map(self._characters.__getitem__, content)))
-        if b"".join(self._bytes[token.id] for token in tokens) != content:
+        """Dictionary ids of a word, checked to stand for it."""
+        numbers = self._tokenizer.encode(word).ids
+        if self._tokenizer.decode(numbers) != word:
             raise UserError(
                 f"GPT-2's BPE changes {word[:40]!r}: its vocab.json and merges.txt are not of one vocabulary"
             )
-        return [self._ids[token.id] for token in tokens]
+        return [self._ids[number] for number in numbers]
 
-
-def _bytes_of(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
-    back = {character: byte for byte, character in _characters().items()}
-    return {
-        number: bytes(back[c] for c in symbol) if all(c in back for c in symbol) else symbol.encode()
-        for symbol, number in vocabulary.items()
-    }
-
-
-def token_bytes(folder: Path, symbols: Sequence[str]) -> list[bytes]:
-    """What each symbol of the dictionary stands for, fairseq's specials included."""
-    known = {str(number): content for number, content in _bytes_of(_read_vocabulary(folder)).items()}
-    return [symbol_bytes(s) if s in FAIRSEQ_SPECIALS else known.get(s, b"") for s in symbols]
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """The text of dictionary ids."""
+        return self._tokenizer.decode([self._numbers[place] for place in ids if place in self._numbers]).encode()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest
 
 _BLOCK = 1 << 20
 _ZSTD_BLOCK = 1 << 14  # compressed bytes, which may be a hundred times that
@@ -25,18 +26,27 @@ _BINARY_SAMPLE = 8192
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _COMPRESSED = (*_OPENERS, ".zst")
 _DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile)
-_LEFT_OUT = frozenset({"__pycache__", "node_modules"})
+# Hidden files and folders, and what tools put beside sources.
+UNWANTED = (".*", "__pycache__", "node_modules")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, or a member of a zip archive."""
+    """A file, or a member of a zip archive; ``root`` is the folder that it was found in."""
 
     path: Path
     member: str | None = None
+    root: Path | None = None
 
     def __str__(self) -> str:
         return str(self.path) if self.member is None else f"{self.path}:{self.member}"
+
+    @property
+    def place(self) -> str:
+        """Where it is in its folder or archive, with ``/``."""
+        if self.member is not None:
+            return self.member
+        return self.path.relative_to(self.root).as_posix() if self.root else self.path.name
 
     @property
     def name(self) -> str:
@@ -52,14 +62,19 @@ class Entry:
         return {".jsonl": "jsonl", ".parquet": "parquet"}.get(os.path.splitext(name)[1], "text")
 
 
-def find_entries(paths: Sequence[Path | Entry], include: Sequence[str]) -> tuple[list[Entry], int]:
+def find_entries(
+    paths: Sequence[Path | Entry],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = UNWANTED,
+    keep_binary: bool = False,
+) -> tuple[list[Entry], int]:
     """The text files of folders, zip archives and files, in a repeatable order, and how many were binary.
-
-    Hidden files and folders are left out, and so are binary files (NUL among the first 8 KiB) of folders and archives.
 
     Args:
         paths: each a folder, a ``.zip``, a file or an entry found before.
         include: patterns such as ``*.py`` that a name in a folder or archive must match; none takes all.
+        exclude: patterns of names in folders, of files and of whole folders, that are left out.
+        keep_binary: take files of folders and archives that have a NUL among their first 8 KiB, too.
 
     Raises:
         UserError: if a path does not exist, or there is no text file.
@@ -72,11 +87,11 @@ def find_entries(paths: Sequence[Path | Entry], include: Sequence[str]) -> tuple
         if not path.exists():
             raise UserError(f"{path} does not exist: give a folder or file with text")
         several = path.is_dir() or path.suffix == ".zip"
-        inside = _inside(path) if several else iter([Entry(path)])
+        inside = _inside(path, exclude) if several else iter([Entry(path)])
         for entry in inside:
-            if several and include and not any(fnmatch.fnmatch(entry.name, pattern) for pattern in include):
+            if several and include and not _matches(entry.name, include):
                 continue
-            if not is_binary(entry):
+            if (several and keep_binary) or not _is_binary(entry):
                 entries.append(entry)
             elif several:
                 binary += 1
@@ -88,13 +103,17 @@ def find_entries(paths: Sequence[Path | Entry], include: Sequence[str]) -> tuple
     return entries, binary
 
 
-def _inside(path: Path) -> Iterator[Entry]:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _inside(path: Path, exclude: Sequence[str]) -> Iterator[Entry]:
     if path.is_dir():
         with readable(path):
             for folder, subfolders, names in os.walk(path, onerror=_raise):
-                subfolders[:] = sorted(n for n in subfolders if not n.startswith(".") and n not in _LEFT_OUT)
-                files = (Path(folder, n) for n in sorted(names) if not n.startswith("."))
-                yield from (Entry(file) for file in files if file.is_file())
+                subfolders[:] = sorted(n for n in subfolders if not _matches(n, exclude))
+                files = (Path(folder, n) for n in sorted(names) if not _matches(n, exclude))
+                yield from (Entry(file, root=path) for file in files if file.is_file())
         return
     with readable(path), zipfile.ZipFile(path) as archive:
         names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
@@ -108,8 +127,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def is_binary(entry: Entry) -> bool:
-    """Whether the file is neither text nor a format read here."""
+def _is_binary(entry: Entry) -> bool:
     if entry.kind == "parquet":
         return False
     return b"\0" in next(read_blocks(entry), b"")[:_BINARY_SAMPLE]
@@ -178,14 +196,14 @@ def _zstd(file: BinaryIO, entry: Entry) -> Iterator[bytes]:
         raise EOFError("no end of its last frame")
 
 
-def digest_entries(entries: Sequence[Entry]) -> str:
-    """sha256 over the files as they are on the disk, their formats and the members' names."""
+def digest_entries(entries: Sequence[Entry], places: bool) -> str:
+    """sha256 over the files as they are on the disk, their formats and the members' names, or all ``places``."""
     digest = hashlib.sha256()
     last = None
     for entry in entries:
         if entry.path != last:
-            with readable(entry.path), open(entry.path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            with readable(entry.path):
+                digest.update(bytes.fromhex(file_digest(entry.path)))
             last = entry.path
-        digest.update(os.fsencode(f"{entry.kind}:{entry.member or ''}") + b"\0")
+        digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
     return digest.hexdigest()

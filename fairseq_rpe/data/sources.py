@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.corpus import SPLITS
 from fairseq_rpe.data.download import download
+from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.hub import fetch
-from fairseq_rpe.data.sourcefiles import Entry, find_entries
+from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
 
 _SPLIT_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
 _IN_NAME = re.compile(r"(?<![a-z])(train|valid|validation|val|test)(?![a-z])")
@@ -26,22 +27,22 @@ class Known:
         about: one sentence for the user, with what it stands for.
         hub: data sets of the hub that it consists of.
         archives: file name and addresses of an archive with the same, best first.
-        rows_are_lines: whether rows are lines instead of documents.
-        divided: whether to divide by document even if files are named after splits.
-        fraction: expected share of documents of the valid and of the test split, where they are divided.
+        divided: whether to divide its documents even if files are named after splits.
         include: patterns of file names in local folders.
-        tokenizer: the usual one.
+        exclude: patterns of names that are left out there.
+        keep_binary: whether all files there that fit are text.
+        options: by the names of :class:`fairseq_rpe.data.preparation.PrepareOptions`.
         counts: published numbers that a right copy has, by split.
     """
 
     about: str
-    hub: tuple[str, ...]
+    hub: tuple[str, ...] = ()
     archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rows_are_lines: bool = False
     divided: bool = False
-    fraction: float = 0.05
     include: tuple[str, ...] = ()
-    tokenizer: str = "bpe"
+    exclude: tuple[str, ...] = UNWANTED
+    keep_binary: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -51,8 +52,7 @@ def _wikitext(variant: str, *more: str, tokenizer: str = "bpe") -> Known:
         about=f"WikiText-103 ({variant}), Merity et al. 2016, CC BY-SA 3.0 and GFDL",
         hub=(f"hub:Salesforce/wikitext/wikitext-103-{variant}",),
         archives={archive: (f"https://wikitext.smerity.com/{archive}", *more)},
-        rows_are_lines=True,
-        tokenizer=tokenizer,
+        options={"rows_are_lines": True, "tokenizer": tokenizer},
         counts={"words": {"train": 103_227_021, "valid": 217_646, "test": 245_569}},
     )
 
@@ -73,27 +73,29 @@ KNOWN = {
         hub=("hub:timaeus/pile-github",),
         divided=True,
         include=(
-            "*.py",
-            "*.c",
-            "*.h",
-            "*.cc",
-            "*.cpp",
-            "*.java",
-            "*.js",
-            "*.ts",
-            "*.go",
-            "*.rs",
-            "*.jsonl*",
-            "*.parquet",
+            *("*.py", "*.c", "*.h", "*.cc", "*.cpp", "*.java", "*.js", "*.ts", "*.go", "*.rs"),
+            *("*.jsonl*", "*.parquet"),
         ),
     ),
     "wikibook": Known(
         about="English Wikipedia of November 2023 with PG-19's books, in place of BERT's Wikipedia with BookCorpus",
         hub=("hub:wikimedia/wikipedia/20231101.en", "hub:emozilla/pg19/data"),
         divided=True,
-        fraction=0.002,
+        options={"valid_fraction": 0.002, "test_fraction": 0.002},
+    ),
+    "stdlib": Known(
+        about="the sources of the installed Python's standard library, each file a part of one text",
+        divided=True,
+        include=("*.py",),
+        exclude=("__pycache__",),
+        keep_binary=True,
+        options={"divide_by": "path", "boundaries": False, "vocab_size": 4096, "sample_bytes": None},
     ),
 }
+
+# Installed packages are no part of the library, and its tests are a third of it with odd encodings. The last was
+# written when Python was built: it holds the paths and compiler of that machine.
+_NOT_LIBRARY = (*("__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"), "_sysconfigdata_*")
 
 _GPT2_BASE = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 _GPT2 = {
@@ -102,34 +104,47 @@ _GPT2 = {
 }
 
 
-def gpt2_vocabulary(folder: Path, say: Callable[[str], None] = print) -> Path:
+def gpt2_vocabulary(folder: Path) -> Path:
     """The folder with GPT-2's vocabulary, downloaded into ``folder`` unless it is there."""
     for name, sha256 in _GPT2.items():
         mirror = f"https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/{name}"
-        download([_GPT2_BASE + name, mirror], folder / name, sha256, say)
+        download([_GPT2_BASE + name, mirror], folder / name, sha256)
     return folder
 
 
-def get(known: Known, downloads: Path, archive: bool, say: Callable[[str], None] = print) -> list[Path]:
-    """The files of a corpus, downloaded from the hub or as an archive into ``downloads``.
+def choose(known: Known, local: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
+    """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
+
+    Args:
+        known: the corpus.
+        local: folders and files to take it from; none for a download, or the installed library.
+        downloads: where archives are kept.
+        archive: download an archive instead of the hub's files.
 
     Raises:
-        UserError: without network or permission, with what to do by hand.
+        UserError: without network or permission, with what to do by hand; if some splits have files and others none.
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")
+    if local or not (known.hub or archive):
+        return {**known.options, **_own_files(known, local)}
     if archive:
-        return [download(urls, downloads / name, say=say) for name, urls in known.archives.items()]
-    return [fetch(source) for source in known.hub]
+        paths = [download(urls, downloads / name) for name, urls in known.archives.items()]
+    else:
+        paths = [fetch(source) for source in known.hub]
+    return {**known.options, **_by_split(known, paths, find_entries(paths)[0])}
 
 
-def by_split(known: Known, paths: Sequence[Path], include: Sequence[str]) -> dict[str, tuple[Entry, ...]]:
-    """Files by the split in their names; all under ``train`` if they are to be divided by document.
+def _own_files(known: Known, local: Sequence[Path]) -> dict[str, Any]:
+    if local:
+        return _by_split(known, local, find_entries(local, known.include, known.exclude, known.keep_binary)[0])
+    library = Path(sysconfig.get_path("stdlib"))
+    entries, _ = find_entries([library], known.include, _NOT_LIBRARY, known.keep_binary)
+    return {"skip_invalid": True, "train": tuple(entries)}
 
-    Raises:
-        UserError: if some splits have files and others have none.
-    """
-    entries, _ = find_entries(paths, include)
+
+def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, tuple[Entry, ...]]:
+    """Files by the split in their names; all under ``train`` if they are to be divided by document."""
     named: dict[str, list[Entry]] = {split: [] for split in SPLITS}
     for entry in entries:
         found = _IN_NAME.findall(entry.name.lower())

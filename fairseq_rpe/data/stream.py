@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,18 +12,16 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.binarise import read_split
-from fairseq_rpe.data.encoders import EOS, UNK, Encoder, load_encoder, token_bytes
-from fairseq_rpe.data.pieces import Piece
-
-if TYPE_CHECKING:
-    import numpy as np
+from fairseq_rpe.data.chunks import Piece
+from fairseq_rpe.data.encoders import EOS, UNK, Encoder, load_decoder, load_encoder
+from fairseq_rpe.data.folder import read_manifest, read_split, write_index
 
 _WAITING_PER_WORKER = 4
-_COPY = 1 << 18
 
 
 @dataclass
@@ -48,48 +45,47 @@ class Encoded(NamedTuple):
     """A chunk of pieces in fairseq's format.
 
     Attributes:
-        ids: of all tokens, in the number type of the dictionary.
-        sizes: tokens of each item, (items,) as little-endian int32.
-        joins: whether the first item belongs to the last item before this chunk.
+        ids: of all tokens, (tokens,), in the number type of the dictionary.
+        sizes: tokens of each item, (items,).
+        joins: whether the first item, of empty lines, belongs to the last item before this chunk.
         counts: of this chunk.
     """
 
-    ids: bytes
-    sizes: bytes
+    ids: np.ndarray
+    sizes: np.ndarray
     joins: bool
     counts: Counts
 
 
-def encode_chunk(encoder: Encoder, pieces: Sequence[Piece]) -> Encoded:
+def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = True) -> Encoded:
     """Encode pieces of one split.
 
-    A document begins with an item of nothing but a line end, as fairseq's ``--sample-break-mode complete_doc`` knows
-    documents apart. An empty line inside a document is in the item of the line before it, so that no other item is
-    like that. The writer drops the first of these items: there are as many as gaps between documents.
+    With boundaries, a document begins with an item of nothing but a line end, as fairseq's ``--sample-break-mode
+    complete_doc`` knows documents apart. An empty line inside a document is in the item of the line before it, so that
+    no other item is like that. The writer drops the first of these items: there are as many as gaps between documents.
+    Without, each line is an item, as ``fairseq-preprocess`` has it.
     """
-    import numpy as np
-
-    ids: list[bytes] = []
-    sizes: list[np.ndarray] = []
-    joins = False
+    ids, sizes = [np.zeros(0, encoder.dtype)], [np.zeros(0, "<i4")]
+    joins = unfinished = False
     counts = Counts()
     for piece in pieces:
         tokens = encoder.encode(piece.text)
-        items = _item_sizes(tokens)
+        items = _item_sizes(tokens, boundaries)
         blank = bool(len(tokens)) and tokens[0] == EOS
-        if piece.first:
-            ids.append(np.array([EOS], encoder.dtype).tobytes())
+        if boundaries and piece.first:
+            ids.append(np.array([EOS], encoder.dtype))
             sizes.append(np.ones(1, "<i4"))
             if blank and len(items) > 1:
                 items = np.concatenate(([items[0] + items[1]], items[2:]))
-        elif blank and sizes:
-            sizes[-1][-1] += items[0]
+        elif (boundaries and blank and len(sizes[-1])) or unfinished:
+            sizes[-1][-1] += items[:1].sum()
             items = items[1:]
-        elif blank:
+        elif boundaries and blank:
             joins = True
-        ids.append(tokens.tobytes())
         if len(items):
             sizes.append(items.astype("<i4"))
+        unfinished = not boundaries and bool(tokens[-1] != EOS if len(tokens) else unfinished)
+        ids.append(tokens)
         content = piece.text.encode()
         lines = content.count(b"\n")
         counts.add(
@@ -98,17 +94,15 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece]) -> Encoded:
                 bytes=len(content),
                 lines=lines,
                 words=_count_words(piece.text, content) + lines - piece.in_word,
-                tokens=len(tokens) + piece.first,
+                tokens=len(tokens) + (boundaries and piece.first),
                 unknown=int((tokens == UNK).sum()),
             )
         )
-    return Encoded(b"".join(ids), b"".join(s.tobytes() for s in sizes), joins, counts)
+    return Encoded(np.concatenate(ids), np.concatenate(sizes), joins, counts)
 
 
 def _count_words(text: str, content: bytes) -> int:
     """``len(text.split())``, faster for ASCII, whose bytes ``content`` are."""
-    import numpy as np
-
     if not text.isascii():
         return len(text.split())
     codes = np.frombuffer(content, np.uint8)
@@ -116,24 +110,26 @@ def _count_words(text: str, content: bytes) -> int:
     return int((~blank[1:] & blank[:-1]).sum()) + int(len(codes) > 0 and not blank[0])
 
 
-def _item_sizes(tokens: np.ndarray) -> np.ndarray:
-    """Tokens of each line, with those of the empty lines after it; empty lines at the beginning are one item."""
-    import numpy as np
-
-    end = tokens == EOS
-    ends = np.flatnonzero(end[:-1] & ~end[1:]) + 1
-    return np.diff(ends, prepend=0, append=len(tokens)) if len(tokens) else ends
+def _item_sizes(tokens: np.ndarray, boundaries: bool) -> np.ndarray:
+    """Tokens of each line; with boundaries, empty lines are part of the line before, or one item at the beginning."""
+    if not len(tokens):
+        return np.zeros(0, np.int64)
+    ended = tokens[:-1] == EOS
+    if boundaries:
+        ended &= tokens[1:] != EOS
+    return np.diff(np.flatnonzero(ended) + 1, prepend=0, append=len(tokens))
 
 
 _encoder: Encoder | None = None
+_boundaries = True
 
 
-def _start_worker(kind: str, folder: Path) -> None:
-    global _encoder
+def _start_worker(kind: str, folder: Path, boundaries: bool) -> None:
+    global _encoder, _boundaries
     # The parent is told, and it ends this process in its own time; if it is killed, nobody else would.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = load_encoder(kind, folder)
+    _encoder, _boundaries = load_encoder(kind, folder), boundaries
 
 
 def _end_with_parent() -> None:
@@ -145,11 +141,11 @@ def _end_with_parent() -> None:
 
 def _work(pieces: Sequence[Piece]) -> Encoded:
     assert _encoder is not None
-    return encode_chunk(_encoder, pieces)
+    return encode_chunk(_encoder, pieces, _boundaries)
 
 
 def encode_chunks(
-    chunks: Iterable[tuple[str, list[Piece]]], kind: str, folder: Path, workers: int
+    chunks: Iterable[tuple[str, list[Piece]]], kind: str, folder: Path, workers: int, boundaries: bool = True
 ) -> Iterator[tuple[str, Encoded]]:
     """Encode chunks and give them back in their order, whatever the number of processes.
 
@@ -159,12 +155,12 @@ def encode_chunks(
     if workers == 1:
         encoder = load_encoder(kind, folder)
         for split, chunk in chunks:
-            yield split, encode_chunk(encoder, chunk)
+            yield split, encode_chunk(encoder, chunk, boundaries)
         return
     waiting: deque[tuple[str, Future[Encoded]]] = deque()
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, context, _start_worker, (kind, folder)) as pool:
+        with ProcessPoolExecutor(workers, context, _start_worker, (kind, folder, boundaries)) as pool:
             for split, chunk in chunks:
                 waiting.append((split, pool.submit(_work, chunk)))
                 if len(waiting) >= workers * _WAITING_PER_WORKER:
@@ -183,38 +179,40 @@ class SplitWriter:
         folder: where to write.
         split: name of the split.
         dtype: number type of the ids, ``<u2`` or ``<u4``.
+        boundaries: whether the documents were encoded with boundaries.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+    def __init__(self, folder: Path, split: str, dtype: str, boundaries: bool = True) -> None:
         self.counts = Counts()
         self._path = folder / f"{split}.idx"
-        self._itemsize = {"<u2": 2, "<u4": 4}[dtype]
+        self._dtype = dtype
         self._bin = open(folder / f"{split}.bin", "wb")
         self._sizes = open(folder / f"{split}.sizes", "wb+")
         self._last = 0
+        self._boundaries, self._extra = boundaries, int(boundaries)
+        self._unfinished = False
 
     def add(self, encoded: Encoded) -> None:
         """Append a chunk."""
-        import numpy as np
-
-        ids, sizes = encoded.ids, np.frombuffer(encoded.sizes, "<i4")
+        # The boundary before the first document.
+        extra, self._extra = self._extra, 0
+        ids, sizes = encoded.ids[extra:], encoded.sizes[extra:]
         self.counts.add(encoded.counts)
-        if self._bin.tell() == 0 and not self._last:
-            # The boundary before the first document.
-            ids, sizes = ids[self._itemsize :], sizes[1:]
-            self.counts.tokens -= 1
-        self._bin.write(ids)
-        if encoded.joins:
-            self._last += int(sizes[0])
+        self.counts.tokens -= extra
+        self._bin.write(ids.tobytes())
+        if encoded.joins or self._unfinished:
+            self._last += int(sizes[:1].sum())
             sizes = sizes[1:]
         if len(sizes):
             self._flush_last()
             self._sizes.write(sizes[:-1].tobytes())
             self._last = int(sizes[-1])
+        if len(ids):
+            self._unfinished = not self._boundaries and bool(ids[-1] != EOS)
 
     def _flush_last(self) -> None:
         if self._last:
-            self._sizes.write(struct.pack("<i", self._last))
+            self._sizes.write(np.array([self._last], "<i4").tobytes())
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -223,39 +221,21 @@ class SplitWriter:
         self._bin.close()
         with self._sizes:
             if kind is None:
-                self._write_index()
-
-    def _write_index(self) -> None:
-        import numpy as np
-
-        self._flush_last()
-        items = self._sizes.tell() // 4
-        sizes = self._sizes
-        with open(self._path, "wb") as index:
-            index.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, {2: 8, 4: 9}[self._itemsize], items))
-            sizes.seek(0)
-            while block := sizes.read(_COPY):
-                index.write(block)
-            sizes.seek(0)
-            address = 0
-            while block := sizes.read(_COPY):
-                ends = address + np.cumsum(np.frombuffer(block, "<i4"), dtype="<i8") * self._itemsize
-                index.write(np.concatenate(([address], ends[:-1])).astype("<i8").tobytes())
-                address = int(ends[-1])
-        Path(sizes.name).unlink()
+                self._flush_last()
+                write_index(self._path, self._sizes, self._dtype)
+        Path(self._sizes.name).unlink()
 
 
-def decode_documents(folder: Path, split: str, kind: str) -> list[bytes]:
-    """The text of each document of a prepared split, with a newline at its end."""
-    table = token_bytes(kind, folder)
+def decode_documents(folder: Path, split: str) -> list[bytes]:
+    """The text of each document of a prepared split, with a newline at its end; all in one without boundaries."""
+    manifest = read_manifest(folder) or {}
+    # Corpora that name no tokenizer are of the standard library, from before it was one of the others.
+    kind = manifest.get("tokenizer", {}).get("kind", "bpe")
+    boundaries = "tokenizer" in manifest and manifest.get("options", {}).get("boundaries", True)
+    decode = load_decoder(kind, folder)
     tokens, sizes = read_split(folder, split)
-    documents: list[list[bytes]] = [[]]
-    start = 0
-    for size in sizes.tolist():
-        item = tokens[start : start + size]
-        start += size
-        if size == 1 and item[0] == EOS:
-            documents.append([])
-        else:
-            documents[-1] += map(table.__getitem__, item.tolist())
-    return [b"".join(document) for document in documents]
+    if not boundaries:
+        return [decode(tokens.tolist())]
+    starts = np.cumsum(sizes, dtype=np.int64) - sizes
+    gaps = starts[(sizes == 1) & (tokens[starts] == EOS)]
+    return [decode(part.tolist()) for part in np.split(np.delete(tokens, gaps), gaps - np.arange(len(gaps)))]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
+
+import sentencepiece
 
 from fairseq_rpe.core.errors import UserError
 
@@ -26,7 +27,6 @@ _RESERVED_STARTS = ("<0x", "</s>", "<s>", "<unk>", "<pad>", "madeupword")
 _UNSAFE = re.compile(rf"((?:[^\S ]|[\x00-\x1f▁▅]|{_RESERVED})+)")
 # The trainer skips sentences of more than 4192 bytes; a character has at most four.
 _TRAINER_CHARACTERS = 1000
-_BATCH_LINES = 8192
 
 
 def symbol_bytes(symbol: str) -> bytes:
@@ -63,8 +63,6 @@ class Tokenizer:
     """
 
     def __init__(self, model: bytes) -> None:
-        import sentencepiece
-
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
@@ -96,15 +94,13 @@ class Tokenizer:
         Raises:
             ValueError: if ``line`` contains a newline, which is the end-of-line symbol in fairseq.
         """
-        return next(self.encode_lines([line]))
-
-    def encode_lines(self, lines: Iterable[str], threads: int = 1) -> Iterator[list[str]]:
-        """:meth:`encode` for many lines, streaming, with ``threads`` sentencepiece threads."""
-        remaining = iter(lines)
-        while batch := list(islice(remaining, _BATCH_LINES)):
-            if any("\n" in line for line in batch):
-                raise ValueError("a line to encode contains a newline")
-            yield from self._encode_batch(batch, threads)
+        if "\n" in line:
+            raise ValueError("a line to encode contains a newline")
+        symbols: list[str] = []
+        # Splitting with a group alternates: safe, unsafe, safe, ...
+        for i, text in enumerate(_UNSAFE.split(line)):
+            symbols += _spell(text) if i % 2 else [self._symbols[j] for j in self._pieces.encode(text, out_type=int)]
+        return symbols
 
     def encode_word(self, word: str) -> list[int]:
         """Positions in :attr:`symbols` of the symbols of a short text, the fast way."""
@@ -112,17 +108,6 @@ class Tokenizer:
             return [self._places[symbol] for symbol in self.encode(word)]
         # sentencepiece has its own <unk> before all symbols.
         return [i - 1 for i in self._pieces.encode(word, out_type=int)]
-
-    def _encode_batch(self, lines: list[str], threads: int) -> Iterator[list[str]]:
-        # Splitting with a group alternates: safe, unsafe, safe, ...
-        parts = [_UNSAFE.split(line) for line in lines]
-        safe = [text for line in parts for text in line[::2]]
-        ids = iter(self._pieces.encode(safe, out_type=int, num_threads=threads))
-        for line in parts:
-            symbols: list[str] = []
-            for i, text in enumerate(line):
-                symbols += _spell(text) if i % 2 else [self._symbols[j] for j in next(ids)]
-            yield symbols
 
     def _check(self) -> None:
         plain = [s for i, s in enumerate(self._symbols) if i and not self._pieces.is_byte(i)]
@@ -152,8 +137,6 @@ def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
     Raises:
         UserError: if the vocabulary is too small for the characters or too large for the text.
     """
-    import sentencepiece
-
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_rpe.data.place import read_manifest
+from fairseq_rpe.data.folder import read_manifest
 
 
 @dataclass(frozen=True)

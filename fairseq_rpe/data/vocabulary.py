@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.binarise import write_dictionary
-from fairseq_rpe.data.pieces import cut
-from fairseq_rpe.data.place import describe_files, read_manifest
+from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.data import gpt2
+from fairseq_rpe.data.chunks import cut
+from fairseq_rpe.data.folder import read_manifest, write_dictionary
 from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, train_tokenizer
 
 # The files of each kind of tokenizer beside its dictionary.
@@ -35,19 +37,19 @@ class BpeLearner:
 
     Args:
         vocab_size: symbols of the dictionary, specials included.
-        sample_bytes: upper bound for the text that is learned from, in characters.
+        sample_bytes: upper bound for the text that is learned from, in characters; ``None`` takes all, by whole lines.
     """
 
-    def __init__(self, vocab_size: int, sample_bytes: int) -> None:
+    def __init__(self, vocab_size: int, sample_bytes: int | None) -> None:
         self._vocab_size = vocab_size
-        self._room = sample_bytes
+        self._room, self._part = (sys.maxsize, sys.maxsize) if sample_bytes is None else (sample_bytes, _PART)
         self._limit = 1 << 64
         self._parts: list[tuple[int, str]] = []
         self._size = 0
 
     def read(self, blocks: Iterable[str]) -> None:
         """Look at a document of the train split."""
-        for piece in cut(blocks, _PART):
+        for piece in cut(blocks, self._part):
             number = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest(), "big")
             if number < self._limit:
                 self._parts.append((number, piece.text))
@@ -112,30 +114,24 @@ class Given:
 
     def digests(self) -> dict[str, str]:
         """The sha256 of each file."""
-        return {
-            name: describe_files(path.parent, (path.name,))[path.name]["sha256"] for name, path in self.files.items()
-        }
+        return {name: file_digest(path) for name, path in self.files.items()}
 
     def write(self, folder: Path) -> None:
         """Copy it; a GPT-2 vocabulary without a dictionary gets one."""
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
         if "dict.txt" not in self.files:
-            from fairseq_rpe.data.gpt2 import dictionary_symbols
-
-            write_dictionary(folder / "dict.txt", dictionary_symbols(folder))
+            write_dictionary(folder / "dict.txt", gpt2.dictionary_symbols(folder))
 
 
-def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
+def given_vocabulary(corpus: Path | None, gpt2_folder: Path | None) -> Given | None:
     """The vocabulary of a prepared corpus or of GPT-2, ``None`` if neither is named.
 
     Raises:
         UserError: if files are missing.
     """
-    if gpt2 is not None:
-        from fairseq_rpe.data.gpt2 import find_files
-
-        return Given("gpt2", find_files(gpt2))
+    if gpt2_folder is not None:
+        return Given("gpt2", gpt2.find_files(gpt2_folder))
     if corpus is None:
         return None
     manifest = read_manifest(corpus)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core import Curve, LogWeight, Pair, Positions, option
 from .base import PairBias, register
-from .pieces import Stage, straight_pieces
+from .segments import Stage, straight_pieces
 
 _ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "none": None}
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
 from ..analysis.receptive_field import quantised, thinned
-from ..analysis.style import looks
+from .style import looks
 
 _PANELS = 4  # heads that are drawn, from the first to the last
 Curve = tuple[list[float], Tensor]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
-from ..analysis.style import looks
+from .style import looks
 
 _DASHES = ("-", "--", ":")
 

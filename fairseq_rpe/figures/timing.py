@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ..analysis.speed import LIMIT, Timing
-from ..analysis.style import looks
+from .style import looks
 
 _DASHES = ("-", "--", ":", "-.")
 

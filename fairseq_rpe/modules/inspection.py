@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from ..analysis.bias_figures import bias_map, exp_bias_figure, profile_figure, require_bias, some_heads
+from ..analysis.bias_map import bias_map, require_bias, some_heads
 from ..analysis.history import History
 from ..encodings import Encoding
+from ..figures.biases import maps_of_heads, of_heads
 
 FOLDER = "encodings"
 
@@ -109,10 +110,10 @@ class Inspector:
         for name, parameter in encoding.named_parameters():
             self._histogram(f"rpe_parameters/{place}/{name}", parameter.detach().double().cpu())
         title = f"{self.spec}, {place}, after {self.written} updates"
-        self._picture(f"bias_profile/{place}", profile_figure(profile, title))
+        self._picture(f"bias_profile/{place}", of_heads(profile, title))
         heads = some_heads(encoding.heads)
         bias, step = bias_map(encoding, self.length, heads)
-        self._picture(f"exp_bias/{place}", exp_bias_figure(bias, title, heads, step))
+        self._picture(f"exp_bias/{place}", maps_of_heads(bias, title, heads, step))
 
     def _histogram(self, tag: str, values: Tensor) -> None:
         values = values[values.isfinite()]

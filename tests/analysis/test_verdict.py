@@ -8,6 +8,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import flint
 import mpmath
 import pytest
 import sympy
@@ -15,14 +16,17 @@ import torch
 from conftest import ALL_SPECS, SPECS, make_model, model_args
 
 from fairseq_rpe import encodings
+from fairseq_rpe.analysis import judgement
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict, verdict_of_formula
-from fairseq_rpe.analysis.enclosures import ranges
-from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.receptive_field import quantised
+from fairseq_rpe.analysis.formula import N, parse
+from fairseq_rpe.analysis.ranges import ranges
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import LogWeight, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.figures.fields import fields
+from fairseq_rpe.figures.style import looks
 
 EXPECTED = {
     "alibi": CONVERGES,
@@ -136,6 +140,7 @@ def _tanh_less_one(n):
         ("-2*log(n+1)*tanh(n+1)", lambda: mpmath.zeta(2) + mpmath.nsum(_tanh_less_one, [0, mpmath.inf], method="d")),
         ("-n + log(n+1)", lambda: 1 / (1 - mpmath.exp(-1)) ** 2),
         ("log(2 + cos(pi*n)) - n", lambda: 2 / (1 - mpmath.exp(-1)) + 1 / (1 + mpmath.exp(-1))),
+        ("-sqrt(n/100)", lambda: mpmath.nsum(lambda n: mpmath.exp(-mpmath.sqrt(n) / 10), [0, mpmath.inf], method="e")),
         ("-log(1 + (n - 4)**2)", lambda: (1 + mpmath.pi * mpmath.coth(mpmath.pi)) / 2 + mpmath.mpf(73) / 85),
         ("-0.1*sqrt(n)", lambda: mpmath.nsum(lambda n: mpmath.exp(-mpmath.sqrt(n) / 10), [0, mpmath.inf], method="e")),
     ],
@@ -182,6 +187,21 @@ def test_receptive_fields_are_the_definition(formula):
             assert head.trf(epsilon).exact == j, epsilon
 
 
+def test_receptive_fields_of_p_series_by_hurwitz_zeta():
+    """Σ_{n>=j} (1 + a·n)^-p = a^-p·ζ(p, j + 1/a), also where j has 20 digits."""
+    precision = flint.ctx.prec
+    for p, a in (("1.1", "0.3"), ("1.5", "1"), ("1.01", "2")):
+        head = verdict_of_formula(f"-{p}*log(1+{a}*n)")
+        with mpmath.workdps(60):
+            s, shift = mpmath.mpf(p), 1 / mpmath.mpf(a)
+            assert head.limit[0] <= shift**s * mpmath.zeta(s, shift) <= head.limit[1]
+            for epsilon in ("0.7", "0.3", "0.1", "0.01"):
+                found, target = head.trf(Fraction(epsilon)), mpmath.zeta(s, shift) * mpmath.mpf(epsilon)
+                if found.low is not None:
+                    assert mpmath.zeta(s, shift + found.high) < target <= mpmath.zeta(s, shift + found.low - 1), p
+    assert flint.ctx.prec == precision  # nobody else's precision changes
+
+
 def test_a_field_is_strict_where_both_sides_are_equal():
     assert verdict_of_formula("-log(2)*n").trf(0.25).exact == 3  # the tail from 2 on is B/4 itself
     telescope = verdict_of_formula("-log((n+1)*(n+2))").trf(0.1)  # tail 1/(j+1): equal to B/10 at 9
@@ -210,6 +230,10 @@ def test_a_field_is_strict_where_both_sides_are_equal():
         ("-exp(-n)", DIVERGES, "does not go to 0"),
         ("-5", DIVERGES, "f -> -5"),
         ("-1e-9*n", CONVERGES, "geometric"),
+        ("-3*log(n+1)*sqrt(0.2+1/(n+1))", CONVERGES, "p = 1.34164 > 1"),
+        ("-log(n+1)*sqrt(1.44+1/(n+1))", CONVERGES, "p = 1.2 > 1"),
+        ("-2*log(n+1)/sqrt(4+1/(n+1))", DIVERGES, "harmonic"),
+        ("-(8*n+1)**(1/3)/20", CONVERGES, "f = -0.1·n^0.333333"),
         ("-(1.5+sin(n))*log(n+1)", UNDECIDED, "between -2.5·ln n and -0.5·ln n"),
         ("-abs(sin(n))*n", UNDECIDED, "decides neither"),
         ("-(1-(-1)**n)*n", UNDECIDED, "decides neither"),
@@ -468,15 +492,12 @@ def test_trf_command(tmp_path, capsys):
 
 
 def test_curves_have_one_colour_per_encoding():
-    from fairseq_rpe.analysis import trf_figures
-    from fairseq_rpe.analysis.style import looks
-    from fairseq_rpe.cli import trf
-
     specs = ["alibi", "type1:form=paper"]
-    sources = {spec: [((None, h), head) for h, head in enumerate(verdict(spec), 1)] for spec in specs}
-    _, rows, lines = trf.exact(sources)
-    assert len(lines) == 9 and len(rows) == 16 * len(trf.EPSILONS)
-    (axes,) = trf_figures.fields(lines).axes
+    rows = {spec: judgement.judge([encodings.build(spec, 8, 512)]) for spec in specs}
+    curves = {spec: judgement.fields(found).curves for spec, found in rows.items()}
+    assert [len(found) for found in curves.values()] == [8, 1]  # heads that are alike are one curve
+    assert len(judgement.field_cells(rows)) == 1 + 16 * len(judgement.GRID)
+    (axes,) = fields(curves).axes
     assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
     assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["alibi, 8 heads (thick: the first)", specs[1]]

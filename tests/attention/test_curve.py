@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fairseq_rpe.attention import Plan, reference, sdpa
 from fairseq_rpe.core import Curve, Pair, Positions, UserError
 from fairseq_rpe.encodings import build
-from fairseq_rpe.encodings.pieces import CLOSE, straight_pieces
+from fairseq_rpe.encodings.segments import CLOSE, straight_pieces
 
 SPECS = [
     "fire",

@@ -75,8 +75,8 @@ def test_half_precision(spec, dtype):
 def test_smooth_network(monkeypatch):
     """GELU: the same pieces as the sdpa backend, here coarse ones, since the interpreter takes its time for each."""
     monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.sdpa"), "CURVE_FROM", 2)
-    monkeypatch.setattr("fairseq_rpe.encodings.pieces.FIRST", 64)
-    monkeypatch.setattr("fairseq_rpe.encodings.pieces.CLOSE", 0.1)
+    monkeypatch.setattr("fairseq_rpe.encodings.segments.FIRST", 64)
+    monkeypatch.setattr("fairseq_rpe.encodings.segments.CLOSE", 0.1)
     a, b = (outputs_and_gradients(f, "fire:activation=gelu,init_L=10", 20) for f in (sdpa, triton))
     assert_same(a, b, 2e-5)
 

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import run
+from matplotlib.figure import Figure
 
-from fairseq_rpe.analysis import rope_raw, sensitivity, sensitivity_figures, total_difference
+from fairseq_rpe.analysis import rope_raw, sensitivity, total_difference
+from fairseq_rpe.analysis.index_warping import Setting, table, trend, wave
 from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
-from fairseq_rpe.analysis.style import PALETTE
 from fairseq_rpe.cli import sensitivity as command
 from fairseq_rpe.core import UserError
+from fairseq_rpe.figures.style import PALETTE
+from fairseq_rpe.figures.warping import FIGURES
 
 DRAWN = ["fig1", "fig2", "fig4", "figA", "figB"]
 NAMES = sorted([*(f"{name}.{ending}" for name in DRAWN for ending in ("png", "pdf")), "sensitivity.csv"])
@@ -33,6 +36,11 @@ def parse(*argv: object) -> argparse.Namespace:
 def call(*argv: object) -> int:
     args = parse(*argv)
     return args.run(args)
+
+
+def draw(name: str, setting: Setting):
+    compute, drawn = FIGURES[name]
+    return drawn(setting, compute(setting))
 
 
 def curves(figure) -> list[list[tuple[str, np.ndarray, np.ndarray]]]:
@@ -62,8 +70,8 @@ def drawn(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain() -> argparse.Namespace:
-    return parse()
+def plain() -> Setting:
+    return Setting()
 
 
 def test_files_table_and_what_is_said(drawn):
@@ -113,17 +121,16 @@ def test_module_and_help_come_without_torch():
 
 
 def test_the_trend_is_computed():
-    def rows(none, sqrt, beta):
-        values = {"none": none, "sqrt": sqrt, "beta": beta}
-        return [{"skew": s, "computed_2x": v[0], "computed_4x": v[1]} for s, v in values.items()]
+    def at(none, sqrt, beta):
+        return {"none": none, "sqrt": sqrt, "beta": beta}
 
-    assert command.trend(rows((3, 3), (1, 2), (2, 1))) == (True, True)
-    assert command.trend(rows((3, 3), (1, 1), (2, 2))) == (True, False)
-    assert command.trend(rows((3, 3), (4, 2), (2, 1))) == (False, True)
-    assert command.trend(rows((3, 3), (1, 2), (2, 3))) == (False, False)
-    published = command.table(parse())
+    assert trend(at((3, 3), (1, 2), (2, 1))) == (True, True)
+    assert trend(at((3, 3), (1, 1), (2, 2))) == (True, False)
+    assert trend(at((3, 3), (4, 2), (2, 1))) == (False, True)
+    assert trend(at((3, 3), (1, 2), (2, 3))) == (False, False)
+    rows = table(Setting())
     for length in (20, 500):
-        assert command.trend([r for r in published if r["train_length"] == length], "published") == (True, True)
+        assert trend({row.skew: row.published for row in rows if row.train_length == length}) == (True, True)
 
 
 def test_a_trend_that_fails_is_said(tmp_path, capsys):
@@ -134,7 +141,7 @@ def test_a_trend_that_fails_is_said(tmp_path, capsys):
 
 
 def test_figure_1_rope_stays_above_and_alibi_vanishes(plain):
-    figure = command.draw_attention(plain)
+    figure = draw("fig1", plain)
     (axes,) = figure.axes
     assert axes.get_xscale() == "log" and "tokens" in axes.get_xlabel()
     assert [line for line in axes.lines if list(line.get_ydata()) == [math.exp(-1)] * 2]
@@ -144,11 +151,11 @@ def test_figure_1_rope_stays_above_and_alibi_vanishes(plain):
         assert x[0] == 1 and x[-1] == 1e5
         assert (y.min() > math.exp(-1)) if label.startswith("RoPE") else (y[-1] < 1e-150 and y[0] > 1.5), label
     assert np.allclose(lines["RoPE, head width 64"][1], rope_raw(torch.tensor(lines["RoPE, wide head"][0]), 64).exp())
-    assert "RoPE, head width 96" in named(curves(command.draw_attention(parse("--width", 96)))[0])
+    assert "RoPE, head width 96" in named(curves(draw("fig1", Setting(width=96)))[0])
 
 
 def test_figure_2_interpolation_lowers_and_stretches_the_waves(plain):
-    whole, tail = curves(command.draw_interpolation(plain))
+    whole, tail = curves(draw("fig2", plain))
     training, twice, four = named(tail).values()
     for times, (x, y) in zip((1, 2, 4), (training, twice, four), strict=True):
         assert x[0] == 47 and x[-1] == 0
@@ -158,7 +165,7 @@ def test_figure_2_interpolation_lowers_and_stretches_the_waves(plain):
     ends = [y[-1] for _, y in named(whole).values()]
     assert ends[0] / ends[1] == pytest.approx(2, rel=0.02) and ends[1] / ends[2] == pytest.approx(2, rel=0.02)
     for times in (1, 2, 4):
-        weights = command._wave(times)
+        weights = wave(times)
         assert weights.sum() == pytest.approx(1) and 0 <= weights[0] <= weights[1]
         turned = (torch.arange(len(weights), dtype=torch.float64) / times).cos() @ weights
         assert abs(turned) < 0.01  # a wave is averaged away
@@ -167,17 +174,17 @@ def test_figure_2_interpolation_lowers_and_stretches_the_waves(plain):
 
 @pytest.mark.parametrize("length", [20, 500])
 def test_figure_4_holds_the_terms_of_table_2(length):
-    figure = command.draw_tails(parse("--train-length", length))
+    figure = draw("fig4", Setting(length))
     reach = {20: 10, 500: 200}[length]
-    rows = [r for r in command.table(parse()) if r["train_length"] == length]
+    rows = [row for row in table(Setting()) if row.train_length == length]
     assert len(figure.axes) == 3
     for row, axes, panel in zip(rows, figure.axes, curves(figure), strict=True):
         training, *tests = named(panel).values()
         assert list(training[0]) == list(range(reach, -1, -1))
         assert axes.get_xlim()[0] > reach and axes.get_xlim()[1] < 0  # the last token is at the right
-        for times, (_, y) in zip((2, 4), tests, strict=True):
+        for times, computed, (_, y) in zip((2, 4), row.computed, tests, strict=True):
             total = np.abs(training[1] - y).sum()
-            assert total == pytest.approx(row[f"computed_{times}x"])
+            assert total == pytest.approx(computed)
             assert f"{total:.3g} at {times}×" in axes.get_title()
     sqrt = named(curves(figure)[1])
     (_, training), (_, twice), (_, four) = sqrt.values()
@@ -187,7 +194,7 @@ def test_figure_4_holds_the_terms_of_table_2(length):
 def test_figure_a_is_what_training_does(plain):
     from fairseq_rpe.positions import build
 
-    (panel,) = curves(command.draw_warps(plain))
+    (panel,) = curves(draw("figA", plain))
     lines = named(panel)
     index = torch.arange(512, dtype=torch.float64)[None]
     generator = torch.Generator().manual_seed(0)
@@ -200,25 +207,25 @@ def test_figure_a_is_what_training_does(plain):
 
 
 def test_figure_b_goes_through_the_table(plain):
-    figure = command.draw_differences(plain)
-    rows = command.table(plain)
+    figure = draw("figB", plain)
+    rows = table(plain)
     for length, panel in zip((20, 500), curves(figure), strict=True):
         lines = named(panel)
         for skew, name in (("none", "identity"), ("sqrt", "tail, sqrt"), ("beta", "tail, beta")):
-            (row,) = (r for r in rows if r["train_length"] == length and r["skew"] == skew)
+            (row,) = (r for r in rows if r.train_length == length and r.skew == skew)
             x, y = lines[name]
             assert x[0] == 1.5 and x[-1] == 8
-            for times in (2, 4):
+            for times, computed in zip((2, 4), row.computed, strict=True):
                 at = np.abs(x - times).argmin()
-                assert y[at] == pytest.approx(row[f"computed_{times}x"])
+                assert y[at] == pytest.approx(computed)
             points = lines[f"{name}, published"]
             assert list(points[0]) == [2, 4]
-            assert list(points[1]) == pytest.approx([row["published_2x"], row["published_4x"]])
+            assert list(points[1]) == pytest.approx(row.published)
 
 
 def test_figures_are_labelled_and_colour_blind_safe(plain):
-    for name, draw in command.FIGURES.items():
-        figure = draw(plain)
+    for name in FIGURES:
+        figure = draw(name, plain)
         shared = figure.get_supylabel() if name == "fig4" else ""
         for axes in figure.axes:
             below = axes.get_xlabel() or figure.axes[-1].get_xlabel()
@@ -233,13 +240,13 @@ def test_figures_are_labelled_and_colour_blind_safe(plain):
 
 def test_every_option_acts_where_it_is_said_to():
     def state(*argv: object) -> dict[str, object]:
-        args = parse(*argv)
+        setting = command.setting(parse(*argv))
+        panels = {name: curves(draw(name, setting)) for name in FIGURES}
         numbers = {
-            name: [np.concatenate([np.asarray([*x, *y], float) for _, x, y in panel]) for panel in curves(draw(args))]
-            for name, draw in command.FIGURES.items()
+            name: [np.concatenate([np.asarray([*x, *y], float) for _, x, y in panel]).tobytes() for panel in found]
+            for name, found in panels.items()
         }
-        table = [[r["computed_2x"], r["computed_4x"]] for r in command.table(args)]
-        return {**{k: [a.tobytes() for a in v] for k, v in numbers.items()}, "table": table}
+        return {**numbers, "table": [row.computed for row in table(setting)]}
 
     base = state()
     for argv, acts in (
@@ -259,18 +266,16 @@ def test_the_smallest_inputs_are_drawn(argv, tmp_path):
 
 
 def test_long_texts_are_thinned_and_cut_to_what_can_be_seen():
-    args = parse("--train-length", 20_000)
-    whole, _ = curves(command.draw_interpolation(args))
+    setting = Setting(20_000)
+    whole, _ = curves(draw("fig2", setting))
     assert all(len(x) <= 4096 and len(np.unique(x)) == len(x) for _, x, _ in whole)
-    for panel in curves(command.draw_tails(args)):
+    for panel in curves(draw("fig4", setting)):
         assert all(len(x) == 257 for _, x, _ in panel)
 
 
-def test_wide_heads_are_computed_in_parts(monkeypatch):
-    args = parse("--width", 64)
-    n = torch.arange(60, dtype=torch.float64).reshape(3, 20)
-    monkeypatch.setattr(command, "_CHUNK", 64 * 7)
-    assert torch.equal(command._raw(args)(n), rope_raw(n, 64))
+def test_wide_heads_are_computed_in_parts():
+    n = torch.arange(3000, dtype=torch.float64).reshape(3, 1000)
+    assert torch.equal(Setting(width=4096).raw(n), rope_raw(n, 4096))
 
 
 def refused(*argv: object) -> str:
@@ -317,12 +322,12 @@ def test_bad_folders_are_one_line_and_leave_nothing(tmp_path):
 
 
 def test_a_failing_figure_leaves_the_old_one(tmp_path, monkeypatch):
-    def fail(figure, path):
+    def fail(figure, path, **how):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(path))
 
     (tmp_path / "fig1.png").write_bytes(b"old")
-    monkeypatch.setattr(sensitivity_figures, "save", fail)
+    monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.raises(OSError):
         call("--out", tmp_path, "--train-length", 20)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"fig1.png": b"old"}

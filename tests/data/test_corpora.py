@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import lzma
+import os
 import random
 import sys
+import threading
+import time
 import types
 import zipfile
 from collections.abc import Sequence
@@ -15,21 +19,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data import NASTY
+from test_tokenizer import NASTY
 
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.cli.prepare_known import NAMES
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data import documents, pieces, text
-from fairseq_rpe.data.binarise import read_dictionary, read_split
-from fairseq_rpe.data.corpus import SPLITS
+from fairseq_rpe.core.files import lock
+from fairseq_rpe.data import chunks, documents, pipeline, vocabulary
+from fairseq_rpe.data.chunks import Piece, cut, gather
 from fairseq_rpe.data.encoders import EOS, Encoder, load_encoder
-from fairseq_rpe.data.pieces import Piece, cut, gather
-from fairseq_rpe.data.place import read_manifest
+from fairseq_rpe.data.folder import SPLITS, count_tokens, read_dictionary, read_manifest, read_split
+from fairseq_rpe.data.pipeline import prepare
+from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.sourcefiles import Entry, read_blocks
 from fairseq_rpe.data.sources import KNOWN, compare
 from fairseq_rpe.data.stream import SplitWriter, decode_documents, encode_chunk
-from fairseq_rpe.data.text import TextOptions, prepare_text
 from fairseq_rpe.data.tokenizer import Tokenizer
 from fairseq_rpe.data.units import Units, read_units
 from fairseq_rpe.data.vocabulary import BpeLearner
@@ -69,15 +72,15 @@ def write_folder(folder: Path) -> Path:
     return folder
 
 
-def options(dest: Path, *train: Path, **changes: Any) -> TextOptions:
+def options(dest: Path, *train: Path, **changes: Any) -> PrepareOptions:
     given = {"vocab_size": 400, "valid_fraction": 0.2, "test_fraction": 0.2, "workers": 1, **changes}
-    return TextOptions(dest=dest, train=train, **given)
+    return PrepareOptions(dest=dest, train=train, **given)
 
 
 @pytest.fixture(scope="module")
 def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("made") / "corpus"
-    prepare_text(options(dest, folder))
+    prepare(options(dest, folder))
     return dest
 
 
@@ -85,20 +88,20 @@ def finished(texts: Sequence[str]) -> list[bytes]:
     return [(t if t.endswith("\n") else t + "\n").encode() for t in texts]
 
 
-def everything(corpus: Path, kind: str = "bpe") -> list[bytes]:
-    return [document for split in SPLITS for document in decode_documents(corpus, split, kind)]
+def everything(corpus: Path) -> list[bytes]:
+    return [document for split in SPLITS for document in decode_documents(corpus, split)]
 
 
 def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in left_out}
 
 
-def refused(options: TextOptions) -> str:
+def refused(options: PrepareOptions) -> str:
     """The message of the refusal, after checking that it is one line and left nothing behind."""
-    before = sorted(options.dest.parent.iterdir())
+    before = sorted(options.dest.parent.glob("*"))
     with pytest.raises(UserError) as caught:
-        prepare_text(options, lambda _: None)
-    assert before == sorted(options.dest.parent.iterdir())
+        prepare(options, lambda _: None)
+    assert before == sorted(options.dest.parent.glob("*"))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -137,7 +140,7 @@ def test_scripts_with_marks_inside_words(tmp_path: Path) -> None:
     syllables = ["कि", "ता", "ब", "हिं", "दी", "को", "e\u0301t", "te\u0301", "ธ์", "กี่", "ascii", "x1"]
     texts = [" ".join("".join(rng.choices(syllables, k=3)) for _ in range(90)) + "।\n" for _ in range(40)]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
-    prepare_text(options(tmp_path / "corpus", rows), lambda _: None)
+    prepare(options(tmp_path / "corpus", rows), lambda _: None)
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(texts))
     encoder, tokenizer = load_encoder("bpe", tmp_path / "corpus"), Tokenizer.load(tmp_path / "corpus/spm.model")
     symbols = read_dictionary(tmp_path / "corpus/dict.txt")
@@ -202,16 +205,25 @@ def test_index_is_fairseqs_own(tmp_path: Path) -> None:
         assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
 
 
-def test_sample_is_bounded_and_depends_on_the_text_only() -> None:
-    def chosen(texts: Sequence[str]) -> list[str]:
-        learner = BpeLearner(400, 200_000)
+def test_sample_is_bounded_and_depends_on_the_text_only(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    model = (made / "spm.model").read_bytes()
+    monkeypatch.setattr(vocabulary, "train_tokenizer", lambda lines, size: seen.append(list(lines)) or model)
+
+    def chosen(texts: Sequence[str], bound: int | None) -> list[str]:
+        learner = BpeLearner(400, bound)
         for content in texts:
             learner.read([content])
-        return sorted(part for _, part in learner._parts)
+        learner.write(tmp_path)
+        return sorted(seen[-1])
 
     texts = [prose(number) * 9 for number in range(100)]
-    assert 50_000 < sum(map(len, chosen(texts))) <= 200_000
-    assert chosen(texts) == chosen(texts[::-1])
+    assert 50_000 < sum(map(len, chosen(texts, 200_000))) <= 200_000
+    assert chosen(texts, 200_000) == chosen(texts[::-1], 200_000)
+    everything = [*texts, "one line " * 5_000]
+    assert chosen(everything, None) == sorted(line for t in everything for line in f"{t}\n".split("\n"))
 
 
 # The whole preparation
@@ -223,7 +235,7 @@ def test_documents_come_back_byte_for_byte(made: Path) -> None:
     assert manifest is not None
     for split in SPLITS:
         count = manifest["splits"][split]
-        found = decode_documents(made, split, "bpe")
+        found = decode_documents(made, split)
         assert count["documents"] == len(found) > 1
         assert count["bytes"] == sum(map(len, found)) and count["unknown"] == 0
         assert count["tokens"] == len(read_split(made, split)[0])
@@ -240,14 +252,14 @@ def test_fairseq_knows_the_documents_apart(made: Path) -> None:
         dataset, dataset.sizes, 2**20, dictionary.pad(), dictionary.eos(), "complete_doc", document_sep_len=1
     )
     # fairseq drops documents of one token only, which there are none of.
-    assert len(blocks) == len(decode_documents(made, "train", "bpe"))
+    assert len(blocks) == len(decode_documents(made, "train"))
 
 
 def test_any_number_of_workers_and_any_size_of_pieces_per_worker(
     folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "gather", lambda stream: gather(stream, 500))
-    prepare_text(options(tmp_path / "corpus", folder, workers=3), lambda _: None)
+    monkeypatch.setattr(pipeline, "gather", lambda stream: gather(stream, 500))
+    prepare(options(tmp_path / "corpus", folder, workers=3), lambda _: None)
     assert contents(tmp_path / "corpus") == contents(made)
 
 
@@ -256,9 +268,9 @@ def test_a_document_keeps_its_split_whatever_else_there_is(made: Path, tmp_path:
     few.mkdir()
     for number, content in enumerate(TEXTS[::2]):
         (few / f"renamed{number}").write_bytes(content.encode())
-    prepare_text(options(tmp_path / "corpus", few, vocab_size=350), lambda _: None)
+    prepare(options(tmp_path / "corpus", few, vocab_size=350), lambda _: None)
     for split in SPLITS:
-        assert set(decode_documents(tmp_path / "corpus", split, "bpe")) <= set(decode_documents(made, split, "bpe"))
+        assert set(decode_documents(tmp_path / "corpus", split)) <= set(decode_documents(made, split))
 
 
 def write_rows(path: Path, texts: Sequence[str]) -> Path:
@@ -280,7 +292,7 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
 def test_formats_give_the_same_corpus(made: Path, tmp_path: Path, ending: str) -> None:
     order = [number for part in range(3) for number in range(part, len(TEXTS), 3)]
     path = write_rows(tmp_path / f"rows.{ending}", [TEXTS[number] for number in order])
-    prepare_text(options(tmp_path / "corpus", path), lambda _: None)
+    prepare(options(tmp_path / "corpus", path), lambda _: None)
     assert contents(tmp_path / "corpus", "corpus.json") == contents(made, "corpus.json")
 
 
@@ -291,7 +303,7 @@ def test_zip_archives_and_patterns(folder: Path, tmp_path: Path) -> None:
         archive.writestr("picture.png", b"\x89PNG\0\0")
         archive.writestr("notes.md", "not wanted")
     said: list[str] = []
-    prepare_text(options(tmp_path / "corpus", tmp_path / "all.zip", include=("*.txt", "*.png")), said.append)
+    prepare(options(tmp_path / "corpus", tmp_path / "all.zip", include=("*.txt", "*.png")), said.append)
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
     assert "left out: 1 binary" in said
 
@@ -303,9 +315,9 @@ def test_given_splits_and_rows_as_lines(tmp_path: Path) -> None:
         files[split] = write_rows(tmp_path / f"{split}.jsonl", rows)
     given = {split: (files[split],) for split in ("valid", "test")}
     changes: dict[str, Any] = {"tokenizer": "words", "vocab_size": None, "rows_are_lines": True}
-    prepare_text(options(tmp_path / "corpus", files["train"], **given, **changes), lambda _: None)
+    prepare(options(tmp_path / "corpus", files["train"], **given, **changes), lambda _: None)
     assert (
-        everything(tmp_path / "corpus", "words")[1:]
+        everything(tmp_path / "corpus")[1:]
         == [b"= Title = \n\nwords of \xef\xbf\xbd\xef\xbf\xbdhere \nno newline \n"] * 2
     )
     units = read_units(tmp_path / "corpus", "test")
@@ -317,9 +329,9 @@ def test_words_have_fairseqs_own_dictionary(tmp_path: Path) -> None:
 
     # Names of fairseq's specials would come back as what they stand for.
     rows = write_rows(tmp_path / "rows.jsonl", [*TEXTS[:36], *TEXTS[37:]])
-    prepare_text(options(tmp_path / "corpus", rows, tokenizer="words", vocab_size=None), lambda _: None)
+    prepare(options(tmp_path / "corpus", rows, tokenizer="words", vocab_size=None), lambda _: None)
     theirs = Dictionary()
-    for document in decode_documents(tmp_path / "corpus", "train", "words"):
+    for document in decode_documents(tmp_path / "corpus", "train"):
         for word in document.decode().split():
             theirs.add_symbol(word)
     theirs.finalize(padding_factor=8)
@@ -332,13 +344,13 @@ def test_a_vocabulary_can_be_shared(made: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for number in range(12):
         (tmp_path / "other" / f"{number}.txt").write_text(prose(1000 + number) + " ©")
-    prepare_text(options(tmp_path / "corpus", tmp_path / "other", vocab_size=None, vocab_from=made), lambda _: None)
+    prepare(options(tmp_path / "corpus", tmp_path / "other", vocab_size=None, vocab_from=made), lambda _: None)
     for name in ("dict.txt", "spm.model"):
         assert (tmp_path / "corpus" / name).read_bytes() == (made / name).read_bytes()
     assert len(everything(tmp_path / "corpus")) == 12
 
     mixed = tmp_path / "mixed"
-    prepare_text(options(mixed, tmp_path / "other", vocab_size=350), lambda _: None)
+    prepare(options(mixed, tmp_path / "other", vocab_size=350), lambda _: None)
     (mixed / "dict.txt").write_bytes((made / "dict.txt").read_bytes())
     message = refused(options(tmp_path / "new", tmp_path / "other", vocab_size=None, vocab_from=mixed))
     assert "dict.txt is not of the same corpus as its spm.model" in message
@@ -348,47 +360,154 @@ def test_second_call_does_nothing_and_damage_is_repaired(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dest = tmp_path / "corpus"
-    prepare_text(options(dest, folder), lambda _: None)
+    prepare(options(dest, folder), lambda _: None)
     first = contents(dest)
     (dest / "train.bin").write_bytes(b"damaged")
-    prepare_text(options(dest, folder), lambda _: None)
+    prepare(options(dest, folder), lambda _: None)
     assert contents(dest) == first
-    monkeypatch.setattr(text, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(SplitWriter, "add", lambda *_: pytest.fail("built again"))
     said: list[str] = []
-    prepare_text(options(dest, folder, workers=3), said.append)
+    prepare(options(dest, folder, workers=3), said.append)
     assert said == [f"{dest} is up to date"]
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Few short documents, for what does not depend on the text."""
+    return write_rows(tmp_path / "rows.jsonl", [f"word{number} and more\n" for number in range(60)])
+
+
+def quick(dest: Path, rows: Path, **changes: Any) -> PrepareOptions:
+    return options(dest, rows, tokenizer="words", vocab_size=None, **changes)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError(errno.ENOSPC, "disk full"), RuntimeError])
 @pytest.mark.parametrize("existing", [False, True])
-def test_stopped_in_the_middle_leaves_the_old_state(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, existing: bool
+@pytest.mark.parametrize("where", ["learning", "encoding", "publishing"])
+def test_failure_leaves_the_old_state(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, existing: bool, where: str
 ) -> None:
     dest = tmp_path / "corpus"
     if existing:
-        prepare_text(options(dest, folder), lambda _: None)
+        prepare(quick(dest, rows), lambda _: None)
     before = contents(dest) if existing else None
+    owners: dict[str, tuple[Any, str]] = {
+        "learning": (vocabulary.WordLearner, "write"),
+        "encoding": (SplitWriter, "add"),
+        "publishing": (Path, "rename"),
+    }
+    owner, name = owners[where]
+    original = getattr(owner, name)
 
-    def stop(writer: SplitWriter, encoded: Any) -> None:
+    def fail(*args: Any) -> Any:
+        # Moving the old corpus away and back works, moving the new one in does not.
+        if name == "rename" and args[0].name != "made":
+            return original(*args)
         raise kind
 
-    monkeypatch.setattr(SplitWriter, "add", stop)
-    with pytest.raises(kind):
-        prepare_text(options(dest, folder, seed=2), lambda _: None)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(UserError if isinstance(kind, OSError) else kind) as caught:
+        prepare(quick(dest, rows, seed=2), lambda _: None)
+    if isinstance(kind, OSError):
+        assert str(caught.value).startswith("no space left for ")
     assert (contents(dest) if existing else None) == before
-    assert list(tmp_path.iterdir()) == ([dest] if existing else [])
+    assert [path for path in tmp_path.iterdir() if path != rows] == ([dest] if existing else [])
+
+
+def test_leftovers_of_a_killed_run_are_removed(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / ".corpus.prepare-123" / "made").mkdir(parents=True)
+    others = [tmp_path / ".corpus.prepare-mine", tmp_path / ".other.prepare-123"]
+    for other in others:
+        other.mkdir()
+    prepare(quick(tmp_path / "corpus", rows), lambda _: None)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, rows, tmp_path / "corpus"])
+
+
+def test_destination_may_be_a_link_or_an_empty_folder(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "corpus").symlink_to(tmp_path / "elsewhere")
+    prepare(quick(tmp_path / "corpus", rows), lambda _: None)
+    assert (tmp_path / "corpus").is_symlink()
+    assert (tmp_path / "elsewhere" / "corpus.json").is_file()
+    (tmp_path / "folder").mkdir()
+    assert tmp_path.joinpath("elsewhere").stat().st_mode == tmp_path.joinpath("folder").stat().st_mode
+
+
+def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "folder"
+    dest.mkdir()
+    (dest / "thesis.tex").write_text("years of work")
+    assert "not made by this command" in refused(quick(dest, rows))
+    (dest / "corpus.json").write_text('{"made_by": "me"}')
+    assert "not made by this command" in refused(quick(dest, rows))
+    assert contents(dest)["thesis.tex"] == b"years of work"
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refused(quick(tmp_path / "file", rows))
+    assert "cannot write" in refused(quick(tmp_path / "file" / "corpus", rows))
+    assert "fairseq splits paths" in refused(quick(tmp_path / f"a{os.pathsep}b", rows))
+    if os.geteuid():
+        (tmp_path / "closed").mkdir(mode=0o500)
+        assert "cannot write" in refused(quick(tmp_path / "closed" / "corpus", rows))
+    prepare(quick(tmp_path / "corpus", rows), lambda _: None)
+    (tmp_path / "corpus" / "checkpoint.pt").write_bytes(b"weights")
+    assert "checkpoint.pt" in refused(quick(tmp_path / "corpus", rows, seed=2))
+    assert (tmp_path / "corpus" / "checkpoint.pt").read_bytes() == b"weights"
+
+
+def test_two_preparations_wait_for_each_other(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dest = tmp_path / "corpus"
+    with lock(tmp_path, "busy"):
+        other = threading.Thread(target=prepare, args=(quick(dest, rows), lambda _: None))
+        other.start()
+        for _ in range(500):
+            waiting = capsys.readouterr().err
+            if waiting:
+                break
+            time.sleep(0.01)
+        assert waiting == f"waiting for another preparation in {tmp_path}\n" and not dest.exists()
+    other.join()
+    assert len(everything(dest)) == 60
 
 
 def test_changing_sources_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "texts")
-    original = text._learn
+    original = BpeLearner.write
 
-    def learn(*args: Any) -> int:
+    def write(*args: Any) -> None:
         (folder / "part0" / "00.txt").write_text("something else")
-        return original(*args)
+        original(*args)
 
-    monkeypatch.setattr(text, "_learn", learn)
+    monkeypatch.setattr(BpeLearner, "write", write)
     assert "changed while they were read" in refused(options(tmp_path / "corpus", folder))
+
+
+def test_a_tokenizer_that_changes_the_text_is_noticed(
+    folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Tokenizer.encode_word
+    monkeypatch.setattr(Tokenizer, "encode_word", lambda self, word: original(self, word.replace("ring", "gnir")))
+    message = refused(options(tmp_path / "corpus", folder, vocab_size=None, vocab_from=made))
+    assert "the tokenizer changes" in message and "ring" in message
+
+
+def test_damaged_splits_are_noticed(made: Path, tmp_path: Path) -> None:
+    index, ids = (made / "valid.idx").read_bytes(), (made / "valid.bin").read_bytes()
+    damage = {
+        "is not an mmap index": [b"TNTIDX" + index[6:], index[:20], index[:17] + b"\x07" + index[18:]],
+        "is cut short": [index[:30], index[:18] + b"\xff" * 8 + index[26:]],
+    }
+    (tmp_path / "valid.bin").write_bytes(ids)
+    for words, indices in damage.items():
+        for content in indices:
+            (tmp_path / "valid.idx").write_bytes(content)
+            for read in (count_tokens, read_split):
+                with pytest.raises(UserError, match=f"valid.idx {words}"):
+                    read(tmp_path, "valid")
+    (tmp_path / "valid.idx").write_bytes(index)
+    assert count_tokens(tmp_path, "valid") == len(read_split(tmp_path, "valid")[0]) == len(ids) // 2
+    (tmp_path / "valid.bin").write_bytes(ids[:-2])
+    with pytest.raises(UserError, match="valid.bin has not the tokens that its index counts"):
+        read_split(tmp_path, "valid")
 
 
 # GPT-2's BPE
@@ -413,8 +532,8 @@ def test_gpt2_tokens_are_the_librarys_and_every_byte_returns(folder: Path, gpt2:
     from tokenizers import ByteLevelBPETokenizer
 
     dest = tmp_path / "corpus"
-    prepare_text(options(dest, folder, tokenizer="gpt2", gpt2=gpt2, vocab_size=None), lambda _: None)
-    assert sorted(everything(dest, "gpt2")) == sorted(finished(TEXTS))
+    prepare(options(dest, folder, tokenizer="gpt2", gpt2=gpt2, vocab_size=None), lambda _: None)
+    assert sorted(everything(dest)) == sorted(finished(TEXTS))
     symbols = read_dictionary(dest / "dict.txt")
     assert len(symbols) == 400 + 8 and symbols[-4:] == [*(f"madeupword000{i}" for i in range(3)), "<mask>"]
     theirs = ByteLevelBPETokenizer.from_file(str(gpt2 / "vocab.json"), str(gpt2 / "merges.txt"))
@@ -431,9 +550,9 @@ def test_gpt2_takes_a_published_dictionary_and_file_names(folder: Path, gpt2: Pa
     order = [str(number) for number in range(399, -1, -1)]
     (published / "dict.txt").write_text("".join(f"{number} 7\n" for number in [*order, "madeupword0000"]))
     given = {"tokenizer": "gpt2", "gpt2": published, "vocab_size": None}
-    prepare_text(options(tmp_path / "corpus", folder, **given), lambda _: None)
+    prepare(options(tmp_path / "corpus", folder, **given), lambda _: None)
     assert read_dictionary(tmp_path / "corpus" / "dict.txt")[4:] == [*order, "madeupword0000"]
-    assert sorted(everything(tmp_path / "corpus", "gpt2")) == sorted(finished(TEXTS))
+    assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
 
     (published / "dict.txt").write_text("0 1\n1 1\n")
     message = refused(options(tmp_path / "new", folder, **given))
@@ -489,7 +608,6 @@ def test_published_counts_are_recognised() -> None:
     assert said[0] == "train: 28602 documents, as published" and said[2].startswith("warning: test has 99 documents")
     counts["test"]["documents"] = 100
     assert compare(KNOWN["books"], counts, said.append)
-    assert tuple(KNOWN) == NAMES
 
 
 class Gated(OSError):
@@ -572,14 +690,6 @@ def test_units_are_read_if_they_are_recorded(made: Path, tmp_path: Path) -> None
     assert read_units(tmp_path, "valid") is None and read_units(tmp_path, "test") is not None
 
 
-def test_the_standard_library_records_units_too(tmp_path: Path) -> None:
-    from fairseq_rpe.data.corpus import SourceFile
-    from fairseq_rpe.data.prepare import _count
-
-    count = _count((SourceFile("a.py", b"x = 1\n\ny = 2"),), b"x = 1\n\ny = 2\n", 11)
-    assert count == {"files": 1, "documents": 1, "bytes": 13, "lines": 3, "words": 9, "tokens": 11}
-
-
 # Bad input
 
 
@@ -618,6 +728,10 @@ def cases(tmp_path: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]
         "large": ({"vocab_size": 10**6}, "--vocab-size 1000000 is too large for this text: the largest possible is "),
         "fraction": ({"test_fraction": 1.0}, "--test-fraction 1.0 is out of range"),
         "fractions": ({"valid_fraction": 0.5, "test_fraction": 0.5}, "their sum must be below 1"),
+        "not a number": ({"valid_fraction": float("nan")}, "--valid-fraction nan is out of range"),
+        "bytes": ({"max_bytes": 0}, "--max-bytes 0 is out of range"),
+        "few bytes": ({"max_bytes": 4}, "another --seed or a larger --max-bytes"),
+        "division": ({"divide_by": "date"}, "--divide-by date is none of text, path"),
         "workers": ({"workers": 0}, "--workers 0 is out of range"),
         "no corpus": ({"vocab_from": tmp_path / "empty", "vocab_size": None}, "is no prepared corpus"),
         "two sizes": ({"vocab_from": tmp_path / "empty"}, "--vocab-size has no effect"),
@@ -637,7 +751,7 @@ def test_other_encodings_can_be_left_out(tmp_path: Path) -> None:
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "blank.txt").write_bytes(b" \n\n")
     said: list[str] = []
-    manifest = prepare_text(options(tmp_path / "corpus", folder, skip_invalid=True), said.append)
+    manifest = prepare(options(tmp_path / "corpus", folder, skip_invalid=True), said.append)
     assert manifest["skipped"] == {"not UTF-8": 1, "without text": 1}
     assert "left out: 1 without text, 1 not UTF-8" in said
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
@@ -663,7 +777,7 @@ def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pyte
     (document,) = documents.Reader([Entry(path)])
     assert max(map(len, document.blocks())) <= 1 << 20
     lengths = [len(piece.text) for piece in cut(document.blocks())]
-    assert max(lengths) <= pieces.PIECE + 1 and sum(lengths) == 5_400_001
+    assert max(lengths) <= chunks.PIECE + 1 and sum(lengths) == 5_400_001
     monkeypatch.setattr(documents, "MAX_JSON_LINE", 1 << 20)
     long_row = write_rows(tmp_path / "row.jsonl", ["x" * (3 << 20)])
     assert "row.jsonl line 1 is over 1 MiB" in refused(options(tmp_path / "corpus", long_row))

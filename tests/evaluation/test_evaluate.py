@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, records
 from fairseq_rpe.data import folder as corpus_files
-from fairseq_rpe.data.place import TEXT_MADE_BY, describe_files
+from fairseq_rpe.data.folder import MADE_BY, describe_files
 from fairseq_rpe.evaluation import loading, results
 from fairseq_rpe.evaluation.losses import BlockLoss, target_losses
 from fairseq_rpe.evaluation.measurements import Overrides, TextRequest
@@ -68,7 +68,7 @@ def test_a_dictionary_that_its_corpus_was_not_made_with_is_refused(corpus, tmp_p
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
     described = describe_files(data, ["dict.txt"])
-    (data / "corpus.json").write_text(json.dumps({"made_by": TEXT_MADE_BY, "files": described}))
+    (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "files": described}))
     corpus_files.check_folder(data, "test")
     (data / "dict.txt").write_text((data / "dict.txt").read_text() + "more 1\n")
     with pytest.raises(UserError, match="dict.txt is not the one"):
@@ -82,12 +82,12 @@ def test_corpora_that_know_their_text_give_bits_per_byte(state, corpus, tmp_path
     assert "bits_per_byte" not in rows_of(capsys, path, data, "64")[0]
     tokens = corpus_files.count_tokens(data, "test")
     counts = {"tokens": tokens, "bytes": 5000, "words": 700, "documents": 3}
-    (data / "corpus.json").write_text(json.dumps({"made_by": TEXT_MADE_BY, "splits": {"test": counts}}))
+    (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "splits": {"test": counts}}))
     [row] = rows_of(capsys, path, data, "64")
     assert row["bits_per_byte"] == pytest.approx(row["loss_base2"] * tokens / 5000)
     assert math.log2(row["word_ppl"]) == pytest.approx(row["loss_base2"] * tokens / 700)
     (data / "corpus.json").write_text(
-        json.dumps({"made_by": TEXT_MADE_BY, "splits": {"test": {**counts, "tokens": tokens + 1}}})
+        json.dumps({"made_by": MADE_BY, "splits": {"test": {**counts, "tokens": tokens + 1}}})
     )
     assert main(["eval", str(path), str(data), "--lengths", "64", "--device", "cpu"]) == 2
     assert f"counts {tokens + 1} tokens in test where the data have {tokens}" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -21,19 +22,23 @@ from tensorboard.plugins.custom_scalar import metadata as layout_metadata
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from torch import nn
 
-from fairseq_rpe.analysis import bias_figures, history
-from fairseq_rpe.cli import board as evaluations
-from fairseq_rpe.cli import report
+from fairseq_rpe.analysis import bias_map, history
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.encodings import build
+from fairseq_rpe.evaluation.results import AnswerResult, TextResult
+from fairseq_rpe.figures import biases
 from fairseq_rpe.modules.inspection import Inspector
+from fairseq_rpe.reports import tensorboard as evaluations
+from fairseq_rpe.reports.results import ExactAnswers, Exactness, Perplexities, Perplexity
+from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 UPDATES, EVERY, HEADS = 6, 3, 4
+EVALUATION = "tensorboard/evaluation"
 STEPS = list(range(0, UPDATES + 1, EVERY))
 
 
@@ -158,10 +163,10 @@ def test_a_sweep_inspects_what_has_a_bias(corpus, tmp_path, capsys):
 
 def test_perplexity_over_length_is_the_result(swept):
     for spec in ("kerple_log", "alibi"):
-        rows = files.read_json_lines(swept / f"runs/{spec}-seed1/{report.RESULTS}")
+        rows = files.read_json_lines(swept / f"runs/{spec}-seed1/eval.jsonl")
         expected = {row["length"]: row["ppl"] for row in rows}
         assert sorted(expected) == [32, 64]
-        folder = swept / report.BOARD / f"{spec}-seed1"
+        folder = swept / EVALUATION / f"{spec}-seed1"
         assert scalars(folder, "ppl_by_length") == pytest.approx(expected, rel=1e-6)  # TensorBoard holds float32
         for length, ppl in expected.items():
             assert scalars(folder, f"ppl_at/{length}") == pytest.approx({0: ppl}, rel=1e-6)
@@ -170,7 +175,7 @@ def test_perplexity_over_length_is_the_result(swept):
 def test_hparams_compare_the_runs(swept):
     found = {}
     for spec in ("kerple_log", "alibi"):
-        content = read(swept / report.BOARD / f"{spec}-seed1").SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG)
+        content = read(swept / EVALUATION / f"{spec}-seed1").SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG)
         start = hparams_metadata.parse_session_start_info_plugin_data(content.plugin_data.content)
         found[spec] = {k: v.string_value or v.number_value for k, v in start.hparams.items()}
     common = {
@@ -182,15 +187,17 @@ def test_hparams_compare_the_runs(swept):
         "updates": 6.0,
     }
     assert found == {spec: {**common, "encoding": spec} for spec in ("kerple_log", "alibi")}
-    content = read(swept / report.BOARD).SummaryMetadata(hparams_metadata.EXPERIMENT_TAG).plugin_data.content
+    content = read(swept / EVALUATION).SummaryMetadata(hparams_metadata.EXPERIMENT_TAG).plugin_data.content
     experiment = hparams_metadata.parse_experiment_plugin_data(content)
     assert [m.name.tag for m in experiment.metric_infos] == ["ppl_at/32", "ppl_at/64"]
+    assert [m.display_name for m in experiment.metric_infos] == ["ppl at 32 tokens", "ppl at 64 tokens"]
+    assert [info.name for info in experiment.hparam_infos] == ["encoding", *common]
     (encoding,) = [info for info in experiment.hparam_infos if info.name == "encoding"]
     assert {v.string_value for v in encoding.domain_discrete.values} == {"kerple_log", "alibi"}
 
 
 def test_the_layout_groups_charts_that_hold_something(swept):
-    (tensor,) = read(swept / report.BOARD).Tensors(layout_metadata.CONFIG_SUMMARY_TAG)
+    (tensor,) = read(swept / EVALUATION).Tensors(layout_metadata.CONFIG_SUMMARY_TAG)
     layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == ["Evaluation", "Loss", "Learned parameters"]
     folders = {path.parent for path in (swept / "tensorboard").rglob("events*")}
@@ -315,33 +322,65 @@ def test_evaluation_alone_writes_nothing(tmp_path, task):
 
 def test_figures_show_the_bias():
     encoding = build("alibi", 6, 48)
-    heads = bias_figures.some_heads(6)
-    assert heads == [0, 2, 3, 5] and bias_figures.some_heads(3) == [0, 1, 2]
-    bias, step = bias_figures.bias_map(encoding, 600, heads)
+    heads = bias_map.some_heads(6)
+    assert heads == [0, 2, 3, 5] and bias_map.some_heads(3) == [0, 1, 2]
+    bias, step = bias_map.bias_map(encoding, 600, heads)
     assert (tuple(bias.shape), step) == ((4, 200, 200), 3)
     profile = encoding.profile(600)
     assert torch.equal(bias[1, 150, 50], profile[2, 300])
-    drawn = bias_figures.exp_bias_figure(bias, "a title", heads, step)
+    drawn = biases.maps_of_heads(bias, "a title", heads, step)
     panels = [axes for axes in drawn.axes if axes.images]
     assert [axes.get_title() for axes in panels] == ["head 1", "head 3", "head 4", "head 6"]
     shown = np.ma.filled(panels[1].images[0].get_array(), np.nan)
     assert shown[150, 50] == pytest.approx(profile[2, 300].exp().item()) and np.isnan(shown[50, 150])
-    curves = bias_figures.profile_figure(profile, "a title").axes[0].lines
+    curves = biases.of_heads(profile, "a title").axes[0].lines
     assert len(curves) == 6 and np.array_equal(curves[5].get_ydata(), profile[5].numpy())
 
 
 def test_algorithms_have_a_curve_over_items(tmp_path):
-    state = {"settings": {"arch": "transformer_rpe_lm_tiny"}, "methods": {}}
-    method = report.method_of(state, "alibi")
-    place = tmp_path / "runs" / report.run_name(method, 1, "copy") / "checkpoints"
-    place.mkdir(parents=True)
-    files.write_json(place / "run.json", {"updates": 5})
-    rows = [{"task": "copy", "method": "alibi", "seed": 1, "items": n, "accuracy": a} for n, a in ((2, 1.0), (9, 0.25))]
-    evaluations.write_algorithms(tmp_path, state, rows, {"copy": 5})
-    folder = tmp_path / report.BOARD / report.slug("copy@alibi", 1)
+    sweep, state = SweepFolder(tmp_path), State(SweepSettings(arch="transformer_rpe_lm_tiny"), ("alibi",), (1,))
+    place = sweep.run_of(Method("alibi", "alibi"), 1, "copy").checkpoints
+    files.write_json(place.record_path, {"updates": 5})
+    given = {"checkpoint": "c", "algorithm": "copy", "split": "test", "unit": "items", "transform": "identity"}
+    results = [
+        AnswerResult(length=n, examples=4, right=right, accuracy=right / 4, **given) for n, right in ((2, 4), (9, 1))
+    ]
+    found = ExactAnswers([Exactness("copy", "alibi", 1, result) for result in results], {"copy": 5}, {"copy": 9})
+    evaluations.write(sweep, state, found, tmp_path / EVALUATION)
+    folder = tmp_path / EVALUATION / slug("copy@alibi", 1)
     assert scalars(folder, "exact_by_items") == {2: 100.0, 9: 25.0}
     means = {part: scalars(folder, f"exact/{part}")[0] for part in ("trained", "beyond", "all")}
     assert means == {"trained": 100.0, "beyond": 25.0, "all": 62.5}
+    content = read(folder).SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG).plugin_data.content
+    start = hparams_metadata.parse_session_start_info_plugin_data(content)
+    assert start.hparams["task"].string_value == "copy" and start.hparams["updates"].number_value == 5
+
+
+def test_a_running_tensorboard_forgets_what_was_replaced(tmp_path):
+    """Its reader goes on with the new file of a run; what it has read of the old one does not stay."""
+    sweep, state = SweepFolder(tmp_path), State(SweepSettings(tokens=32), ("alibi", "rope"), (1,))
+    given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
+
+    def write(ppl: dict[str, dict[int, float]]) -> None:
+        rows = [
+            Perplexity(name, 1, None, TextResult(length=n, ppl=value, **given))
+            for name, values in ppl.items()
+            for n, value in values.items()
+        ]
+        evaluations.write(sweep, state, Perplexities(rows, 32), tmp_path / EVALUATION)
+
+    write({"alibi": {32: 5.0, 64: 6.0}, "rope": {32: 7.0}})
+    folder = tmp_path / EVALUATION / "alibi-seed1"
+    assert scalars(folder, "ppl_by_length") == {32: 5.0, 64: 6.0}
+    (before,) = folder.iterdir()
+    shutil.copy(before, tmp_path / "before")
+    write({"alibi": {32: 4.0, 128: 3.0}})
+    (after,) = folder.iterdir()
+    assert after.name > before.name
+    (tmp_path / "before").rename(folder / before.name)
+    assert scalars(folder, "ppl_by_length") == {32: 4.0, 128: 3.0}
+    assert sorted(path.name for path in (tmp_path / EVALUATION).iterdir() if path.is_dir()) == ["alibi-seed1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +408,7 @@ def test_the_model_refuses_half_a_setting(task, changes, words):
 
 
 def test_the_screenshot_script_says_what_is_missing(tmp_path):
-    script = ROOT / "scripts/board_screenshot.py"
+    script = ROOT / "docs/tools/board_screenshot.py"
     (tmp_path / "tensorboard").mkdir()
     for folder, path, words in (
         (tmp_path / "none", "/usr/bin", "has no tensorboard folder: name the --out folder of a sweep"),

@@ -11,10 +11,14 @@ from conftest import p_of_heads, save_checkpoint
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
 from fairseq_rpe.analysis.extrapolation import agreeing
-from fairseq_rpe.cli import definition, report
-from fairseq_rpe.cli.definition import NONE, Prediction
-from fairseq_rpe.cli.trained import load_encodings
 from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation.results import TextResult
+from fairseq_rpe.reports import definition
+from fairseq_rpe.reports.definition import NONE, Prediction
+from fairseq_rpe.reports.page import markdown
+from fairseq_rpe.reports.results import Perplexities, Perplexity
+from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
 
 PPL = {
     "flat": {64: 50.0, 128: 49.5, 256: 49.0},  # -2 % at the end
@@ -32,19 +36,24 @@ SAID = {
 }
 
 
-def judged(names=tuple(PPL)):
+def found(ppl):
+    """The perplexities of a sweep at 64 tokens."""
+    given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
     rows = [
-        {"encoding": name, "length": n, "ppl": ppl, "seed": 1, "ratio": None}
-        for name in names
-        for n, ppl in PPL[name].items()
+        Perplexity(name, 1, None, TextResult(length=n, ppl=value, **given))
+        for name, values in ppl.items()
+        for n, value in values.items()
     ]
-    return definition.judge(rows, 64, SAID)
+    return Perplexities(rows, 64)
 
 
-def cells(text):
-    """The lines of the first Markdown table after the word 'columns' or 'one-sided'."""
-    lines = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    return {line[0]: line[1:] for line in lines}
+def judged(names=tuple(PPL)):
+    return definition.judge(found({name: PPL[name] for name in names}), SAID)
+
+
+def cells(table):
+    """What a table shows, by row."""
+    return {row.name: [cell.text for cell in row.cells] for row in table.rows}
 
 
 def test_agreement_is_exact_at_its_borders():
@@ -59,59 +68,65 @@ def test_agreement_is_exact_at_its_borders():
     [(0.05, "1: flat", "1: better", True), (0.1, "2: flat, better", "0", True), (0.03, "1: flat", "1: better", False)],
 )
 def test_two_by_two_counts_improvements_as_the_definition_does(limit, stays, leaves, slow_stays):
-    table = cells(definition._two_by_two(judged(), limit, one_sided=False))
+    table = cells(definition.observed(judged(), limit, one_sided=False))
     assert table["converges"] == [stays, leaves]
     assert table["diverges"] == (["1: slow", "1: steep"] if slow_stays else ["0", "2: slow, steep"])
     assert table["no prediction"] == ["1: moved", "0"]
-    free = cells(definition._two_by_two(judged(), limit, one_sided=True))
+    free = cells(definition.observed(judged(), limit, one_sided=True))
     assert free["converges"] == ["2: flat, better", "0"]
 
 
 def test_text_names_the_deltas_at_which_theory_and_observation_agree():
-    text = definition.markdown(judged(), 64, 0.05)
+    def said(names=tuple(PPL)):
+        return markdown(definition.blocks(judged(names), 64, 0.05))
+
+    text = said()
     assert "There is no δ" in text  # better deviates by 0.08, slow only by 0.04
     assert "agree for every method if 0.000 < δ <= 0.040" in text  # one-sided
     assert "0.080" in text and "-0.080" in text and "+0.100" in text
     assert "diverges (5 of 8 heads)" in text and "positions are moved" in text
-    same = definition.markdown(judged(("flat", "steep")), 64, 0.05)
+    same = said(("flat", "steep"))
     assert "agree for every method if 0.020 < δ <= 0.200" in same and "One-sided, the table is the same" in same
-    assert "Only one kind of series" in definition.markdown(judged(("flat", "better")), 64, 0.05)
-    assert definition.markdown([], 64, 0.05) == ""
+    assert "Only one kind of series" in said(("flat", "better"))
+    assert definition.blocks([], 64, 0.05) == []
 
 
-def test_borders_that_are_close_are_told_apart():
-    assert definition._told_apart(0.0, 0.04) == ("0.000", "0.040")
-    assert definition._told_apart(0.0, 0.00034) == ("0.0000", "0.0003")
-    assert definition._told_apart(0.1, 0.1 + 1e-16) == (repr(0.1), repr(0.1 + 1e-16))
+@pytest.mark.parametrize(
+    ("start", "low", "high", "words"),
+    [
+        (50.0, 50.0, 52.0, "if 0.000 < δ <= 0.040."),
+        (50.0, 50.0, 50.017, "if 0.0000 < δ <= 0.0003."),
+        (2.0, 3.0, 3.0000000000000004, "if 0.5 < δ <= 0.5000000000000002."),
+    ],
+)
+def test_borders_that_are_close_are_told_apart(start, low, high, words):
+    ppl = {"flat": {64: start, 128: low}, "slow": {64: start, 128: high}}
+    assert definition.where(definition.judge(found(ppl), SAID), False).endswith(words)
 
 
 def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
-    rows = [{"encoding": "odd", "length": n, "ppl": p, "seed": 1} for n, p in ((64, 10.0), (128, 9.0))]
-    found = definition.judge(rows, 64, {"odd": Prediction(UNDECIDED, 0, 4)})
-    assert cells(definition._two_by_two(found, 0.05, False))["undecided"] == ["0", "1: odd"]
-    [line] = csv.DictReader(io.StringIO(definition.to_csv(found, 0.05)))
-    assert float(line["largest_deviation"]) == pytest.approx(0.1) and float(line["end_deviation"]) == pytest.approx(
-        -0.1
-    )
+    odd = definition.judge(found({"odd": {64: 10.0, 128: 9.0}}), {"odd": Prediction(UNDECIDED, 0, 4)})
+    assert cells(definition.observed(odd, 0.05, False))["undecided"] == ["0", "1: odd"]
+    [line] = csv.DictReader(io.StringIO(definition.csv(odd, 0.05)))
+    assert float(line["largest_deviation"]) == pytest.approx(0.1)
+    assert float(line["end_deviation"]) == pytest.approx(-0.1)
     assert line["worst_rise"] == "0.0" and (line["extrapolates"], line["extrapolates_one_sided"]) == ("no", "yes")
+    assert (line["prediction"], line["heads_converging"], line["heads"], line["delta"]) == (UNDECIDED, "0", "4", "0.05")
 
 
 def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
-    plain = {"positions_train": "identity", "positions_eval": None}
-    state = {
-        "encodings": ["far", "near", "mixed", "t5_bias", "moved", "absent", "alien"],
-        "seeds": [1, 2],
-        "methods": {
-            "far": {"rpe": "kerple_log:p=2", **plain},
-            "near": {"rpe": "kerple_log:p=3", **plain},
-            "mixed": {"rpe": "kerple_log:p=4", **plain},
-            "moved": {"rpe": "alibi", "positions_train": "identity", "positions_eval": "interpolate"},
-            "alien": {"rpe": "alien:x=1", **plain},
-        },
-    }
+    named = [Method("far", "kerple_log:p=2"), Method("near", "kerple_log:p=3"), Method("mixed", "kerple_log:p=4")]
+    named += [Method("moved", "alibi", positions_eval="interpolate"), Method("alien", "alien:x=1")]
+    state = State(
+        settings=SweepSettings(tokens=64),
+        encodings=("far", "near", "mixed", "t5_bias", "moved", "absent", "alien"),
+        seeds=(1, 2),
+        methods={method.name: method for method in named},
+    )
+    sweep = SweepFolder(tmp_path)
 
     def folder(name, seed):
-        return tmp_path / "runs" / report.run_name(report.method_of(state, name), seed)
+        return sweep.run_of(state.method(name), seed).path
 
     for seed in (1, 2):
         save_checkpoint(folder("far", seed), "kerple_log:p=2", change=p_of_heads(1.1, 1.2, 1.3, 4.0))
@@ -121,8 +136,8 @@ def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
     save_checkpoint(folder("moved", 1), "alibi")
     (folder("alien", 1) / "checkpoints").mkdir(parents=True)
     (folder("alien", 1) / "checkpoints" / "checkpoint_last.pt").write_bytes(b"")
-    found = definition.predict(tmp_path, state)
-    assert {name: (p.verdict, p.converging, p.heads) for name, p in found.items()} == {
+    said = definition.predict(sweep, state)
+    assert {name: (p.verdict, p.converging, p.heads) for name, p in said.items()} == {
         "far": (CONVERGES, 8, 8),
         "near": (DIVERGES, 0, 8),
         "mixed": (DIVERGES, 6, 8),
@@ -130,7 +145,7 @@ def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
         "moved": (NONE, 0, 0),
         "alien": (NONE, 0, 0),
     }
-    assert str(found["mixed"]) == "diverges (2 of 8 heads)" and "--rpe-module" in str(found["alien"])
+    assert str(said["mixed"]) == "diverges (2 of 8 heads)" and "--rpe-module" in str(said["alien"])
 
 
 @pytest.mark.parametrize(("spec", "layers"), [("kerple_power", 1), ("fire", 3), ("alibi", 1)])
@@ -157,6 +172,5 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
 
 
 def test_methods_without_the_training_length_or_without_more_are_left_out():
-    rows = [{"encoding": "flat", "length": n, "ppl": 1.0, "seed": 1} for n in (128, 256)]
-    assert definition.judge(rows, 64, SAID) == []
-    assert definition.judge([{"encoding": "flat", "length": 64, "ppl": 1.0, "seed": 1}], 64, SAID) == []
+    assert definition.judge(found({"flat": {128: 1.0, 256: 1.0}}), SAID) == []
+    assert definition.judge(found({"flat": {64: 1.0}}), SAID) == []

@@ -10,12 +10,13 @@ import torch
 from conftest import SPECS, p_of_heads, save_checkpoint
 
 from fairseq_rpe import encodings
-from fairseq_rpe.analysis import encoding_figures, style
-from fairseq_rpe.analysis.bias_figures import bias_map
+from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.cli import report
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import build
+from fairseq_rpe.figures import biases as drawings
+from fairseq_rpe.figures import style
 
 
 def panels(figure):
@@ -24,7 +25,7 @@ def panels(figure):
 
 def test_heat_maps_are_the_weights_of_the_bias_alone():
     maps = {name: bias_map(build(name, 4, 64), 9, [1])[0][0] for name in ("alibi", "sandwich", "kerple_log")}
-    shown = panels(encoding_figures.heat_maps(maps, 1, 2))
+    shown = panels(drawings.heat_maps(maps, 1, 2))
     assert [axes.get_title() for axes in shown] == list(maps)
     for axes, bias in zip(shown, maps.values(), strict=True):
         image = axes.images[0].get_array()
@@ -37,7 +38,7 @@ def test_heat_maps_are_the_weights_of_the_bias_alone():
 
 def test_profiles_keep_heads_and_distances():
     values = {name: build(name, 3, 96).profile(40) for name in ("type2", "inv_n")}
-    for axes, profile in zip(panels(encoding_figures.profiles(values)), values.values(), strict=True):
+    for axes, profile in zip(panels(drawings.profiles(values)), values.values(), strict=True):
         assert len(axes.lines) == 3
         for line, head in zip(axes.lines, profile, strict=True):
             assert line.get_ydata().tolist() == pytest.approx((head - head.max()).clamp_min(-24).tolist())
@@ -46,7 +47,7 @@ def test_profiles_keep_heads_and_distances():
 
 def test_one_head_compared_has_each_encodings_look():
     values = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "type1", "type2")}
-    [axes] = encoding_figures.compared(values, 3).axes
+    [axes] = drawings.compared(values, 3).axes
     looks = style.looks(list(values))
     for line in axes.lines:
         profile = values[line.get_label()]
@@ -57,20 +58,20 @@ def test_one_head_compared_has_each_encodings_look():
 
 def test_queries_and_training_show_the_given_numbers():
     biases = {i: torch.randn(2, 3, i + 1) for i in (4, 9)}
-    shown = panels(encoding_figures.of_queries(biases, "fire"))
+    shown = panels(drawings.of_queries(biases, "fire"))
     assert [axes.get_title() for axes in shown] == [f"query {i}, layer {k}" for i in (4, 9) for k in (0, 1)]
     for axes, (i, layer) in zip(shown, [(i, k) for i in (4, 9) for k in (0, 1)], strict=True):
         for head, line in enumerate(axes.lines):
             assert line.get_ydata().tolist() == pytest.approx(biases[i][layer, head].tolist())
     values = {"model, head 1": torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -3.0]])}
-    [axes] = panels(encoding_figures.over_training(values, [0, 1, 8], [0, 100], "kerple_log"))
+    [axes] = panels(drawings.over_training(values, [0, 1, 8], [0, 100], "kerple_log"))
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0, -1, -2], [0, -2, -5]]
     assert axes.lines[0].get_color() != axes.lines[1].get_color()
 
 
 def test_nothing_to_draw_is_said():
     with pytest.raises(UserError, match="nothing to draw"):
-        encoding_figures.heat_maps({}, 1, 1)
+        drawings.heat_maps({}, 1, 1)
 
 
 def drawn(folder):
@@ -84,7 +85,7 @@ def test_command_on_all_encodings(tmp_path, capsys, monkeypatch):
     seen = {}
     # other tests may have registered encodings of their own
     monkeypatch.setattr(encodings, "names", lambda: list(SPECS))
-    monkeypatch.setattr(encoding_figures, "profiles", spy(encoding_figures.profiles, seen))
+    monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
     assert main(["figures", "--out", str(tmp_path), "--length", "48", "--heads", "2", "--head", "2"]) == 0
     said = capsys.readouterr().out
     png, pdf = drawn(tmp_path)
@@ -123,8 +124,8 @@ def sweep(tmp_path):
 
 def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
     seen, asked = {}, {}
-    monkeypatch.setattr(encoding_figures, "profiles", spy(encoding_figures.profiles, seen))
-    monkeypatch.setattr(encoding_figures, "of_queries", spy(encoding_figures.of_queries, asked))
+    monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
+    monkeypatch.setattr(drawings, "of_queries", spy(drawings.of_queries, asked))
     assert main(["figures", "--sweep", str(sweep), "--seed", "3", "--length", "40"]) == 0
     png, pdf = drawn(sweep / "figures")
     expected = {"heat_maps", "profiles", "profiles_compared", "trf", "ppl", "queries-fire-seed3"}
@@ -176,6 +177,6 @@ def test_a_sweep_is_not_mixed_with_specs_and_needs_a_finished_run(sweep, capsys)
 
 def test_heat_map_of_a_window_has_no_holes():
     bias = bias_map(build("window:window=3", 1, 8), 6, [0])[0][0]
-    [axes] = panels(encoding_figures.heat_maps({"window:window=3": bias}, 1, 1))
+    [axes] = panels(drawings.heat_maps({"window:window=3": bias}, 1, 1))
     image = axes.images[0].get_array()
     assert image[5].tolist() == pytest.approx([1e-4] * 3 + [1.0] * 3) and math.isfinite(image[5].sum())

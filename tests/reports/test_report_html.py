@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 from conftest import run, save_checkpoint
 
-from fairseq_rpe.cli import environment, recipes, report, train_log
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, files
+from fairseq_rpe.reports import kept
+from fairseq_rpe.reports.write import write
+from fairseq_rpe.runs import environment
+from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.state import Method, SweepFolder, slug
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
@@ -40,7 +44,7 @@ PPL = {"alibi": {64: 50.125, 128: 49.0625, 256: 48.5}, "inv_n": {64: 49.5, 128: 
 @pytest.fixture(autouse=True)
 def no_other_figures(monkeypatch):
     """The PNG and PDF beside the page take most of a report's time and are tested elsewhere."""
-    monkeypatch.setattr("fairseq_rpe.cli.figure.draw", lambda rows, trained_at, paths: [p.touch() for p in paths])
+    monkeypatch.setattr("fairseq_rpe.figures.saving.save", lambda figure, *paths: [p.touch() for p in paths])
 
 
 class Page(HTMLParser):
@@ -120,7 +124,7 @@ def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(
     files.write_json(folder / "sweep.json", state)
     for name, values in ppl.items():
         for k, seed in enumerate(seeds):
-            place = folder / "runs" / report.run_name(report.method_of(state, name), seed)
+            place = folder / "runs" / Method(name, name).run_name(seed)
             files.write_json(place / "checkpoints" / "run.json", {"finished": {"checkpoint": "0123456789abcdef"}})
             if log is not None:
                 (place / "train.log").write_text(log)
@@ -183,7 +187,7 @@ def test_perplexities_are_means_with_ranges_and_the_least_is_marked(tmp_path):
     write_sweep(tmp_path, seeds=(1, 2))
     page = page_of(tmp_path)
     head, *lines = page.table("Perplexity per token by evaluation length")
-    assert head == ["", "64", "128", "256", "256 / 64"]
+    assert head == ["encoding", "64", "128", "256", "256 / 64"]
     cells = {line[0]: line[1:] for line in lines}
     assert cells["alibi"][0] == "51.1250.12–52.12" and cells["inv_n"][0] == "50.50★49.50–51.50"
     assert cells["alibi"][1] == "50.06★49.06–51.06" and cells["alibi"][3].endswith("★")
@@ -194,7 +198,7 @@ def test_perplexities_are_means_with_ranges_and_the_least_is_marked(tmp_path):
 
 def test_chapters_and_facts(tmp_path):
     for name in PPL:
-        save_checkpoint(tmp_path / "runs" / report.slug(name, 1), name)
+        save_checkpoint(tmp_path / "runs" / slug(name, 1), name)
     write_sweep(tmp_path)
     page = page_of(tmp_path, "--delta", "0.07")
     chapters = ["Perplexity over length", "Does it extrapolate?", "Training", "Runs", "Environment", "Commands"]
@@ -258,7 +262,7 @@ def test_environment_and_commands_are_those_of_the_training(tmp_path, monkeypatc
     start = {"time": "2026-01-01T00:00:00+00:00", "from_update": 0, "torch": "9.8.7", "processor": "Abacus", "gpus": []}
     later = {**start, "time": "2026-01-02T00:00:00+00:00", "from_update": 50, "torch": "9.9.9"}
     files.write_json(tmp_path / "runs/alibi-seed1/checkpoints/environment.json", {"starts": [start, later]})
-    monkeypatch.setattr(environment, "describe", lambda gpus: pytest.fail("the reporting machine was asked"))
+    monkeypatch.setattr(environment, "now", lambda *_: pytest.fail("the reporting machine was asked"))
     page = page_of(tmp_path)
     first = dict(page.table("Recorded when training started 1 of 2")[1:])
     assert first["torch"] == "9.8.7" and first["processor"] == "Abacus" and first["runs"] == "alibi-seed1"
@@ -268,36 +272,6 @@ def test_environment_and_commands_are_those_of_the_training(tmp_path, monkeypatc
     assert "Environment of training: not recorded for inv_n-seed1." in page.words
     assert "training python -m x train evaluating y evaluating z" in page.words
     assert "Commands: not recorded for inv_n-seed1." in page.words
-
-
-def test_starts_of_training_are_noted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    environment.record(tmp_path / "run", 0, "3", gpus=False)
-    environment.record(tmp_path / "run", 40, "1", gpus=False)
-    first, second = environment.starts_of(tmp_path / "run")
-    assert (first["from_update"], second["from_update"]) == (0, 40) and first["threads"] == "3"
-    assert first["working_folder"] == str(tmp_path) and first["gpus"] == [] and first["cores"] >= 1
-    assert first["torch"].startswith("2.") and "0.12" in first["fairseq"] and first["processor"]
-    assert {**first, "time": 0, "from_update": 0, "threads": 0} == {**second, "time": 0, "from_update": 0, "threads": 0}
-    assert environment.starts_of(tmp_path / "none") == []
-
-
-def test_commit_of_a_folder(tmp_path):
-    def git(*command: str) -> str:
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return run("git", "-C", tmp_path, *author, *command).stdout.strip()
-
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    assert environment.commit(package) is None
-    git("init", "-q")
-    assert environment.commit(package) is None  # in a repository that does not track it
-    git("add", "package")
-    git("commit", "-q", "-m", "one")
-    assert environment.commit(package) == git("rev-parse", "HEAD")
-    (package / "__init__.py").write_text("x = 1")
-    assert environment.commit(package) == git("rev-parse", "HEAD") + " with changes"
 
 
 def test_nothing_breaks_the_page(tmp_path):
@@ -310,11 +284,11 @@ def test_nothing_breaks_the_page(tmp_path):
         ppl={evil: {64: 50.0, 128: 49.0}, 'type1:form="&lt;"': {64: 51.0, 128: 50.0}},
         log=log,
         more={"engine": "<engine>"},
-        commands={report.slug(evil, 1): {"training": [f"python {evil} 'a b' > x"]}},
+        commands={slug(evil, 1): {"training": [f"python {evil} 'a b' > x"]}},
         published={"source": "Table <9> & more", "url": "https://arxiv.org/abs/1", evil: {"128": 3.0}},
     )
     start = {"time": "<t>", "from_update": 0, "processor": '<b>"&'}
-    files.write_json(folder / "runs" / report.slug(evil, 1) / "checkpoints/environment.json", {"starts": [start]})
+    files.write_json(folder / "runs" / slug(evil, 1) / "checkpoints/environment.json", {"starts": [start]})
     page = page_of(folder)
     check_self_contained(page)
     assert evil in page.words and 'type1:form="&lt;"' in page.words
@@ -323,7 +297,7 @@ def test_nothing_breaks_the_page(tmp_path):
 
 
 def test_published_values_stand_beside_ours_and_what_differs_is_named(tmp_path):
-    known = recipes.load("extrapolation-wikitext103").published
+    known = recipes.load("extrapolation-wikitext103").published.record()
     older = {key: value for key, value in known.items() if key not in ("url", "settings")}
     for folder, published in ((tmp_path / "new", known), (tmp_path / "old", older)):
         write_sweep(folder, recipe="extrapolation-wikitext103", published=published)
@@ -350,14 +324,15 @@ def test_published_logarithms_are_shown_as_printed_and_compared_as_perplexities(
     write_sweep(tmp_path, published=known)
     page = page_of(tmp_path)
     head, alibi, inv_n = page.table("Published: Table")
-    assert head == ["", "64", "128"] and alibi == ["alibi", "3.320", "3.248★"] and inv_n == ["inv_n", "3.100★", "3.400"]
+    assert head == ["published", "64", "128"]
+    assert alibi == ["alibi", "3.320", "3.248★"] and inv_n == ["inv_n", "3.100★", "3.400"]
     _, _, alibi, inv_n = page.table("Trends")
     assert alibi[2] == f"{math.exp(3.248 - 3.32):.3f}" and inv_n[2] == f"{math.exp(0.3):.3f}"
     assert "| 3.248 |" in (tmp_path / "results.md").read_text()
 
 
 def test_same_names_are_not_taken_for_the_same_data(tmp_path):
-    known = recipes.load("extrapolation-wikitext103").published
+    known = recipes.load("extrapolation-wikitext103").published.record()
     settings = {**known["settings"], "vocabulary": 4096, "tokens": 64}
     write_sweep(tmp_path, published={**known, "settings": settings}, data="data-bin/wikitext103")
     same = {row[0]: row[3] for row in page_of(tmp_path).table("What is the same")[1:]}
@@ -406,13 +381,13 @@ def algorithmic(tmp_path) -> Path:
     }
     files.write_json(tmp_path / "sweep.json", state)
     for name, right in (("rope", 1), ("warping", 3)):
-        method = report.method_of(state, name)
-        place = tmp_path / "runs" / report.run_name(method, 1, TASK)
+        method = Method(name, **state["methods"].get(name, {"rpe": name}))
+        place = tmp_path / "runs" / method.run_name(1, TASK)
         files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
         (place / "train.log").write_text(LOG)
         for n in range(2, 10):
             row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "unit": "items", "length": n}
-            row |= {"positions": method["positions_eval"], "examples": 8, "right": right, "accuracy": right / 8}
+            row |= {"positions": method.positions_eval, "examples": 8, "right": right, "accuracy": right / 8}
             files.append_json_line(place / "eval.jsonl", {**row, "transform": "identity", "seconds": 1.0})
     return tmp_path
 
@@ -424,7 +399,7 @@ def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     assert page.chapters() == [*chapters, "Every measurement"] and "erplexity" not in page.words
     head, rope, warping = page.table(f"{TASK}: exact match in %")
     assert any("Published: not comparable" in caption for caption in page.tables) and "Not comparable." in page.words
-    assert head == ["", "trained", "beyond", "all", "published"]
+    assert head == ["method", "trained", "beyond", "all", "published"]
     assert rope == ["rope", "12.5", "12.5", "12.5", ""] and warping[1:] == ["37.5★"] * 3 + ["43.2★"]
     assert f"Most exact answers to {TASK} beyond the training range: warping, 37.5 %." in page.words
     same = {row[0]: row[3] for row in page.table("What is the same")[1:]}
@@ -446,29 +421,32 @@ def test_a_report_with_nothing_new_keeps_the_page_without_torch(kind, request, t
     folder = request.getfixturevalue("algorithmic") if kind == "algorithmic" else tmp_path
     if kind == "text":
         write_sweep(folder)
-    report.write(folder, redraw=False)
-    page = folder / "report.html"
+    sweep, page = SweepFolder(folder), folder / "report.html"
+    assert kept.text(sweep) is None
+    said = write(sweep).text
     text, made = page.read_bytes(), page.stat().st_mtime_ns
     code = (
-        "import sys, pathlib\nfrom fairseq_rpe.cli import report\n"
-        f"assert report.write(pathlib.Path({str(folder)!r}), redraw=False) is None\n"
+        "import sys, pathlib\nfrom fairseq_rpe.reports import kept\nfrom fairseq_rpe.sweeps.state import SweepFolder\n"
+        f"print(kept.text(SweepFolder(pathlib.Path({str(folder)!r}))))\n"
         "assert not {'torch', 'fairseq', 'matplotlib', 'jinja2'} & set(sys.modules)"
     )
-    assert str(page) in run(sys.executable, "-c", code).stdout
+    assert run(sys.executable, "-c", code).stdout == said + "\n" and str(page) in said
     assert page.stat().st_mtime_ns == made
     page.unlink()
-    report.write(folder, redraw=False)
+    assert kept.text(sweep) is None
+    assert write(sweep).text == said
     assert page.read_bytes() == text  # and it is the same each time
 
 
-def test_log_of_a_resumed_run(tmp_path):
-    path = tmp_path / "train.log"
-    path.write_text(LOG)
-    log = train_log.read(path)
-    assert log.loss == {25: 9.5, 50: 7.5} and log.valid == {75: 6.125}
-    assert (log.seconds, log.tokens_per_second) == (26.0, 2000.0)
-    assert (log.parameters, log.vocabulary, log.backend, log.data) == (1_445_376, 4096, "sdpa", "data-bin/stdlib")
-    assert train_log.read(tmp_path / "none") == train_log.TrainLog()
+def test_a_report_is_out_of_date_when_a_result_changed(tmp_path):
+    write_sweep(tmp_path)
+    sweep = SweepFolder(tmp_path)
+    write(sweep)
+    assert kept.text(sweep) is not None
+    path = tmp_path / "runs/alibi-seed1/eval.jsonl"
+    path.write_text(path.read_text().replace("48.5", "48.75"))
+    assert kept.text(sweep) is None
+    assert "| alibi      | 50.12 | 49.06 | 48.75 |" in write(sweep).text
 
 
 def test_a_damaged_record_is_named(tmp_path):
@@ -476,4 +454,4 @@ def test_a_damaged_record_is_named(tmp_path):
     path = tmp_path / "runs/alibi-seed1/checkpoints/environment.json"
     path.write_text(json.dumps([1]))
     with pytest.raises(UserError, match=re.escape(str(path))):
-        report.write(tmp_path, redraw=True)
+        write(SweepFolder(tmp_path))

@@ -18,8 +18,10 @@ from conftest import run
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
 from fairseq_rpe.data import folder as corpus_files
+from fairseq_rpe.reports import kept
+from fairseq_rpe.reports.write import write
 from fairseq_rpe.sweeps import local
-from fairseq_rpe.sweeps.state import slug
+from fairseq_rpe.sweeps.state import SweepFolder, slug
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -203,22 +205,21 @@ def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[i
             place = folder / "runs" / slug(spec, seed)
             files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
             for n, value in values.items():
-                row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": value + 2 * k}
-                files.append_json_line(place / "eval.jsonl", {**row, "loss_base2": 1.0, "tokens": 99})
-            stale = {"checkpoint": "older", "subset": "test", "length": lengths[0], "ppl": 1.0}
-            changed = {"checkpoint": "c", "subset": "test", "length": lengths[0], "ppl": 1.0, "positions": "offset"}
-            for other in (stale, changed):
-                files.append_json_line(place / "eval.jsonl", other)
+                row = {"checkpoint": "c", "subset": "test", "length": n, "loss_base2": 1.0, "tokens": 99}
+                files.append_json_line(place / "eval.jsonl", {**row, "ppl": value + 2 * k})
+            others = ({"checkpoint": "older"}, {"positions": "offset"}, {"rpe": "nope"}, {"subset": "valid"})
+            for other in (*others, {"compute_dtype": "bf16"}, {"attention_prune": 0.1}):
+                files.append_json_line(place / "eval.jsonl", {**row, "length": lengths[0], "ppl": 1.0, **other})
 
 
 def test_report_table(tmp_path, capsys):
     write_results(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "results.md").read_text() == (
-        "| encoding         |    64 |   128 | 128 / 64 |\n"
-        "| ---------------- | ----: | ----: | -------: |\n"
-        "| alibi            | 50.00 | 49.00 |    0.980 |\n"
-        "| type1:form=paper | 40.00 |       |          |\n"
+        "| encoding         |    64 |   128 |   128 / 64 |\n"
+        "|:-----------------|------:|------:|-----------:|\n"
+        "| alibi            | 50.00 | 49.00 |      0.980 |\n"
+        "| type1:form=paper | 40.00 |       |            |\n"
     )
     assert "128 / 64" in capsys.readouterr().out
     made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "report.html", "results.csv", "results.md", "tensorboard"]
@@ -227,13 +228,17 @@ def test_report_table(tmp_path, capsys):
 
 def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
     write_results(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
-    report.write(tmp_path, redraw=False)
-    assert "| alibi    | 51.00 | 61.00 |" in (tmp_path / "results.md").read_text()
+    folder = SweepFolder(tmp_path)
+    assert kept.text(folder) is None
+    said = write(folder).text
+    assert "| alibi      | 51.00 | 61.00 |" in (tmp_path / "results.md").read_text()
     drawn = (tmp_path / "ppl.png").stat().st_mtime_ns
-    report.write(tmp_path, redraw=False)
+    assert kept.text(folder) == said
     assert (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
-    report.write(tmp_path, redraw=True)
+    assert write(folder).text == said
     assert (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
+    (tmp_path / "ppl.pdf").unlink()
+    assert kept.text(folder) is None
 
 
 def test_names_of_runs_never_collide():

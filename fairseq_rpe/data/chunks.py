@@ -29,9 +29,9 @@ class Piece(NamedTuple):
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     """Divide a document into pieces of at most ``size`` characters, after a newline or before a word if there is any.
 
-    The text gets a newline at its end if it has none.
+    A text gets a newline at its end if it has none; without any text there is one empty piece.
     """
-    rest, last, first, in_word = "", "", True, False
+    rest, last, first, in_word = "", "\n", True, False
     for block in blocks:
         for start in range(0, len(block), size):
             rest += block[start : start + size]

@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML page: what it is made of, and how it is written."""
+"""Reports as one self-contained HTML page: what it is made of, how it is written, and the same as Markdown."""
 
 from __future__ import annotations
 
@@ -6,52 +6,17 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from fairseq_rpe import __version__
-from fairseq_rpe.core.files import atomic_write
+from fairseq_rpe.core.files import PACKAGE, atomic_write
+from fairseq_rpe.core.table import Table
+from fairseq_rpe.figures.saving import to_svg
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 NOT_RECORDED = "not recorded"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What a table shows; ``value`` is the exact number behind it, ``note`` stands small beside it."""
-
-    text: str
-    value: float | int | str | None = None
-    best: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line; ``note`` stands small below its name."""
-
-    name: str
-    cells: list[Cell]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with a caption.
-
-    ``words``: its cells are text, not numbers. ``folded``: shown when asked for. ``groups``: what stands above each
-    pair of columns after the first.
-    """
-
-    kind: ClassVar[str] = "table"
-    caption: str
-    head: list[str]
-    rows: list[Row]
-    words: bool = False
-    folded: bool = False
-    groups: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +57,7 @@ class Part:
 
     key: str
     title: str
-    blocks: list[Block]
+    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
@@ -106,37 +71,36 @@ class Section:
     parts: list[Part] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Report:
+    """What is to be written on a sweep: on the page, as Markdown, and the figure that stands beside the page."""
+
+    section: Section
+    markdown: str
+    figure: Figure
+
+
 def picture(figure: Figure, alt: str, caption: str) -> Picture:
     """A figure as a block."""
-    from fairseq_rpe.cli.figure import to_svg
-
     data = base64.b64encode(to_svg(figure)).decode("ascii")
     return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
 
 
-def least(values: Sequence[float | None]) -> float | None:
-    """The best of a column of perplexities."""
-    return min((v for v in values if v is not None), default=None)
-
-
-def number(value: float | None, form: str, best: float | None = None, note: str = "") -> Cell:
-    """A number in a table, marked if it is the ``best`` one; an empty cell for none."""
-    if value is None:
-        return Cell("")
-    return Cell(format(value, form), value, best is not None and value == best, note)
-
-
-def words(value: Any) -> Cell:
-    """A text in a table."""
-    return Cell("" if value is None else str(value))
+def markdown(blocks: Sequence[Block]) -> str:
+    """The paragraphs and tables among blocks, each after an empty line."""
+    found = ""
+    for block in blocks:
+        if isinstance(block, Table):
+            found += f"\n{block.caption}\n\n{block.markdown()}"
+        elif isinstance(block, Text):
+            found += f"\n{block.text}{f' {block.link}.' if block.link else ''}\n"
+    return found
 
 
 def render(sections: Sequence[Section]) -> str:
     """The page on one sweep or several, one after another."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(PACKAGE / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

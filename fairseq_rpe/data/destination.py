@@ -4,51 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import hashlib
-import json
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.corpus import SPLITS
+from fairseq_rpe.core.files import lock
+from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest, write_manifest
 
-MANIFEST = "corpus.json"
-MADE_BY = "fairseq-rpe prepare-stdlib"
-TEXT_MADE_BY = "fairseq-rpe prepare"
-FILES = ("dict.txt", "spm.model", *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")))
-# Of other tokenizers.
-_MORE_FILES = ("vocab.json", "merges.txt")
-
-
-def describe_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, dict[str, Any]]:
-    """Size in bytes and sha256 of each file of a corpus, for its manifest."""
-
-    def describe(path: Path) -> dict[str, Any]:
-        with open(path, "rb") as file:
-            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-    return {name: describe(folder / name) for name in names}
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``corpus.json``."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What ``corpus.json`` says, ``None`` unless it is there and was written by one of these commands."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    ours = isinstance(manifest, dict) and manifest.get("made_by") in (MADE_BY, TEXT_MADE_BY)
-    return manifest if ours else None
+_FILES = (MANIFEST, "dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
 
 
 def up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -76,7 +43,7 @@ def check_replaceable(dest: Path) -> None:
     names = sorted(os.listdir(dest))
     if names and read_manifest(dest) is None:
         raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
-    foreign = [name for name in names if name not in (*FILES, *_MORE_FILES, MANIFEST)]
+    foreign = [name for name in names if name not in _FILES]
     if foreign:
         raise UserError(f"{dest / foreign[0]} is not of this command and would be lost: move it or give another --dest")
 
@@ -107,14 +74,7 @@ def scratch(dest: Path) -> Iterator[Path]:
     """
     parent = dest.parent
     parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(parent, os.O_RDONLY)
-    try:
-        # The folder itself is locked, so that no lock file stays behind.
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another preparation in {parent}", file=sys.stderr)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    with lock(parent, f"waiting for another preparation in {parent}", wait=True):
         _remove_leftovers(dest)
         folder = parent / f".{dest.name}.prepare-{os.getpid()}"
         try:
@@ -122,8 +82,6 @@ def scratch(dest: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)
 
 
 def _remove_leftovers(dest: Path) -> None:
@@ -147,14 +105,14 @@ def publish(built: Path, dest: Path, folder: Path) -> None:
 
 
 def make_once(
-    dest: Path, key: Mapping[str, Any], build: Callable[[Path, Path], dict[str, Any]], say: Callable[[str], None]
+    dest: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Make a corpus unless it is there already, made with the same ``key``; returns its manifest.
 
     Args:
         dest: its folder.
         key: what decides its files.
-        build: fills the folder that it is given first, and may use the second; returns the manifest.
+        build: fills the folder that it is given; returns the rest of the manifest.
         say: takes short lines about the progress.
 
     Raises:
@@ -169,10 +127,9 @@ def make_once(
                 # Another process may have made it while this one waited.
                 manifest = up_to_date(place, key)
                 if manifest is None:
-                    made, work = folder / "made", folder / "work"
+                    made = folder / "made"
                     made.mkdir()
-                    work.mkdir()
-                    manifest = build(made, work)
+                    manifest = {**key, **build(made)}
                     write_manifest(made, manifest)
                     check_replaceable(place)
                     publish(made, place, folder)

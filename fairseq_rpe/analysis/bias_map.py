@@ -1,0 +1,45 @@
+"""An additive bias as numbers to look at: of queries and keys, for some of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core import Positions, UserError, block
+from ..encodings import Encoding
+
+_CELLS = 256  # queries and keys shown at most: a panel has no more pixels than that
+_HEADS = 4
+
+
+def require_bias(encoding: Encoding, spec: str, flag: str) -> None:
+    """Refuse an encoding that adds nothing to the scores; ``flag`` is what asked for a picture of it.
+
+    Raises:
+        UserError: it has no additive bias.
+    """
+    if not encoding.adds_bias:
+        raise UserError(f"{flag}: '{spec}' has no bias to show: drop the flag, or name an encoding with a bias")
+
+
+def some_heads(heads: int, at_most: int = _HEADS) -> list[int]:
+    """Indices of up to ``at_most`` heads, evenly spread from the first to the last."""
+    if heads <= at_most:
+        return list(range(heads))
+    return [round(k * (heads - 1) / (at_most - 1)) for k in range(at_most)]
+
+
+@torch.no_grad()
+def bias_map(encoding: Encoding, length: int, heads: Sequence[int]) -> tuple[Tensor, int]:
+    """The exact bias of ``heads`` at plain positions: (len(heads), n, n) float64, and the tokens between neighbours.
+
+    Every token up to 256, beyond that every second, third, …; row i is the query, column j the key. The encoding has
+    a bias.
+    """
+    first = next(encoding.parameters(), None)
+    pos = Positions.arange(length, dtype=torch.float64, device=None if first is None else first.device)
+    step = -(-length // _CELLS)
+    shown = slice(0, None, step)
+    return block(encoding.form(pos), pos, shown, shown)[0, list(heads)].cpu(), step

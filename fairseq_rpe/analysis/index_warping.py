@@ -1,0 +1,226 @@
+"""The curves and Table 2 of "Improving Length Generalization via Position Index Warping", computed again for RoPE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_difference, total_differences, warped
+
+# (training length, c) -> skew -> what the paper prints for tests of 2 and of 4 times that length
+TABLE_2 = {
+    (20, 10): {"none": (0.099, 0.069), "sqrt": (0.016, 0.063), "beta": (0.054, 0.012)},
+    (500, 200): {"none": (0.061, 0.066), "sqrt": (0.028, 0.031), "beta": (0.031, 0.013)},
+}
+TIMES = (2, 4)
+SKEWS = ("none", "sqrt", "beta")
+_CHUNK = 1 << 22  # cosines at a time
+_TAIL = 48  # tokens in the close-up of the last ones
+_SHOWN = 256  # tokens of a tail: more waves than these would be a blot
+_POINTS = 4096
+Curve = tuple[Tensor, Tensor]  # x and y
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is computed.
+
+    Attributes:
+        train_length: tokens; the table and the differences have the paper's 20 and 500.
+        width: of RoPE's heads, even; None is the limit of a wide head.
+        base: of RoPE's angles.
+        exponential: differences are of exp(raw attention), as in the paper's figures, or of raw attention.
+    """
+
+    train_length: int = 512
+    width: int | None = None
+    base: float = 10_000.0
+    exponential: bool = True
+
+    @property
+    def unit(self) -> str:
+        return "exp(raw attention)" if self.exponential else "raw attention"
+
+    @property
+    def reach(self) -> int:
+        """c of Eq. 9: the paper's at its lengths, otherwise two fifths of the text, as its 200 of 500."""
+        return dict(TABLE_2.keys()).get(self.train_length, max(1, round(0.4 * self.train_length)))
+
+    def __str__(self) -> str:
+        head = f"heads {self.width} wide" if self.width else "the limit of a wide head"
+        return f"RoPE, base {self.base:g}, {head}, differences of {self.unit}"
+
+    def raw(self, n: Tensor) -> Tensor:
+        """Raw attention of RoPE (Eq. 3), in parts: it takes width / 2 numbers for each distance."""
+        parts = n.flatten().split(_CHUNK // (self.width or 256))
+        return torch.cat([rope_raw(part, self.width, self.base) for part in parts]).reshape(n.shape)
+
+    def sensitivity(self, positions: Tensor) -> Tensor:
+        return sensitivity(positions, self.raw, self.exponential)
+
+    def differences(self, skew: str, train_length: int, tests: Sequence[int], reach: int) -> Tensor:
+        return total_differences(skew, train_length, tests, reach, self.raw, self.exponential)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Total differences (Eq. 9) of one training length and skew at each of ``TIMES``, beside the paper's."""
+
+    train_length: int
+    reach: int
+    skew: str
+    computed: tuple[float, ...]
+    published: tuple[float, ...]
+
+    @property
+    def beside(self) -> list[float]:
+        """Computed and published in turn."""
+        return [value for pair in zip(self.computed, self.published, strict=True) for value in pair]
+
+
+def table(setting: Setting) -> list[Row]:
+    """Table 2."""
+    return [
+        Row(length, reach, skew, tuple(_sums(setting, skew, length, reach)), printed)
+        for (length, reach), published in TABLE_2.items()
+        for skew, printed in published.items()
+    ]
+
+
+def cells(rows: Sequence[Row], setting: Setting) -> list[list[Any]]:
+    """The table with its head, and how it was computed in every row."""
+    sums = [f"{what}_{times}x" for times in TIMES for what in ("computed", "published")]
+    how = [setting.width or "limit", setting.base, setting.exponential]
+    head = ["train_length", "reach", "skew", *sums, "width", "base", "exponential"]
+    return [head, *([row.train_length, row.reach, row.skew, *row.beside, *how] for row in rows)]
+
+
+def trend(at: Mapping[str, Sequence[float]]) -> tuple[bool, bool]:
+    """Of skew -> sums at ``TIMES``: do both skews lower the sum at both, and is beta the lowest at 4 times?"""
+    lower = all(at[skew][i] < at["none"][i] for skew in ("sqrt", "beta") for i in range(len(TIMES)))
+    return lower, at["beta"][-1] == min(sums[-1] for sums in at.values())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """exp(raw attention) over distances in tokens: of RoPE by head width (None: a wide head), of ALiBi by head."""
+
+    distances: Tensor
+    rope: Mapping[int | None, Tensor]
+    alibi: Mapping[int, Tensor]
+
+
+def attention(setting: Setting) -> Attention:
+    n = torch.logspace(0, 5, 1500, dtype=torch.float64).round().unique()
+    widths = sorted({64, 128, None, setting.width}, key=lambda width: width or math.inf)
+    rope = {width: Setting(width=width, base=setting.base).raw(n).exp() for width in widths}
+    return Attention(n, rope, {head: alibi_raw(n, head).exp() for head in (1, 3, 5, 8)})
+
+
+@dataclass(frozen=True)
+class Falling:
+    """Sensitivity (Eq. 6) of a text of ``times`` the training length, positions interpolated.
+
+    Attributes:
+        size: its absolute value over positions, or that averaged over one wave where there are enough of them.
+        single: the value of each position, where ``size`` is averaged.
+        tail: the sensitivity itself at the last tokens.
+    """
+
+    times: int
+    size: Curve
+    single: Curve | None
+    tail: Tensor
+
+
+def falling(setting: Setting) -> list[Falling]:
+    """In training (times 1) and in tests."""
+    found = []
+    for times in (1, *TIMES):
+        p = interpolated(setting.train_length, times * setting.train_length)
+        sen = setting.sensitivity(p)
+        p, size, single = p[1:], sen.abs(), None
+        window = wave(times)
+        if len(size) >= 2 * len(window):
+            single = _thinned(p, size)
+            p, size = (values.unfold(0, len(window), 1) @ window for values in (p, size))
+        found.append(Falling(times, _thinned(p, size), single, sen[-_TAIL:]))
+    return found
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Sensitivity at the last tokens of a text: ``at`` 1 in training, warped by ``skew``, at ``TIMES`` in tests."""
+
+    skew: str
+    reach: int
+    sums: tuple[float, ...]
+    at: Mapping[int, Tensor]
+
+
+def tails(setting: Setting) -> list[Tail]:
+    """One for each skew, with the total differences at ``TIMES``."""
+    length, reach = setting.train_length, setting.reach
+    shown = min(reach, _SHOWN) + 2
+    found = []
+    for skew in SKEWS:
+        positions = {1: warped(skew, length), **{t: interpolated(length, t * length) for t in TIMES}}
+        at = {t: setting.sensitivity(p[-shown:]) for t, p in positions.items()}
+        found.append(Tail(skew, reach, tuple(_sums(setting, skew, length, reach)), at))
+    return found
+
+
+def warps(setting: Setting) -> Mapping[str, Tensor]:
+    """Positions p_j (Eq. 7, 8) of the indices j = 0 … L by skew."""
+    return {skew: warped(skew, setting.train_length) for skew in SKEWS}
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Total difference (Eq. 9) over test length / training length, and the paper's at ``TIMES``, by skew."""
+
+    train_length: int
+    reach: int
+    times: Tensor
+    sums: Mapping[str, Tensor]
+    published: Mapping[str, tuple[float, ...]]
+
+
+def differences(setting: Setting) -> list[Differences]:
+    """One for each training length of the paper."""
+    found = []
+    for (length, reach), published in TABLE_2.items():
+        # fine enough for the waves of sqrt below twice the length, which come into step and fall out of it again
+        tests = range(3 * length // 2, 8 * length + 1, max(1, length // 100))
+        sums = {skew: setting.differences(skew, length, tests, reach) for skew in SKEWS}
+        found.append(Differences(length, reach, torch.tensor(tests) / length, sums, published))
+    return found
+
+
+def wave(times: int) -> Tensor:
+    """Weights of a mean over the 2π positions in which the fastest pair of a head turns once, 1/times apart.
+
+    That is no whole number of tokens, so the two at the ends count in part.
+    """
+    turn = 2 * math.pi * times
+    whole = 2 * int((turn - 1) // 2) + 1
+    weights = torch.ones(whole + 2, dtype=torch.float64)
+    weights[[0, -1]] = (turn - whole) / 2
+    return weights / turn
+
+
+def _sums(setting: Setting, skew: str, length: int, reach: int) -> list[float]:
+    return [total_difference(skew, length, t * length, reach, setting.raw, setting.exponential) for t in TIMES]
+
+
+def _thinned(x: Tensor, y: Tensor) -> Curve:
+    """What a logarithmic axis can show of a long curve."""
+    if len(x) <= _POINTS:
+        return x, y
+    kept = torch.logspace(0, math.log10(len(x)), _POINTS, dtype=torch.float64).round().long().unique() - 1
+    return x[kept], y[kept]

@@ -1,0 +1,169 @@
+"""Verdicts and receptive fields of all heads of some encodings, as tables and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import mpmath
+import torch
+from torch import Tensor
+
+from ..core import UserError
+from ..encodings import Encoding
+from .convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
+
+EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000))
+# six a decade, as decimals of two digits, so that each is an exact number
+GRID = tuple(Fraction(f"{10 ** (-k / 6):.2g}") for k in range(1, 19))
+DRAWN = 15  # common logarithm of the longest field in a figure
+_BOUNDS = ("trf", "trf_low", "trf_high")
+
+
+class Place(NamedTuple):
+    """Layer from 0 and head from 1, where there are several."""
+
+    layer: int | None = None
+    head: int | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"{word} {n}" for word, n in zip(self._fields, self, strict=True) if n is not None)
+
+    def cells(self) -> list[int | str]:
+        return ["" if n is None else n for n in self]
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """The verdict on the head at a place."""
+
+    place: Place
+    head: HeadVerdict
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Receptive fields of several heads against ε: ``curves`` (ε, TRF) to draw, heads that are alike drawn once.
+
+    Attributes:
+        without: heads of which no finite sum is known.
+        cut: fields beyond 10^``DRAWN`` keys are not in the curves.
+    """
+
+    curves: list[tuple[Tensor, Tensor]]
+    without: int = 0
+    cut: bool = False
+
+
+def judge(layers: Sequence[Encoding]) -> list[HeadRow]:
+    """Every head of an encoding, or of one encoding per layer."""
+    return [HeadRow(*found) for found in _placed([verdict(encoding) for encoding in layers])]
+
+
+def judge_formula(text: str) -> list[HeadRow]:
+    return [HeadRow(Place(), verdict_of_formula(text))]
+
+
+def weights(layers: Sequence[Encoding], keys: int) -> list[tuple[Place, Tensor]]:
+    """b_0 … b_(keys-1) of every head, in double precision."""
+    return list(_placed([encoding.profile(keys).exp().double() for encoding in layers]))
+
+
+def weights_of(text: str, keys: int) -> list[tuple[Place, Tensor]]:
+    """The same of a formula."""
+    return [(Place(), torch.tensor(weights_of_formula(text, keys), dtype=torch.float64))]
+
+
+def _placed(layers: Sequence[Iterable[Any]]) -> Iterable[tuple[Place, Any]]:
+    for layer, heads in enumerate(layers):
+        for head, value in enumerate(heads, start=1):
+            yield Place(layer if len(layers) > 1 else None, head), value
+
+
+def check_epsilons(values: Iterable[Fraction]) -> list[Fraction]:
+    """Each once; refuses what is not between 0 and 1."""
+    for value in values:
+        if not 0 < value < 1:
+            raise UserError(f"--epsilon {shown(value)} is out of range: choose numbers between 0 and 1")
+    return list(dict.fromkeys(values))
+
+
+def shown(value: Fraction) -> str:
+    """An ε as a user writes it."""
+    return f"{float(value):g}" if Fraction(f"{float(value):g}") == value else str(value)
+
+
+def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> str:
+    """One line per head, heads that share everything in one line; the reason is the last column."""
+    groups: list[tuple[list[Place], list[str]]] = []
+    for row in rows:
+        fields = (row.head.trf(e) for e in epsilons)
+        numbers = ["-" if found is None else str(found) for found in fields]
+        cells = [row.head.decision, row.head.digits() or "-", *numbers, row.head.reason]
+        if groups and groups[-1][1] == cells:
+            groups[-1][0].append(row.place)
+        else:
+            groups.append(([row.place], cells))
+    lines = [["", "Σ b_n", "B", *(f"TRF({shown(e)})" for e in epsilons), "reason"]]
+    lines += [[_span(places[0], places[-1]), *cells] for places, cells in groups]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [title]
+    for place, decision, *numbers, reason in lines:
+        middle = (cell.rjust(w) for cell, w in zip(numbers, widths[2:-1], strict=True))
+        text.append("  ".join([place.ljust(widths[0]), decision.ljust(widths[1]), *middle, reason]).rstrip())
+    return "\n".join(text)
+
+
+def _span(first: Place, last: Place) -> str:
+    """``head 1-8``, ``layer 0 head 3 - layer 1 head 2``."""
+    if first == last:
+        return str(first)
+    return f"{first}-{last.head}" if first.layer == last.layer else f"{first} - {last}"
+
+
+def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[Fraction]) -> list[list[Any]]:
+    """A row per source, layer, head and ε below their names, with certified brackets."""
+    limits = ["limit", "limit_low", "limit_high"]
+    cells: list[list[Any]] = [["source", *Place._fields, "verdict", *limits, "epsilon", *_BOUNDS, "reason"]]
+    for title, rows in sources.items():
+        for row in rows:
+            start = [title, *row.place.cells(), row.head.decision, row.head.digits(), *_outwards(row.head)]
+            cells += [[*start, shown(e), *_bounds(row.head, e), row.head.reason] for e in epsilons]
+    return cells
+
+
+def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
+    """A row per source, layer, head that has receptive fields, and ε of ``GRID``."""
+    cells: list[list[Any]] = [["source", *Place._fields, "epsilon", *_BOUNDS]]
+    for title, rows in sources.items():
+        for row in (row for row in rows if row.head.total is not None):
+            cells += [[title, *row.place.cells(), shown(e), *_bounds(row.head, e)] for e in GRID]
+    return cells
+
+
+def fields(rows: Sequence[HeadRow]) -> Fields:
+    """TRF as Eq. 22 defines it at each ε of ``GRID``; a bracket is drawn at its lower end."""
+    summed = [row.head for row in rows if row.head.total is not None]
+    found = dict.fromkeys(tuple(head.trf(e).logarithms[0] for e in GRID) for head in summed)
+    curves = [[(float(e), 10**y) for e, y in zip(GRID, ys, strict=True) if y <= DRAWN] for ys in found]
+    drawn = [tuple(torch.tensor(curve, dtype=torch.float64).T) for curve in curves if curve]
+    return Fields(drawn, len(rows) - len(summed), any(ys[-1] > DRAWN for ys in found))
+
+
+def _bounds(head: HeadVerdict, epsilon: Fraction) -> list[Any]:
+    """TRF in words, and whole numbers that it lies between where it has any."""
+    found = head.trf(epsilon)
+    if found is None:
+        return ["", "", ""]
+    return [str(found), *("" if end is None else end for end in (found.low, found.high))]
+
+
+def _outwards(head: HeadVerdict) -> list[str]:
+    """The bracket with 24 digits, rounded outwards."""
+    if head.limit is None:
+        return ["", ""]
+    with mpmath.workprec(200):
+        ends = (end * (1 + sign * mpmath.mpf(10) ** -23) for end, sign in zip(head.limit, (-1, 1), strict=True))
+        return [mpmath.nstr(end, 24) for end in ends]

@@ -1,0 +1,255 @@
+"""Draws additive biases: over distance, exp(bias) as maps of queries and keys, and what training made of them.
+
+Source of the kinds of figure: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 7 and 8 (exp(bias) as heat
+maps); FIRE (arXiv 2310.04418), Fig. 4 and 8 (learned biases of one query).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from torch import Tensor
+
+from ..core import UserError
+from .canvas import gridded, legend_beside, panels
+from .style import DASHES, PALETTE, looks
+
+_COLUMNS = 4
+_FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart
+_LOWEST = -12.0  # nats below a profile's largest value; exp of it is 6e-6 and no attention to speak of
+_HEADS_MAP, _TIME_MAP = "viridis", "plasma"
+
+
+def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
+    """exp(bias - largest bias of the row) on a logarithmic scale, a panel for each encoding.
+
+    Args:
+        maps: name -> (n, n) log-bias of query × key; the future is not looked at.
+        step: tokens between neighbouring rows and columns.
+        head: from 1, for the title.
+    """
+    scale = _scale(LogNorm(_FLOOR, 1.0))
+    figure, shown = _few_columns(len(maps), (2.1, 2.2))
+    for axes, (name, bias) in zip(shown, maps.items(), strict=True):
+        past = _past(len(bias))
+        kept = bias.double().masked_fill(~past, -torch.inf)
+        _map(axes, (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR), step, scale, name)
+        axes.locator_params(nbins=4, integer=True)
+        axes.tick_params(labelsize="x-small")
+    bar = figure.colorbar(scale, ax=shown, shrink=0.6, extend="min", pad=0.01)
+    bar.set_label("exp(bias − largest bias of the row)")
+    figure.suptitle(f"Weight that the bias alone gives to each key, head {head}", fontsize="medium")
+    return _axes_named(figure, "key (tokens)", "query (tokens)")
+
+
+def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
+    """exp(bias) as a map per head, keys to the right and queries downwards; the future stays grey.
+
+    Args:
+        bias: (H', n, n) log-bias of query × key, as ``analysis.bias_map`` gives it.
+        title: of the figure.
+        heads: indices of the H' heads in their model, for the panel titles.
+        step: tokens between neighbouring rows and columns.
+    """
+    count, n, _ = bias.shape
+    values = bias.double().cpu().exp()
+    seen = values[:, _past(n)]
+    seen = seen[seen.isfinite()]
+    top = seen.max().item() if len(seen) else 1.0
+    scale = _scale(Normalize(0.0, top if top > 0 else 1.0))
+
+    columns = count if count <= 2 else -(-count // 2)
+    rows = -(-count // columns)
+    figure, made = panels(rows, columns, (3.0 * columns + 0.8, 3.0 * rows + 0.4), sharex=True, sharey=True)
+    for axes in made[count:]:
+        axes.set_visible(False)
+    for axes, head, value in zip(made[:count], heads, values, strict=True):
+        _map(axes, value, step, scale, f"head {head + 1}")
+        axes.locator_params(nbins=5, integer=True)
+        axes.tick_params(labelsize="small")
+    figure.colorbar(scale, ax=made[:count], label="exp(bias)", shrink=0.9)
+    figure.suptitle(title, fontsize="medium")
+    every = f", one in {step} shown" if step > 1 else ""
+    return _axes_named(figure, f"key (tokens{every})", f"query (tokens{every})")
+
+
+def of_heads(profile: Tensor, title: str) -> Figure:
+    """The log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
+    heads, n = profile.shape
+    figure, (axes,) = gridded(1, 1, (6.4, 4.0))
+    for head, values in enumerate(profile.double().cpu()):
+        axes.plot(
+            range(n),
+            values,
+            color=PALETTE[head % len(PALETTE)],
+            linestyle=DASHES[head // len(PALETTE) % len(DASHES)],
+            linewidth=1.6,
+            label=f"head {head + 1}",
+        )
+    axes.set(title=title, xlabel="distance (tokens)", ylabel="bias (nats)")
+    axes.title.set_fontsize("medium")
+    axes.margins(x=0)
+    legend_beside(axes, ncols=1 + (heads - 1) // 12)
+    return figure
+
+
+def profiles(values: Mapping[str, Tensor]) -> Figure:
+    """Bias minus its largest value over distance, a panel for each encoding and a line for each head.
+
+    Args:
+        values: name -> (H, n) log-bias over the distances 0 … n-1; H and n the same for all.
+    """
+    heads, n = next(iter(values.values())).shape
+    figure, shown = _few_columns(len(values), (2.3, 1.9))
+    for axes, (name, profile) in zip(shown, values.items(), strict=True):
+        for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
+            axes.plot(range(n), _below_top(profile[head]), color=colour, linewidth=1.2)
+        _distance_axis(axes, n)
+        axes.set_ylim(_LOWEST, 0.4)
+        axes.set_title(name, fontsize="small")
+    _ramp_bar(figure, shown, _HEADS_MAP, (1, heads), "head", whole=True)
+    return _axes_named(figure, "distance (tokens)", "bias − largest bias (nats)")
+
+
+def compared(values: Mapping[str, Tensor], head: int) -> Figure:
+    """exp(bias - largest bias) of one head over distance + 1, both logarithmic: a power of the distance is straight.
+
+    Args:
+        values: name -> (n,) log-bias over the distances 0 … n-1.
+        head: from 1, for the title.
+    """
+    figure, (axes,) = gridded(1, 1, (7.6, 4.4))
+    shown = looks(list(values))
+    for name, profile in values.items():
+        x = torch.arange(1, len(profile) + 1)
+        look = shown[name]
+        drawn: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes}
+        weights = (profile.double() - profile.max()).exp()
+        axes.plot(x, weights, **drawn, linewidth=1.4, markersize=4, markevery=0.09, label=name)
+    axes.set(xscale="log", yscale="log", ylim=(_FLOOR / 10, 2), xlabel="distance + 1 (tokens)")
+    axes.set_ylabel("exp(bias − largest bias)")
+    axes.set_title(f"Weight by distance that the bias alone gives, head {head}", fontsize="medium")
+    axes.margins(x=0)
+    legend_beside(axes)
+    return figure
+
+
+def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
+    """What a learned bias gives to the keys of a few queries: a row for each query, a column for each layer.
+
+    Args:
+        biases: query position i -> (layers, H, i + 1) bias over key positions 0 … i.
+        name: of the encoding, for the title.
+    """
+    layers, heads, _ = next(iter(biases.values())).shape
+    size = (0.9 + 2.6 * layers, 0.7 + 2.0 * len(biases))
+    figure, made = gridded(len(biases), layers, (max(5.2, size[0]), size[1]), sharey=True, sharex="row")
+    for axes, (query, layer) in zip(made, product(biases, range(layers)), strict=True):
+        for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
+            axes.plot(range(query + 1), biases[query][layer, head].double(), color=colour, linewidth=1.3)
+        where = f", layer {layer}" if layers > 1 else ""
+        axes.set_title(f"query {query}{where}", fontsize="small")
+        axes.margins(x=0)
+        axes.tick_params(labelsize="x-small")
+    _ramp_bar(figure, made, _HEADS_MAP, (1, heads), "head", whole=True)
+    figure.suptitle(f"Learned bias of {name}", fontsize="medium")
+    return _axes_named(figure, "key position (tokens)", "bias (nats)")
+
+
+def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps: Sequence[int], name: str) -> Figure:
+    """Bias minus its value at distance 0 over distance, coloured by the update, a panel for each head.
+
+    Args:
+        values: panel title, e.g. "layer 0, head 1" -> (len(steps), len(distances)) log-bias.
+        distances: in tokens.
+        steps: updates done, rising.
+        name: of the encoding, for the title.
+    """
+    figure, shown = _few_columns(len(values), (2.3, 1.9))
+    colours = _ramp(_TIME_MAP, len(steps))
+    for axes, (title, bias) in zip(shown, values.items(), strict=True):
+        for line, colour in zip(bias.double(), colours, strict=True):
+            axes.plot(distances, line - line[0], color=colour, linewidth=1.2)
+        _distance_axis(axes, max(distances) + 1)
+        axes.set_title(title, fontsize="small")
+    _ramp_bar(figure, shown, _TIME_MAP, (steps[0], steps[-1]), "updates")
+    figure.suptitle(f"Bias of {name} over its training", fontsize="medium")
+    return _axes_named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)")
+
+
+def _below_top(profile: Tensor) -> Tensor:
+    return (profile.double() - profile.max()).clamp_min(2 * _LOWEST)
+
+
+def _past(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def _scale(norm: Normalize) -> ScalarMappable:
+    return ScalarMappable(norm, colormaps["viridis"].with_extremes(bad="0.9"))
+
+
+def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str) -> None:
+    """(n, n) values of query × key, the future left out."""
+    n = len(values)
+    low, high = -step / 2, (n - 0.5) * step
+    shown = values.masked_fill(~_past(n), torch.nan)
+    # nearest: a blend of two cells is nobody's bias
+    axes.imshow(shown, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
+    axes.set_title(title, fontsize="small")
+
+
+def _axes_named(figure: Figure, x: str, y: str) -> Figure:
+    figure.supxlabel(x, fontsize="small")
+    figure.supylabel(y, fontsize="small")
+    return figure
+
+
+def _few_columns(count: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    if not count:
+        raise UserError("there is nothing to draw: name an encoding with an additive bias")
+    columns = min(_COLUMNS, count)
+    rows = -(-count // columns)
+    whole = max(5.0, 1.2 + size[0] * columns), 0.8 + size[1] * rows
+    figure, made = panels(rows, columns, whole, sharex=True, sharey=True)
+    for axes in made[count:]:
+        axes.set_visible(False)
+    for axes in made[max(0, count - columns) : count]:
+        # the lowest panel of a column, where the grid is not full
+        axes.tick_params(labelbottom=True)
+    return figure, made[:count]
+
+
+def _distance_axis(axes: Axes, n: int) -> None:
+    axes.set_xscale("symlog", linthresh=1, base=2)
+    axes.xaxis.set_major_locator(FixedLocator([d for d in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384) if d < n]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+    axes.set_xlim(0, n - 1)
+    axes.tick_params(labelsize="x-small")
+    axes.grid(alpha=0.25)
+
+
+def _ramp(name: str, count: int) -> list[Any]:
+    # the last tenth is too pale for a line
+    return [colormaps[name](0.9 * k / max(1, count - 1)) for k in range(count)]
+
+
+def _ramp_bar(
+    figure: Figure, panels: list[Axes], name: str, span: tuple[int, int], label: str, whole: bool = False
+) -> None:
+    if span[0] == span[1]:
+        return
+    colours = LinearSegmentedColormap.from_list("ramp", _ramp(name, 64))
+    bar = figure.colorbar(ScalarMappable(Normalize(*span), colours), ax=panels, shrink=0.8, pad=0.01, label=label)
+    if whole:
+        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))

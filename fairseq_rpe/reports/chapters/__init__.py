@@ -1,0 +1,1 @@
+"""What the page says about a sweep, chapter by chapter."""

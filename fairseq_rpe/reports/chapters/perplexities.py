@@ -1,0 +1,128 @@
+"""A sweep on text: perplexities over length, loss by position, Definition 0.1."""
+
+from __future__ import annotations
+
+from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
+from fairseq_rpe.figures import sweep_curves
+from fairseq_rpe.reports import definition
+from fairseq_rpe.reports.chapters import literature, training
+from fairseq_rpe.reports.definition import Judged
+from fairseq_rpe.reports.page import Block, Part, Report, Section, markdown, picture
+from fairseq_rpe.reports.results import Perplexities
+from fairseq_rpe.sweeps.state import State, SweepFolder
+
+
+def report(folder: SweepFolder, state: State, found: Perplexities, judged: list[Judged], delta: float) -> Report:
+    """Everything on a sweep; ``delta``: δ of Definition 0.1."""
+    made = training.runs(folder, state)
+    values, theory = table(state, found), definition.blocks(judged, found.trained_at, delta)
+    beside = literature.blocks(state, made, found)
+    figure = sweep_curves.perplexity({name: found.of(name) for name in found.encodings}, found.trained_at)
+    alt = "; ".join(
+        f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
+        for name in found.encodings
+    )
+    drawn = picture(
+        figure,
+        f"Perplexity per token against evaluation length: {alt}.",
+        f"Perplexity per token against evaluation length; dashed: the training length of {found.trained_at} tokens.",
+    )
+    parts = [
+        Part("perplexity", "Perplexity over length", [values, drawn]),
+        Part("published", "Beside the published values", beside),
+        Part("positions", "Loss by position", _positions(found)),
+        Part("verdict", "Does it extrapolate?", theory),
+        *training.parts(state, made),
+        Part("measurements", "Every measurement", [measurements(found)]),
+    ]
+    section = Section(
+        name=folder.path.resolve().name,
+        title=literature.title(state),
+        lead=_lead(state, found, training.data_name(state, made)),
+        facts=training.facts(state, made, literature.paper(state)),
+        parts=[part for part in parts if part.blocks],
+    )
+    # of what stands beside, the caution and the values
+    return Report(section, values.markdown() + markdown([*theory, *beside[:1], *beside[1:][-1:]]), figure)
+
+
+def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
+    settings, encodings, lengths = state.settings, found.encodings, found.lengths
+    scored = " or ".join(f"{n:,}" for n in sorted({row.result.tokens for row in found.rows}))
+    first, last = found.trained_at, lengths[-1]
+    kind = "encodings" if all(state.method(name).leaves_positions for name in encodings) else "methods"
+    trained = f", trained at {first} tokens" + (f" on {data}" if data else "")
+    updates = f" for {settings.updates:,} updates" if settings.updates is not None else ""
+    lead = [
+        f"{len(encodings)} {kind if len(encodings) > 1 else kind[:-1]}{trained}{updates}; {scored} tokens of the "
+        f"{settings.subset} split scored at each of {len(lengths)} lengths, {lengths[0]} to {last}."
+    ]
+    for n in dict.fromkeys((first, last)):
+        values = {name: means[n] for name in encodings if n in (means := found.means(name))}
+        if values:
+            best = min(values, key=values.__getitem__)
+            lead.append(f"Lowest perplexity at {n} tokens: {best}, {values[best]:.2f}.")
+    ratios = [ratio for name in encodings if (ratio := found.ratio(name)) is not None]
+    if ratios and last > first:
+        held = sum(ratio <= 1 for ratio in ratios)
+        lead.append(f"At {last} tokens {held} of {len(ratios)} have no higher perplexity than at {first}.")
+    return lead
+
+
+def table(state: State, found: Perplexities) -> Table:
+    """Perplexity per token, encodings × lengths; the last column is the longest over the training length."""
+    last = found.lengths[-1]
+    means = {name: found.means(name) for name in found.encodings}
+    best = {n: least([row.get(n) for row in means.values()]) for n in found.lengths}
+    smallest = least([found.ratio(name) for name in means])
+    rows = []
+    for name, row in means.items():
+        spans = {n: f"{min(v):.2f}–{max(v):.2f}" for n, v in found.of(name).items() if len(v) > 1}
+        cells = [number(row.get(n), ".2f", best[n], spans.get(n, "")) for n in found.lengths]
+        cells.append(number(found.ratio(name), ".3f", smallest))
+        spec = state.method(name).rpe
+        rows.append(Row(name, cells, spec if spec != name else ""))
+    ratio = f"{last} / {found.trained_at}"
+    caption = f"Perplexity per token by evaluation length and, last, its ratio {ratio}."
+    if len(state.seeds) > 1:
+        caption += " Mean over the seeds, least to largest below it."
+    return Table(caption, ["encoding", *map(str, found.lengths), ratio], rows, starred="least")
+
+
+def _positions(found: Perplexities) -> list[Block]:
+    """At the longest length at which it is on record; nothing where no evaluation looked at positions."""
+    looked = [(row.encoding, one, row.result.length) for row in found.rows if (one := row.result.positions_loss)]
+    if not looked:
+        return []
+    longest = max(length for _, _, length in looked)
+    curves: dict[str, list[dict[int, float]]] = {}
+    for name, one, length in looked:
+        if length == longest:
+            curves.setdefault(name, []).append(dict(zip(one.upto, one.loss_base2, strict=True)))
+    means = {
+        name: {upto: sum(one[upto] for one in seeds) / len(seeds) for upto in seeds[0]}
+        for name, seeds in curves.items()
+    }
+    ends = ", ".join(f"{name} {list(loss.values())[-1]:.2f}" for name, loss in means.items())
+    alt = f"Loss in bits per token against the position in blocks of {longest} tokens. At their ends: {ends}."
+    caption = f"Loss by position in blocks of {longest} tokens, mean of each doubling of the position."
+    return [picture(sweep_curves.positions(means), alt, caption)]
+
+
+def measurements(found: Perplexities) -> Table:
+    """Every row, with what its measurement took where that is on record."""
+    titles = {"seconds": "seconds", "peak_mb": "peak memory (MiB)", "engine": "engine"}
+    more = [key for key in titles if any(getattr(row.result, key) is not None for row in found.rows)]
+    head = ["encoding", "seed", "length", "perplexity", "bits per token", "ratio", "tokens"]
+    lines = []
+    for row in found.rows:
+        one = row.result
+        cells = [Cell(str(row.seed), row.seed), Cell(str(one.length), one.length)]
+        cells += [number(one.ppl, ".4f"), number(one.loss_base2, ".5f"), number(row.ratio, ".4f")]
+        cells.append(number(one.tokens, ",d"))
+        for key in more:
+            value = getattr(one, key)
+            cells.append(number(value, ".1f") if isinstance(value, (int, float)) else words(value))
+        lines.append(Row(row.encoding, cells))
+    caption = "What results.csv holds, and what each measurement took."
+    return Table(caption, [*head, *(titles[key] for key in more)], lines, folded=True)

@@ -1,0 +1,158 @@
+"""Definition 0.1 in a sweep: what the theory predicts of each method, beside what was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
+from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
+from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number, words
+from fairseq_rpe.encodings import names
+from fairseq_rpe.reports.page import Block, Text
+from fairseq_rpe.reports.results import Perplexities
+from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.sweeps.state import State, SweepFolder
+
+NONE = "none"
+_PREDICTIONS = (CONVERGES, DIVERGES, UNDECIDED, NONE)
+_PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
+_URL = "https://arxiv.org/abs/2307.10156"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The verdict on Σ exp(bias) with a method's trained parameters, over all heads of all layers and seeds.
+
+    ``verdict``: converges if every head does, diverges if one does, undecided otherwise; ``NONE`` where the theory says
+    nothing, for the reason in ``why``.
+    """
+
+    verdict: str
+    converging: int = 0
+    heads: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.why:
+            return self.why
+        if 0 < self.converging < self.heads:
+            return f"{self.verdict} ({self.heads - self.converging} of {self.heads} heads)"
+        return self.verdict
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A method, what was predicted of it, and how its perplexity changed."""
+
+    name: str
+    prediction: Prediction
+    found: Deviation
+
+    def answers(self, limit: float) -> list[str]:
+        """Whether it extrapolates: as the definition says, and one-sided."""
+        return ["yes" if self.found.extrapolates(limit, side) else "no" for side in (False, True)]
+
+
+def predict(folder: SweepFolder, state: State) -> dict[str, Prediction]:
+    """The prediction for each method of a sweep whose runs are finished, from the parameters that it learned."""
+    found = {}
+    for name in state.encodings:
+        method = state.method(name)
+        paths = [folder.run_of(method, seed).checkpoints.last for seed in state.seeds]
+        paths = [path for path in paths if path.is_file()]
+        if not paths:
+            continue
+        if not method.leaves_positions:
+            found[name] = Prediction(NONE, why="positions are moved")
+        elif method.rpe.partition(":")[0] not in names():
+            found[name] = Prediction(NONE, why="not loaded: give --rpe-module")
+        else:
+            encodings = [encoding for path in paths for encoding in load_encodings(path).encodings]
+            decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
+            of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
+            found[name] = Prediction(of_all, decisions.count(CONVERGES), len(decisions))
+    return found
+
+
+def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Judged]:
+    """The methods of a sweep that were evaluated at the training length and beyond it."""
+    judged = []
+    for name in found.encodings:
+        values = found.means(name)
+        if name in predictions and found.trained_at in values and max(values) > found.trained_at:
+            judged.append(Judged(name, predictions[name], deviation(values, found.trained_at)))
+    return judged
+
+
+def blocks(judged: Sequence[Judged], trained_at: int, limit: float) -> list[Block]:
+    """Deviations of each method, then predicted against observed, two by two; nothing of no method."""
+    if not judged:
+        return []
+    text = (
+        f"Definition 0.1: a model extrapolates if |ppl_n − ppl_{trained_at}| / ppl_{trained_at} < δ = {limit:g} at "
+        f"every length n > {trained_at}; one-sided, improvements are free. Its theorems: it does if Σ exp(bias) "
+        "converges."
+    )
+    both, one_sided = (observed(judged, limit, side) for side in (False, True))
+    found: list[Block] = [Text(text, _PAPER, _URL), deviations(judged, limit), both, Text(where(judged, False))]
+    if one_sided.rows == both.rows:
+        return [*found, Text(f"One-sided, the table is the same. {where(judged, True)}")]
+    return [*found, one_sided, Text(where(judged, True))]
+
+
+def deviations(judged: Sequence[Judged], limit: float) -> Table:
+    """Each method's prediction, its deviations and whether it extrapolates."""
+    head = ["encoding", "Σ exp(bias) as trained", "largest", "worst rise", "at the end", "extrapolates", "one-sided"]
+    rows = []
+    for one in judged:
+        numbers = [number(one.found.largest, ".3f"), number(one.found.worst, ".3f"), number(one.found.end, "+.3f")]
+        rows.append(Row(one.name, [words(one.prediction), *numbers, *map(Cell, one.answers(limit))]))
+    return Table("Relative deviation from the perplexity at the training length, and what the series says.", head, rows)
+
+
+def observed(judged: Sequence[Judged], limit: float, one_sided: bool) -> Table:
+    """By prediction, the methods that extrapolate and those that do not; predictions of no method are left out."""
+    rows = []
+    for said in _PREDICTIONS:
+        sides: dict[bool, list[str]] = {True: [], False: []}
+        for one in judged:
+            if one.prediction.verdict == said:
+                sides[one.found.extrapolates(limit, one_sided)].append(one.name)
+        if said in (CONVERGES, DIVERGES) or any(sides.values()):
+            cells = [Cell(f"{len(names)}: {', '.join(names)}" if names else "0") for names in sides.values()]
+            rows.append(Row("no prediction" if said == NONE else said, cells))
+    caption = f"Predicted (rows) and observed (columns) at δ = {limit:g}{', one-sided' if one_sided else ''}."
+    return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, words=True)
+
+
+def where(judged: Sequence[Judged], one_sided: bool) -> str:
+    """The δ at which prediction and observation agree for every method."""
+    sides = {
+        said: [one.found.worst if one_sided else one.found.largest for one in judged if one.prediction.verdict == said]
+        for said in (CONVERGES, DIVERGES)
+    }
+    if not all(sides.values()):
+        return "Only one kind of series is here, so nothing can disagree for every δ."
+    found = agreeing(sides[CONVERGES], sides[DIVERGES])
+    if found is None:
+        return "There is no δ at which prediction and observation agree for every method."
+    low, high = _told_apart(*found)
+    return f"Prediction and observation agree for every method if {low} < δ <= {high}."
+
+
+def _told_apart(low: float, high: float) -> tuple[str, str]:
+    """Both with three decimals, as in the table, or with as many as tell them apart."""
+    shown = ((f"{low:.{digits}f}", f"{high:.{digits}f}") for digits in range(3, 10))
+    return next((pair for pair in shown if pair[0] != pair[1]), (repr(low), repr(high)))
+
+
+def csv(judged: Sequence[Judged], limit: float) -> str:
+    """One line per method; deviations are relative and the end is signed."""
+    head = ("encoding", "prediction", "heads_converging", "heads", "largest_deviation", "worst_rise", "end_deviation")
+    lines = []
+    for one in judged:
+        said, found = one.prediction, one.found
+        numbers = (said.converging, said.heads, found.largest, found.worst, found.end, limit)
+        lines.append([one.name, said.verdict, *numbers, *one.answers(limit)])
+    return csv_text([*head, "delta", "extrapolates", "extrapolates_one_sided"], lines)

@@ -1,0 +1,151 @@
+"""A sweep's evaluations for TensorBoard: a curve and an HParams session per result, and a layout of charts.
+
+Written by torch's SummaryWriter, each with ``purge_step`` so that a running TensorBoard forgets what it had read of the
+replaced files. Not by its ``add_hparams``: that would purge nothing, repeat the experiment in every session (of which
+TensorBoard takes the first, so columns would depend on what that one measured) and name columns by their tags.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from fairseq_rpe.reports.results import ExactAnswers, Perplexities
+from fairseq_rpe.runs.folder import RunRecord
+from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.sweeps.state import State, SweepFolder, slug
+
+_LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
+Chosen = dict[str, str | float]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of the HParams tab: what was chosen, what came out, and the curve behind it by step."""
+
+    name: str
+    chosen: Chosen
+    metrics: Mapping[str, float]
+    curve: Mapping[int, float]
+
+
+def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers, target: Path) -> None:
+    """Replace the folder ``target`` by a sweep's evaluations."""
+    if isinstance(found, Perplexities):
+        names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in found.lengths}
+        tag, title = "ppl_by_length", "perplexity over evaluation length (step = tokens)"
+        sessions = _of_text(folder, state, found)
+    else:
+        names = {f"exact/{part}": f"exact match (%), {part}" for part in ("trained", "beyond", "all")}
+        tag, title = "exact_by_items", "exact match in % over items (step = items)"
+        sessions = _of_algorithms(folder, state, found)
+    charts = {
+        "Evaluation": {title: tag},
+        "Loss": {"loss (bits per token)": "loss", "perplexity": "ppl"},
+        "Learned parameters": _learned(folder),
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # beside tensorboard/, not in it: a running TensorBoard would show the unfinished folder
+    with tempfile.TemporaryDirectory(dir=folder.path, prefix=".board-") as name:
+        made = Path(name) / "new"
+        _experiment(made, charts, names, sessions)
+        for session in sessions:
+            _session(made / session.name, session, tag)
+        if target.exists():
+            target.rename(Path(name) / "old")
+        made.rename(target)
+
+
+def _of_text(folder: SweepFolder, state: State, found: Perplexities) -> list[Session]:
+    sessions = []
+    for label, seed in dict.fromkeys((row.encoding, row.seed) for row in found.rows):
+        own = [row.result for row in found.rows if (row.encoding, row.seed) == (label, seed)]
+        curve = {one.length: one.ppl for one in own}
+        metrics = {f"ppl_at/{length}": ppl for length, ppl in curve.items()}
+        sessions.append(Session(slug(label, seed), _chosen(folder, state, label, seed), metrics, curve))
+    return sessions
+
+
+def _of_algorithms(folder: SweepFolder, state: State, found: ExactAnswers) -> list[Session]:
+    sessions = []
+    for task, label, seed in dict.fromkeys((row.task, row.method, row.seed) for row in found.rows):
+        rows = [row for row in found.rows if (row.task, row.method, row.seed) == (task, label, seed)]
+        own = ExactAnswers(rows, found.trained, found.longest)
+        metrics = {f"exact/{part}": mean for part, mean in own.means(task, label).items() if mean is not None}
+        curve = {items: values[0] for items, values in own.of(task, label).items()}
+        chosen: Chosen = {"task": task, **_chosen(folder, state, label, seed, task)}
+        sessions.append(Session(slug(f"{task}@{label}", seed), chosen, metrics, curve))
+    return sessions
+
+
+def _chosen(folder: SweepFolder, state: State, label: str, seed: int, task: str | None = None) -> Chosen:
+    """The settings of a run that the HParams tab compares; those not on record are left out."""
+    method = state.method(label)
+    run = folder.run_of(method, seed, task).checkpoints.record() or RunRecord()
+    moved = method.positions_train
+    values = {
+        "method": label if label != method.rpe else None,
+        "encoding": method.rpe,
+        "positions_train": moved,
+        "positions_eval": method.positions_eval or (moved if moved == IDENTITY else f"default of {moved}"),
+        "seed": seed,
+        "arch": run.settings.arch or state.settings.arch,
+        "tokens": run.settings.tokens or state.settings.tokens,
+        "updates": run.updates or state.settings.updates,
+    }
+    # numbers are of one type, as torch wants them
+    return {k: v if isinstance(v, str) else float(v) for k, v in values.items() if v is not None}
+
+
+def _learned(folder: SweepFolder) -> dict[str, str]:
+    """Charts of the quantities that training has logged: title -> pattern of tags."""
+    names: dict[str, None] = {}
+    for log in sorted(folder.path.glob("runs/*/train.log")):
+        # a quantity is on every line that training logs, and only there as a quoted key
+        names |= dict.fromkeys(_LEARNED.findall(log.read_text(encoding="utf-8", errors="replace")))
+    charts = {}
+    for name in names:
+        charts[f"{name}, each encoding and head (--inspect-every)"] = f"rpe/{re.escape(name)}/.*"
+        charts[f"{name} of each head, mean over layers"] = rf"rpe_{re.escape(name)}_h\d+"
+        charts[f"{name} of each layer, mean over heads"] = rf"rpe_{re.escape(name)}_l\d+"
+    return charts
+
+
+def _experiment(
+    folder: Path, charts: Mapping[str, Mapping[str, str]], metrics: Mapping[str, str], sessions: Sequence[Session]
+) -> None:
+    """The columns of the HParams tab: ``metrics``, by tag their titles; category -> chart -> pattern of a whole tag."""
+    keys = dict.fromkeys(key for session in sessions for key in session.chosen)
+    values = {key: list(dict.fromkeys(s.chosen[key] for s in sessions if key in s.chosen)) for key in keys}
+    columns, _, _ = hparams({key: v[0] for key, v in values.items()}, dict.fromkeys(metrics, 0.0), values)
+    about = columns.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(about.content)
+    for info in data.experiment.metric_infos:
+        info.display_name = metrics[info.name.tag]
+    about.content = data.SerializeToString()
+    layout = {
+        category: {title: ["Multiline", [f"^{pattern}$"]] for title, pattern in shown.items()}
+        for category, shown in charts.items()
+        if shown
+    }
+    with SummaryWriter(str(folder), purge_step=0) as writer:
+        writer.file_writer.add_summary(columns, 0)
+        writer.add_custom_scalars(layout)
+
+
+def _session(folder: Path, session: Session, tag: str) -> None:
+    _, start, end = hparams(session.chosen, {})
+    with SummaryWriter(str(folder), purge_step=0) as writer:
+        writer.file_writer.add_summary(start, 0)
+        for key, value in session.metrics.items():
+            writer.add_scalar(key, value, 0)
+        writer.file_writer.add_summary(end, 0)
+        for step, value in session.curve.items():
+            writer.add_scalar(tag, value, step)

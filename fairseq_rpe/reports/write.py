@@ -1,0 +1,62 @@
+"""Writes a sweep's report: tables, figures, TensorBoard and the page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write
+from fairseq_rpe.figures import saving
+from fairseq_rpe.reports import definition, page, tensorboard
+from fairseq_rpe.reports.chapters import exact_match, perplexities
+from fairseq_rpe.reports.kept import places
+from fairseq_rpe.reports.page import Section
+from fairseq_rpe.reports.results import Perplexities, collect
+from fairseq_rpe.sweeps.state import State, SweepFolder
+
+DELTA = 0.05
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the page says on a sweep, and what is to be printed."""
+
+    section: Section
+    text: str
+
+
+def check(folder: SweepFolder, delta: float | None) -> State:
+    """What is on record of a sweep that ``delta`` can be asked of.
+
+    Raises:
+        UserError: the folder holds no sweep, or one over tasks and ``delta`` is given.
+    """
+    state = folder.state()
+    if delta is not None and state.algorithms:
+        raise UserError(f"--delta is about perplexity and {folder.path} counts exact answers: drop it")
+    return state
+
+
+def write(folder: SweepFolder, delta: float | None = None) -> Written:
+    """Write a sweep's report into its folder. ``delta``: δ of Definition 0.1, ``DELTA`` without one.
+
+    Raises:
+        UserError: what :func:`check` refuses, or none of its runs is finished.
+    """
+    state = check(folder, delta)
+    found, at = collect(folder, state), places(folder, bool(state.algorithms))
+    others = []
+    if isinstance(found, Perplexities):
+        judged = definition.judge(found, definition.predict(folder, state))
+        others.append(definition.csv(judged, delta or DELTA))
+        made = perplexities.report(folder, state, found, judged, delta or DELTA)
+    else:
+        made = exact_match.report(folder, state, found)
+    saving.save(made.figure, *at.figures)
+    tensorboard.write(folder, state, found, at.evaluation)
+    page.write([made.section], at.page)
+    for path, text in zip(at.others, others, strict=True):
+        atomic_write(path, text)
+    atomic_write(at.table, made.markdown)
+    atomic_write(at.results, found.csv())
+    return Written(made.section, at.text(made.markdown))

@@ -1,0 +1,251 @@
+"""Code as one text: divided by path, without boundaries, the same bytes as fairseq-preprocess makes of its lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tokenizer import CODE, NASTY
+
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import pipeline
+from fairseq_rpe.data.chunks import cut, gather
+from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_dictionary, read_manifest, read_split
+from fairseq_rpe.data.pipeline import prepare
+from fairseq_rpe.data.preparation import PrepareOptions
+from fairseq_rpe.data.sources import KNOWN, choose
+from fairseq_rpe.data.stream import decode_documents
+from fairseq_rpe.data.tokenizer import Tokenizer
+from fairseq_rpe.data.units import read_units
+
+# Where the files of `write_sources` have always gone.
+VALID = ["package0/module20", "package0/module4", "package1/module13", "package1/nasty"]
+VALID += ["package3/module11", "package3/module23", "package3/module3"]
+TEST = ["package0/module12", "package0/module16", "package2/module2", "package2/module6"]
+WITHIN_3000 = ["package0/empty", "package0/module12", "package0/module8", "package1/module17", "package2/module10"]
+WITHIN_3000 += ["package2/module14", "package2/module6", "package3/module11", "package3/module23", "package3/module3"]
+
+
+def write_sources(folder: Path) -> Path:
+    for n in range(1, 25):
+        path = folder / f"package{n % 4}" / f"module{n}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(CODE.replace("{n}", str(n)).encode())
+    (folder / "package0" / "empty.py").write_bytes(b"")
+    (folder / "package1" / "nasty.py").write_bytes("\n".join(NASTY[:-3]).encode())
+    (folder / "package1" / "notes.txt").write_bytes(b"\xff not a source")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sources(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dest = tmp_path_factory.mktemp("made") / "corpus"
+    prepare(options(source, dest), lambda _: None)
+    return dest
+
+
+def options(source: Path | None, dest: Path, **changes: Any) -> PrepareOptions:
+    own = choose(KNOWN["stdlib"], [source] if source else [], dest.parent)
+    given = {"vocab_size": 400, "valid_fraction": 0.3, "test_fraction": 0.2, "workers": 1, **changes}
+    return PrepareOptions(dest=dest, **{**own, **given})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def finished(source: Path, names: list[str]) -> bytes:
+    texts = (source.joinpath(f"{name}.py").read_bytes() for name in names)
+    return b"".join(text if text.endswith(b"\n") or not text else text + b"\n" for text in texts)
+
+
+def test_files_go_where_their_paths_always_went(source: Path, made: Path) -> None:
+    names = sorted(path.relative_to(source).with_suffix("").as_posix() for path in source.rglob("*.py"))
+    train = [name for name in names if name not in (*VALID, *TEST)]
+    for split, inside in {"train": train, "valid": VALID, "test": TEST}.items():
+        assert decode_documents(made, split) == [finished(source, inside)]
+        assert read_manifest(made)["splits"][split]["documents"] == len(inside)
+
+
+@pytest.mark.parametrize("size", [100, 1000])
+def test_pieces_and_workers_change_nothing(
+    source: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(pipeline, "cut", lambda blocks: cut(blocks, size))
+    monkeypatch.setattr(pipeline, "gather", lambda pieces: gather(pieces, 3 * size))
+    prepare(options(source, tmp_path / "corpus", workers=2 if size == 100 else 1), lambda _: None)
+    assert contents(tmp_path / "corpus") == contents(made)
+
+
+def test_fairseq_preprocess_makes_the_same_files(source: Path, made: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(made / "spm.model")
+    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--dataset-impl", "mmap"]
+    command += ["--srcdict", str(made / "dict.txt"), "--destdir", str(tmp_path / "theirs")]
+    for split in SPLITS:
+        lines = decode_documents(made, split)[0].decode().split("\n")[:-1]
+        (tmp_path / split).write_text("".join(" ".join(tokenizer.encode(line)) + "\n" for line in lines))
+        command += [f"--{split}pref", str(tmp_path / split)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("dict.txt", *BINARIES):
+        assert (tmp_path / "theirs" / name).read_bytes() == (made / name).read_bytes(), name
+
+
+def test_fairseq_reads_the_same_tokens(made: Path) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    dictionary = Dictionary.load(str(made / "dict.txt"))
+    assert len(dictionary) == 400
+    assert dictionary.symbols == read_dictionary(made / "dict.txt")
+    for split in SPLITS:
+        dataset = data_utils.load_indexed_dataset(str(made / split), dictionary)
+        lines = [dataset[i].tolist() for i in range(len(dataset))]
+        assert all(line[-1] == dictionary.eos() and min(line[:-1], default=4) > 3 for line in lines)
+        count = read_manifest(made)["splits"][split]
+        assert len(lines) == count["lines"] and sum(map(len, lines)) == count["tokens"]
+
+
+def test_the_place_of_the_folder_does_not_matter(made: Path, tmp_path: Path) -> None:
+    prepare(options(write_sources(tmp_path / "copy"), tmp_path / "again", workers=2), lambda _: None)
+    assert contents(tmp_path / "again") == contents(made)
+
+
+def test_other_names_are_another_corpus(made: Path, tmp_path: Path) -> None:
+    source = write_sources(tmp_path / "copy")
+    (source / "package2" / "module2.py").rename(source / "package2" / "renamed.py")
+    prepare(options(source, tmp_path / "again"), lambda _: None)
+    assert read_manifest(tmp_path / "again")["digest"] != read_manifest(made)["digest"]
+
+
+def test_blank_hidden_and_odd_files_are_text_like_any_other(source: Path, made: Path, tmp_path: Path) -> None:
+    source = write_sources(tmp_path / "copy")
+    more = {"package2/blank.py": "\n \n", "package2/.hidden.py": "x = 1", ".hidden/y.py": "y = 1\n", "a.py": "NUL \0"}
+    (source / ".hidden").mkdir()
+    (source / "__pycache__").mkdir()
+    (source / "__pycache__" / "left_out.py").write_text("cached = 1\n")
+    for name, text in more.items():
+        (source / name).write_text(text)
+    manifest = prepare(options(source, tmp_path / "again"), lambda _: None)
+    kept = b"".join(decode_documents(tmp_path / "again", split)[0] for split in SPLITS)
+    old = b"".join(decode_documents(made, split)[0] for split in SPLITS)
+    assert len(kept) == len(old) + sum(len(text) for text in more.values()) + 2
+    assert sum(manifest["splits"][split]["documents"] for split in SPLITS) == 26 + len(more)
+
+
+def test_max_bytes_takes_whole_files_repeatably(source: Path, made: Path, tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"max_bytes": 3000, "vocab_size": None, "vocab_from": made}
+    prepare(options(source, tmp_path / "a", **shared), lambda _: None)
+    parts = [[n for n in WITHIN_3000 if (n in VALID, n in TEST) == where] for where in ((0, 0), (1, 0), (0, 1))]
+    for split, names in zip(SPLITS, parts, strict=True):
+        assert decode_documents(tmp_path / "a", split) == [finished(source, names)]
+    prepare(options(source, tmp_path / "b", seed=2, **shared), lambda _: None)
+    assert digest(tmp_path / "a") != digest(tmp_path / "b")
+
+
+def test_splits_need_text_in_every_split(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="split of .* documents would be empty: .* larger --max-bytes"):
+        prepare(options(source, tmp_path / "corpus", max_bytes=400), lambda _: None)
+    (tmp_path / "blank").mkdir()
+    with pytest.raises(UserError, match="blank has no text, there are no files that could be read"):
+        prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
+    (tmp_path / "blank" / "a.py").write_text("\n \n")
+    with pytest.raises(UserError, match="split of 0 documents would be empty"):
+        prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
+    (tmp_path / "blank" / "b.py").write_bytes(b"name = 'caf\xe9'\n")
+    with pytest.raises(UserError, match="b.py is not UTF-8 at byte 11"):
+        prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["blank"]
+
+
+def test_library_leaves_out_packages_tests_and_other_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = write_sources(tmp_path / "library")
+    for name in ("site-packages/a.py", "test/b.py", "package0/tests/c.py", "_sysconfigdata_x.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text("x = 1\n")
+    (library / "latin.py").write_bytes(b"# -*- coding: latin-1 -*- \xe9\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    manifest = prepare(options(None, tmp_path / "corpus"), lambda _: None)
+    assert sum(manifest["splits"][split]["documents"] for split in SPLITS) == 26
+    assert manifest["skipped"] == {"not UTF-8": 1}
+
+
+def test_rows_of_a_file_stay_together_and_apart_from_other_files(tmp_path: Path) -> None:
+    for n in range(30):
+        (tmp_path / f"{n}.jsonl").write_text("".join(f'{{"text": "f{n} row {i}\\n"}}\n' for i in range(3)))
+    files = tuple(sorted(tmp_path.glob("*.jsonl")))
+    common: dict[str, Any] = {"tokenizer": "words", "valid_fraction": 0.3, "test_fraction": 0.2}
+    prepare(PrepareOptions(tmp_path / "corpus", files, divide_by="path", **common), lambda _: None)
+    found = [decode_documents(tmp_path / "corpus", split) for split in SPLITS]
+    assert sum(map(len, found)) == 90 and all(len(documents) % 3 == 0 for documents in found)
+    # Words that only valid or test have are unknown; the number of the row is not.
+    for documents in found:
+        assert [document.split()[-1] for document in documents] == [b"0", b"1", b"2"] * (len(documents) // 3)
+
+
+def old_manifest(folder: Path) -> None:
+    """What the standard library's corpus had for a manifest when it was made in another way."""
+    new = read_manifest(folder)
+    names = ("vocab_size", "seed", "valid_fraction", "test_fraction", "max_bytes")
+    splits = {split: {"files": 1, **count} for split, count in new["splits"].items()}
+    old = {"made_by": "fairseq-rpe prepare-stdlib", "format": 1, "digest": "e6d0", "splits": splits}
+    old |= {"options": {name: new["options"].get(name) for name in names}, "files": new["files"]}
+    (folder / "corpus.json").write_text(json.dumps(old))
+
+
+def test_a_corpus_made_in_the_old_way_is_used_and_replaced(source: Path, made: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    prepare(options(source, old), lambda _: None)
+    before = contents(old)
+    old_manifest(old)
+    assert read_units(old, "valid") == read_units(made, "valid") is not None
+    assert decode_documents(old, "valid") == decode_documents(made, "valid")
+    shared = options(source, tmp_path / "shared", vocab_size=None, vocab_from=old)
+    prepare(shared, lambda _: None)
+    assert digest(tmp_path / "shared") == digest(made)
+    prepare(options(source, old), lambda _: None)
+    assert contents(old) == before
+
+
+def test_commands(
+    source: Path, made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["--dest", str(made), "--vocab-size", "400", "--valid-fraction", "0.3", "--test-fraction", "0.2"]
+    assert main(["prepare-stdlib", "--source", str(source), *common]) == 0
+    assert main(["prepare-known", "stdlib", "--from", str(source), *common]) == 0
+    expected = f"{made} is up to date\n{KNOWN['stdlib'].about}\n{made} is up to date\n"
+    assert capsys.readouterr().out == expected
+    made_with: list[PrepareOptions] = []
+    monkeypatch.setattr("fairseq_rpe.cli.prepare.prepare", lambda options: made_with.append(options))
+    assert main(["prepare-stdlib"]) == 0
+    (given,) = made_with
+    assert (given.dest, given.vocab_size, given.workers) == (Path("data-bin/stdlib"), 4096, 2)
+    assert (given.divide_by, given.boundaries, given.skip_invalid, given.valid) == ("path", False, True, ())
+
+
+def test_any_text_can_be_without_boundaries_and_by_path(source: Path, made: Path, tmp_path: Path) -> None:
+    arguments = ["prepare", str(source), "--dest", str(tmp_path / "corpus"), "--include", "module*.py"]
+    arguments += ["--workers", "1", "--vocab-from", str(made), "--divide-by", "path", "--no-boundaries"]
+    assert main([*arguments, "--valid-fraction", "0.3", "--test-fraction", "0.2"]) == 0
+    assert decode_documents(tmp_path / "corpus", "test") == [finished(source, TEST)]
+    assert read_split(tmp_path / "corpus", "test")[0].tobytes() == (made / "test.bin").read_bytes()
+
+
+def test_up_to_date_imports_nothing_heavy(source: Path, made: Path) -> None:
+    code = (
+        "import sys; from fairseq_rpe.cli.main import main\n"
+        f"main(['prepare-stdlib', '--source', {str(source)!r}, '--dest', {str(made)!r}, '--vocab-size', '400',\n"
+        " '--valid-fraction', '0.3', '--test-fraction', '0.2'])\n"
+        "print(*({'fairseq', 'torch', 'pooch', 'tokenizers', 'pyarrow', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("is up to date\n\n"), done.stderr

@@ -1,0 +1,155 @@
+"""The byte-exact tokenizer: every text comes back, and no symbol is one that fairseq would cut or take for its own."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, decode, train_tokenizer
+
+SPLIT_AT = "\t\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000"
+NASTY = [
+    "",
+    " ",
+    "    indented",
+    "                                                  far right",
+    "trailing   ",
+    "\ttab\t\ttabs ",
+    "carriage return\r",
+    *(f"a{c}b {c} {c}{c}c" for c in SPLIT_AT),
+    SPLIT_AT,
+    "▁ literal ▁▁ signs ▁",
+    "▅ reserved by the trainer ▅▅",
+    "<s> </s> <unk> <pad> <0x41> <0x0a> <0xC3><0xA9> madeupword0000 madeupword0001x",
+    "</s>",
+    "<<s>> <</s>></s",
+    "#fairseq:overwrite 1",
+    "NUL \0 and \x01 \x7f \x1b",
+    "\ufeffbyte order mark",
+    "é è ü ß Ж 漢字 かな 🙂 👩‍👩‍👧 e\u0301 ﬁ Å ①",
+    "\u200b\u200d\u2060\u00ad\ufffd\uffff\U0010ffff\u2047",
+    "x" * 70_000,
+    "word " * 20_000,
+    " " * 5_000,
+]
+
+CODE = """\
+class Reader{n}:
+    \"\"\"Reads things, number {n}.\"\"\"
+
+    def __init__(self, path, size={n}):
+        self.path = path
+\tself.size = size  # a tab
+
+    def read(self, count):
+        for index in range(count):
+            if index % {n} == 0:
+                yield self.path.open().read(self.size + index)
+        return None
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    code = "".join(CODE.replace("{n}", str(n)) for n in range(1, 25))
+    return Tokenizer(train_tokenizer([*code.split("\n"), *NASTY[:-3]], 400))
+
+
+@pytest.mark.parametrize("line", NASTY, ids=lambda line: repr(line[:24]))
+def test_nasty_lines_round_trip(tokenizer: Tokenizer, line: str) -> None:
+    symbols = tokenizer.encode(line)
+    assert decode(symbols) == line
+    assert_survives_fairseq(tokenizer, symbols)
+
+
+def assert_survives_fairseq(tokenizer: Tokenizer, symbols: list[str]) -> None:
+    text = " ".join(symbols)
+    assert text.split() == symbols
+    assert text.splitlines() == ([text] if text else [])
+    assert set(symbols) <= set(tokenizer.symbols)
+    assert not set(symbols) & set(FAIRSEQ_SPECIALS)
+
+
+def random_line(rng: random.Random) -> str:
+    pools: list[Iterable[str]] = [SPLIT_AT, "▁▅ <>/s0x41unkpad", "  \tabcdef_().=:"]
+    characters = [
+        rng.choice(list(rng.choice(pools)))
+        if rng.random() < 0.7
+        else chr(rng.choice([*range(10), *range(11, 0xD800), *range(0xE000, 0x110000, 37)]))
+        for _ in range(rng.randrange(60))
+    ]
+    return "".join(characters)
+
+
+def test_random_unicode_round_trips(tokenizer: Tokenizer) -> None:
+    rng = random.Random(7)
+    lines = [random_line(rng) for _ in range(300)]
+    for line, symbols in zip(lines, map(tokenizer.encode, lines), strict=True):
+        assert decode(symbols) == line
+        assert_survives_fairseq(tokenizer, symbols)
+
+
+def test_every_character_round_trips(tokenizer: Tokenizer) -> None:
+    characters = [chr(i) for i in range(0x3100) if i != 10]
+    lines = ["".join(characters[i : i + 50]) for i in range(0, len(characters), 50)]
+    assert [decode(symbols) for symbols in map(tokenizer.encode, lines)] == lines
+
+
+def test_training_on_nasty_text_learns_no_unsafe_piece() -> None:
+    lines = NASTY * 20 + ["def f(self): return </s> <unk> <0x41> madeupword0000 ▁x"] * 50
+    tokenizer = Tokenizer(train_tokenizer(lines, 380))
+    assert len(tokenizer.symbols) == 380 - len(FAIRSEQ_SPECIALS)
+    assert len(set(tokenizer.symbols)) == len(tokenizer.symbols)
+    assert all(symbol.split() == [symbol] for symbol in tokenizer.symbols)
+    for line, symbols in zip(lines, map(tokenizer.encode, lines), strict=True):
+        assert decode(symbols) == line
+
+
+def test_indentation_is_few_symbols(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode(" " * 8)) == 1
+    assert tokenizer.encode("") == []
+
+
+def test_newline_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="newline"):
+        tokenizer.encode("a\nb")
+
+
+def test_decode_of_what_only_a_model_emits() -> None:
+    assert decode(["a", "</s>", "▁b", "<0xC3>", "<unk>", "<pad>"]) == "a\n b\ufffd\ufffd"
+
+
+def test_foreign_models_are_refused(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some text for a usual model"] * 9),
+        model_writer=model,
+        vocab_size=30,
+        hard_vocab_limit=False,
+        minloglevel=3,
+    )
+    with pytest.raises(UserError, match="prepare-stdlib"):
+        Tokenizer(model.getvalue())
+    with pytest.raises(UserError, match="no sentencepiece model"):
+        Tokenizer(b"nonsense")
+    with pytest.raises(UserError, match="does not exist"):
+        Tokenizer.load(tmp_path / "spm.model")
+
+
+def test_vocabulary_smaller_than_the_alphabet() -> None:
+    lines = ["".join(chr(c) for c in range(start, start + 40)) for start in range(0x4E00, 0x4E00 + 400, 40)]
+    with pytest.raises(UserError, match="--vocab-size 300 is too small for this text: use 660 or more"):
+        train_tokenizer(lines, 300)
+
+
+def test_text_too_small_for_any_vocabulary() -> None:
+    with pytest.raises(UserError, match="the smallest allowed one, 300: give more text"):
+        train_tokenizer(["ab"], 4096)
+    with pytest.raises(UserError, match="give more text"):
+        train_tokenizer(["\t\t"], 4096)
