@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fairseq_rpe.analysis.style import Look, looks
+from .style import Look, looks
 
 Band = Mapping[int, Sequence[float]]
 

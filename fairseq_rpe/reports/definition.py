@@ -9,8 +9,8 @@ from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, ver
 from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number, words
 from fairseq_rpe.encodings import names
+from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import Block, Text
-from fairseq_rpe.reports.results import Perplexities
 from fairseq_rpe.runs.learned import load_encodings
 from fairseq_rpe.sweeps.state import State, SweepFolder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_rpe.reports.results import collect
+from fairseq_rpe.reports.findings import collect
 from fairseq_rpe.sweeps.state import SweepFolder
 
 

@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from fairseq_rpe.reports.results import ExactAnswers, Perplexities
+from fairseq_rpe.reports.findings import ExactAnswers, Perplexities
 from fairseq_rpe.runs.folder import RunRecord
 from fairseq_rpe.runs.plan import IDENTITY
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug

@@ -9,9 +9,9 @@ from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.figures import saving
 from fairseq_rpe.reports import definition, page, tensorboard
 from fairseq_rpe.reports.chapters import exact_match, perplexities
+from fairseq_rpe.reports.findings import Perplexities, collect
 from fairseq_rpe.reports.kept import places
 from fairseq_rpe.reports.page import Section
-from fairseq_rpe.reports.results import Perplexities, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 DELTA = 0.05

@@ -18,9 +18,9 @@ from conftest import ALL_SPECS, SPECS, make_model, model_args
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis import judgement
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict, verdict_of_formula
-from fairseq_rpe.analysis.receptive_field import quantised
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.ranges import ranges
+from fairseq_rpe.analysis.receptive_field import quantised
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import LogWeight, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary

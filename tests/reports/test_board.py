@@ -30,7 +30,7 @@ from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import biases
 from fairseq_rpe.modules.inspection import Inspector
 from fairseq_rpe.reports import tensorboard as evaluations
-from fairseq_rpe.reports.results import ExactAnswers, Exactness, Perplexities, Perplexity
+from fairseq_rpe.reports.findings import ExactAnswers, Exactness, Perplexities, Perplexity
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -372,12 +372,10 @@ def test_a_running_tensorboard_forgets_what_was_replaced(tmp_path):
     write({"alibi": {32: 5.0, 64: 6.0}, "rope": {32: 7.0}})
     folder = tmp_path / EVALUATION / "alibi-seed1"
     assert scalars(folder, "ppl_by_length") == {32: 5.0, 64: 6.0}
-    (before,) = folder.iterdir()
-    shutil.copy(before, tmp_path / "before")
+    (replaced,) = folder.iterdir()
+    shutil.copy(replaced, tmp_path / "before")
     write({"alibi": {32: 4.0, 128: 3.0}})
-    (after,) = folder.iterdir()
-    assert after.name > before.name
-    (tmp_path / "before").rename(folder / before.name)
+    (tmp_path / "before").rename(folder / "events.out.tfevents.0000000000.read-before")
     assert scalars(folder, "ppl_by_length") == {32: 4.0, 128: 3.0}
     assert sorted(path.name for path in (tmp_path / EVALUATION).iterdir() if path.is_dir()) == ["alibi-seed1"]
     assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]

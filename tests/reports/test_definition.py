@@ -15,8 +15,8 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation.results import TextResult
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import NONE, Prediction
+from fairseq_rpe.reports.findings import Perplexities, Perplexity
 from fairseq_rpe.reports.page import markdown
-from fairseq_rpe.reports.results import Perplexities, Perplexity
 from fairseq_rpe.runs.learned import load_encodings
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
 

@@ -11,12 +11,12 @@ from conftest import SPECS, p_of_heads, save_checkpoint
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis.bias_map import bias_map
-from fairseq_rpe.cli import report
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import biases as drawings
-from fairseq_rpe.figures import style
+from fairseq_rpe.figures import style, sweep_curves
+from fairseq_rpe.sweeps.state import Method
 
 
 def panels(figure):
@@ -69,6 +69,56 @@ def test_queries_and_training_show_the_given_numbers():
     assert axes.lines[0].get_color() != axes.lines[1].get_color()
 
 
+def lines(axes):
+    """What each line of a legend is drawn from."""
+    return {line.get_label(): dict(zip(*map(list, line.get_data()), strict=True)) for line in axes.lines}
+
+
+def test_perplexity_is_the_mean_with_the_seeds_around_it():
+    figure = sweep_curves.perplexity({"alibi": {64: [50.0, 52.0], 128: [40.0, 46.0]}, "rope": {64: [60.0]}}, 64)
+    [axes] = figure.axes
+    drawn = lines(axes)
+    assert drawn["alibi"] == {64: 51.0, 128: 43.0} and drawn["rope"] == {64: 60.0}
+    assert drawn["training length (64)"].keys() == {64}
+    [band] = axes.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(64, 50), (64, 52), (128, 40), (128, 46)}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "128"]
+
+
+def test_training_is_drawn_whole_and_its_second_half_again():
+    curves = [("alibi", {25: 9.0, 50: 8.0, 100: 7.0}), ("alibi", {25: 9.5, 100: 7.5})]
+    whole, late = sweep_curves.training(curves).axes
+    first, second = (line.get_xydata().tolist() for line in whole.lines)
+    assert (first, second) == ([[25, 9], [50, 8], [100, 7]], [[25, 9.5], [100, 7.5]])
+    assert [line.get_xydata().tolist() for line in late.lines] == [[[50, 8], [100, 7]], [[100, 7.5]]]
+    assert len({line.get_color() for line in whole.lines}) == 1
+
+
+def test_positions_are_counted_from_one():
+    [axes] = sweep_curves.positions({"alibi": {0: 9.0, 3: 7.0}}).axes
+    assert lines(axes) == {"alibi": {1: 9.0, 4: 7.0}}
+
+
+def test_exact_match_has_a_panel_for_each_task():
+    curves = {"copy": {"rope": {2: [100.0, 50.0], 9: [25.0, 25.0]}}, "sort": {"rope": {2: [80.0]}, "nope": {2: [0.0]}}}
+    copy, sort = panels(sweep_curves.exact_match(curves, {"copy": 5, "sort": 4}))
+    assert (copy.get_title(), sort.get_title()) == ("copy", "sort")
+    assert lines(copy) == {"rope": {2: 75.0, 9: 25.0}} and lines(sort) == {"rope": {2: 80.0}, "nope": {2: 0.0}}
+    assert copy.lines[0].get_color() == sort.lines[0].get_color() != sort.lines[1].get_color()
+    assert "training range (2 … 5)" in {text.get_text() for text in copy.get_legend().get_texts()}
+
+
+def test_encodings_keep_their_looks_and_never_share_one():
+    known = list(SPECS)  # the built-in ones: other tests may have registered more
+    alone = {name: style.looks([name])[name] for name in known}
+    others = ["type1:form=paper", *(f"e{i}" for i in range(20))]
+    together = style.looks([*others, *reversed(known)])
+    assert all(together[name] == alone[name] for name in known)
+    assert len({look[:2] for look in together.values()}) == len(known) + len(others)
+    assert together["type1:form=paper"].colour == alone["type1"].colour
+    assert {look.colour for look in together.values()} <= set(style.PALETTE)
+
+
 def test_nothing_to_draw_is_said():
     with pytest.raises(UserError, match="nothing to draw"):
         drawings.heat_maps({}, 1, 1)
@@ -111,14 +161,15 @@ def spy(function, seen):
 def sweep(tmp_path):
     """A folder as a sweep leaves it: kerple_log and fire of two layers, one method without bias."""
     state = {"settings": {"tokens": 16, "subset": "test"}, "encodings": ["kerple_log", "fire", "rope"], "seeds": [3]}
-    (tmp_path / report.STATE).write_text(json.dumps(state))
+    (tmp_path / "sweep.json").write_text(json.dumps(state))
     for name, layers in (("kerple_log", 1), ("fire", 2), ("rope", 1)):
-        folder = tmp_path / "runs" / report.run_name(report.method_of(state, name), 3)
+        folder = tmp_path / "runs" / Method(name, name).run_name(3)
         change = p_of_heads(0.9, 1.5, 2.0, 3.0) if name == "kerple_log" else None
         save_checkpoint(folder, name, layers, change)
         (folder / "checkpoints" / "run.json").write_text(json.dumps({"finished": {"checkpoint": "c"}}))
-        rows = [{"checkpoint": "c", "subset": "test", "length": n, "ppl": 9.0 + n / 99} for n in (16, 32)]
-        (folder / report.RESULTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
+        rows = [{**given, "length": n, "ppl": 9.0 + n / 99} for n in (16, 32)]
+        (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 

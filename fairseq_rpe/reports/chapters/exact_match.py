@@ -6,8 +6,8 @@ from fairseq_rpe.core.spec import parse
 from fairseq_rpe.core.table import Cell, Row, Table, number, stacked
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.chapters import literature, training
+from fairseq_rpe.reports.findings import ExactAnswers
 from fairseq_rpe.reports.page import Block, Part, Report, Section, Text, markdown, picture
-from fairseq_rpe.reports.results import ExactAnswers
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 

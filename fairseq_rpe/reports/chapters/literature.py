@@ -9,8 +9,8 @@ from pathlib import PurePath
 
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
 from fairseq_rpe.reports.chapters.training import Run, batch, data_name, vocabulary
+from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
-from fairseq_rpe.reports.results import Perplexities
 from fairseq_rpe.runs.plan import full_name
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Recipe

@@ -7,8 +7,8 @@ from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.chapters import literature, training
 from fairseq_rpe.reports.definition import Judged
+from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import Block, Part, Report, Section, markdown, picture
-from fairseq_rpe.reports.results import Perplexities
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
@@ -43,7 +43,7 @@ def report(folder: SweepFolder, state: State, found: Perplexities, judged: list[
         parts=[part for part in parts if part.blocks],
     )
     # of what stands beside, the caution and the values
-    return Report(section, values.markdown() + markdown([*theory, *beside[:1], *beside[1:][-1:]]), figure)
+    return Report(section, values.markdown() + markdown([*theory, *beside[:1], *beside[-1:]]), figure)
 
 
 def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:

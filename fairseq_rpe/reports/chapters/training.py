@@ -109,7 +109,7 @@ def facts(state: State, made: Sequence[Run], paper: str) -> list[tuple[str, str]
         ("training", f"{settings.updates:,} updates of {batch(state)} sequences" if trained else None),
         ("learning rate", settings.lr and f"{settings.lr:g}, {settings.warmup} of warm-up, {schedule}"),
         ("dropout", None if settings.dropout is None else f"{settings.dropout:g}"),
-        ("further flags", " ".join(settings.extra)),
+        ("further flags", " ".join(settings.extra or ())),
         ("seeds", ", ".join(map(str, state.seeds))),
     ]
     return [(key, value) for key, value in found if value]
