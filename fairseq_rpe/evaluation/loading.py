@@ -20,7 +20,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
