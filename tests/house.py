@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "analysis": SCIENCE,
     "figures": {"core", "encodings", "analysis"},
     "data": {"core"},
-    "compat": {"core"},
+    "compat": {"core", "encodings", "guards"},
     "guards": {"core"},
     "modules": {*SCIENCE, "analysis", "figures"},
     "criterions": {*SCIENCE, "modules"},

@@ -27,6 +27,17 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
     """
     if plan.prune:
         raise UserError("the reference backend is exact and prunes nothing: use 'sdpa', 'triton' or no pruning")
+    found = weights(q, k, plan)
+    if dropout > 0:
+        found = found * keep_block(draw_seed(), 0, q.shape[2], tuple(found.shape), dropout, q.device)
+    return torch.matmul(found, v.to(found.dtype)).to(q.dtype)
+
+
+def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+    """What each query gives to the keys, (B, H, n, m): softmax(q·kᵀ / sqrt(D) + bias), in float32 or better.
+
+    A query that sees no key gives 0 to all of them.
+    """
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
@@ -36,7 +47,4 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         scores = plan.remap(scores, plan.positions)
     scores = scores.masked_fill(~plan.visible(n, m, q.device), float("-inf"))
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    if dropout > 0:
-        weights = weights * keep_block(draw_seed(), 0, n, tuple(weights.shape), dropout, q.device)
-    return torch.matmul(weights, v.to(wide)).to(q.dtype)
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

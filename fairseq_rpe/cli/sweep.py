@@ -82,7 +82,7 @@ def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:
 
 def resolved(args: argparse.Namespace) -> Sweep:
     """The sweep that the command line asks for."""
-    from fairseq_rpe.runs.plan import Request
+    from fairseq_rpe.runs.settings import Request
     from fairseq_rpe.sweeps.request import Asked, resolve
 
     own = {f.name for f in fields(Asked)} - {"base"}

@@ -35,8 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from fairseq_rpe.data import folder as corpus
     from fairseq_rpe.runs import launch
-    from fairseq_rpe.runs.folder import CheckpointFolder
-    from fairseq_rpe.runs.plan import Request, plan
+    from fairseq_rpe.runs.run_folder import CheckpointFolder
+    from fairseq_rpe.runs.settings import Request, plan
 
     request = Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
     if (request.data is None) == (request.algorithm is None):

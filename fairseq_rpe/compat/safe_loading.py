@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from .replacement import replaces
 
 
 def namespace_checkpoints() -> None:
-    """Models without a dataclass save an argparse.Namespace, a mere record, which torch's safe loading refuses."""
-    torch.serialization.add_safe_globals([argparse.Namespace])
+    """Models without a dataclass save a Namespace, a mere record, which torch's safe loading refuses."""
+    torch.serialization.add_safe_globals([Namespace])
 
 
 def broadcast_checkpoints() -> None:
@@ -53,7 +53,7 @@ def safe_checkpoints() -> None:
             raise UserError(f"checkpoint {path} is not one of fairseq's: it lacks {error}") from None
         literal_eval_only()  # again: loading a task may have imported further fairseq modules
         model = (state.get("cfg") or {}).get("model") or {}
-        settings = vars(model) if isinstance(model, argparse.Namespace) else model
+        settings = vars(model) if isinstance(model, Namespace) else model
         if settings.get("character_embeddings"):
             evaluate_literal(settings.get("character_filters", ""))
         if settings.get("rpe_module"):

@@ -20,7 +20,7 @@ from fairseq_rpe.evaluation.measurements import AnswerRequest
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.plan import IDENTITY, defaults_for
+from fairseq_rpe.runs.settings import IDENTITY, defaults_for
 
 
 def algorithm_of(checkpoint: Checkpoint) -> algorithms.Algorithm:

@@ -20,16 +20,11 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
-_OVERRIDES = {
-    "rpe": "rpe",
-    "positions_eval": "positions",
-    "compute_dtype": "compute_dtype",
-    "attention_backend": "attention_backend",
-}
+_SETTINGS = ("rpe", "positions_eval", "compute_dtype", "attention_backend")  # of a checkpoint, that may be replaced
 
 
 class Loaded(NamedTuple):
@@ -55,7 +50,7 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
         UserError: it cannot be used, or is older than a setting that is to be replaced. ``log`` is named.
     """
     load_rpe_module(use.rpe_module)
-    wanted = {key: value for key, name in _OVERRIDES.items() if (value := getattr(use, name))}
+    wanted = {key: value for key in _SETTINGS if (value := getattr(use, key.removesuffix("_eval")))}
     changed = wanted if data is None else {"data": str(data), **wanted}
     try:
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
@@ -67,7 +62,7 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
         raise UserError(f"{used}: {type(error).__name__}: {error}{see(log)}") from error
     for key, value in wanted.items():
         if getattr(cfg.model, key, None) != value:
-            flag = "--" + _OVERRIDES[key].replace("_", "-")
+            flag = "--" + key.removesuffix("_eval").replace("_", "-")
             raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
     return Loaded(models[0].eval().to(devices.chosen(use.device)), task)
 
@@ -121,15 +116,11 @@ def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
 def read_stream(data: Path, subset: str, dictionary: Dictionary, tokens: int) -> Tensor:
     """(tokens + 1,) int64: fairseq's first input, the end-of-sentence symbol, then the split's first tokens."""
     lines = data_utils.load_indexed_dataset(str(data / subset), None, "mmap")
-    parts, found = [torch.tensor([dictionary.eos()])], 0
-    for number in range(len(lines)):
-        if found >= tokens:
-            break
-        parts.append(lines[number].long())
-        found += len(parts[-1])
-    stream = torch.cat(parts)[: tokens + 1]
+    needed = int((lines.sizes.cumsum() < tokens).sum()) + 1
+    parts = [lines[number].long() for number in range(min(needed, len(lines)))]
+    stream = torch.cat([torch.tensor([dictionary.eos()]), *parts])[: tokens + 1]
     if len(stream) != tokens + 1:
-        raise UserError(f"{data}/{subset} holds {found} tokens where its index says more: binarise it again")
+        raise UserError(f"{data}/{subset} holds {len(stream) - 1} tokens, not {tokens}: binarise it again")
     if stream.eq(dictionary.pad()).any() or int(stream.max()) >= len(dictionary):
         raise UserError(f"{data}/{subset} holds padding or numbers beyond its dictionary: binarise it again")
     return stream

@@ -39,6 +39,13 @@ def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+def defined(nats: Tensor) -> float:
+    """A sum of losses, refused where a target has probability 0 or NaN."""
+    if not torch.isfinite(nats):
+        raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
+    return float(nats)
+
+
 class BlockLoss:
     """Adds up losses in float64, one sum for each position of blocks of at most ``length`` tokens.
 
@@ -77,10 +84,7 @@ class BlockLoss:
         Raises:
             UserError: a target has probability 0 or NaN.
         """
-        total = float(self._nats.sum())
-        if not math.isfinite(total):
-            raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
-        return total / self.tokens / math.log(2)
+        return defined(self._nats.sum()) / self.tokens / math.log(2)
 
     def buckets(self) -> Buckets:
         """The loss at positions 0, 1, 2 … 3, 4 … 7 and so on to the end of a full block."""

@@ -64,40 +64,33 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
 
     def measure(key: TextKey) -> TextResult:
         start = time.monotonic()
-        found = _measured(request, engine, key.length, tokens)
+        try:
+            found = engine(key.length, request.max_tokens or max(key.length, BATCH_TOKENS))
+        except UserError:
+            raise
+        except Exception as error:
+            logger.error(traceback.format_exc())
+            what = f"evaluation at length {key.length} failed: {type(error).__name__}: {error}"
+            raise UserError(what + see(request.log)) from error
+        scored = f"{found.tokens} of {tokens}"
+        logger.info("length %d, engine %s: scored tokens: %s", key.length, request.engine, scored)
+        if found.tokens != tokens:
+            raise UserError(
+                f"length {key.length}: {scored} tokens were scored, so the result is not kept: "
+                "the model must accept this length, and the data hold no padding"
+            )
         return TextResult(
             **vars(key),
+            **vars(found),
             encoding=checkpoint.encoding,
-            tokens=tokens,
-            loss_base2=found.loss_base2,
-            ppl=found.ppl,
             seconds=round(time.monotonic() - start, 3),
             bits_per_byte=units.bits_per_byte(found.loss_base2) if units else None,
             word_ppl=units.word_ppl(found.loss_base2) if units else None,
             engine=request.engine,
             peak_mb=round(peak_mb(devices.chosen(request.use.device)), 1),
-            positions_loss=found.positions_loss,
         )
 
     return measure
-
-
-def _measured(request: TextRequest, engine: Engine, length: int, tokens: int) -> Scored:
-    try:
-        found = engine(length, request.max_tokens or max(length, BATCH_TOKENS))
-    except UserError:
-        raise
-    except Exception as error:
-        logger.error(traceback.format_exc())
-        what = f"evaluation at length {length} failed: {type(error).__name__}: {error}"
-        raise UserError(what + see(request.log)) from error
-    logger.info("length %d, engine %s: scored tokens: %d of %d", length, request.engine, found.tokens, tokens)
-    if found.tokens != tokens:
-        raise UserError(
-            f"length {length}: {found.tokens} of {tokens} tokens were scored, so the result is not kept: "
-            "the model must accept this length, and the data hold no padding"
-        )
-    return found
 
 
 class Fast:

@@ -14,28 +14,10 @@ from torch import Tensor
 
 from ..analysis.receptive_field import check_epsilons, n_emp
 from ..attention import Plan
-from ..core import Positions, UserError, block
+from ..attention.reference import weights
+from ..core import Positions, UserError
 
 ROWS = 128  # queries whose attention is in memory at a time
-
-
-def probabilities(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
-    """The weights (B, H, n, m) that ``attention.reference`` gives to values, in float32 or better.
-
-    Args:
-        q: (B, H, n, D) rotated queries, the last n of the m tokens. k: (B, H, m, D) rotated keys.
-        plan: positions, bias form and ``remap`` of these queries and keys, without padding.
-    """
-    if plan.padding is not None:
-        raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
-    n, m = q.shape[2], k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
-    if plan.form is not None:
-        scores = scores + block(plan.form, plan.positions, slice(None), slice(None)).to(wide)
-    if plan.remap is not None:
-        scores = plan.remap(scores, plan.positions)
-    return scores.masked_fill(~plan.visible(n, m, q.device), float("-inf")).softmax(dim=-1)
 
 
 class LayerField:
@@ -53,17 +35,17 @@ class LayerField:
         self._mass: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def add(self, weights: Tensor) -> None:
+    def add(self, found: Tensor) -> None:
         """Count weights (B, H, n, m): each row sums to 1, the queries are the last n of m tokens, m <= length."""
-        batch, heads, n, m = weights.shape
+        batch, heads, n, m = found.shape
         if self._mass is None or self._counts is None:
-            self._mass = weights.new_zeros(heads, self.length, dtype=torch.float64)
+            self._mass = found.new_zeros(heads, self.length, dtype=torch.float64)
             shape = (len(self.epsilons), heads, self.length + 1)
-            self._counts = torch.zeros(shape, dtype=torch.int64, device=weights.device)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=found.device)
         self.rows += batch * n
         # Column c of near lies m-1-c keys into the past of the last query: the future of row r fills its first n-1-r.
-        near = weights.flip(-1).double()
-        future = torch.arange(n - 1, -1, -1, device=weights.device)
+        near = found.flip(-1).double()
+        future = torch.arange(n - 1, -1, -1, device=found.device)
         self._mass[:, :m] += _diagonal_sums(near.sum(0).flip(1))
         keys = n_emp(near, self.epsilons) - future
         keys = keys.transpose(1, 2).flatten(2)  # (E, H, B·n)
@@ -126,6 +108,8 @@ class Field:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
         """Attention as every backend computes it: q (B, H, n, D), k, v (B, H, m, D) -> (B, H, n, D)."""
+        if plan.padding is not None:
+            raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
         before = k.shape[2] - q.shape[2]
         if before == 0:
             self._layer = (self._layer + 1) % len(self.layers)
@@ -133,8 +117,8 @@ class Field:
             raise UserError(f"a block of {k.shape[2]} tokens does not fit a measurement at {self.length}")
         for start in range(max(0, self.length - self.rows - before), q.shape[2], self.chunk):
             stop = min(start + self.chunk, q.shape[2])
-            weights = probabilities(q[:, :, start:stop], k[:, :, : before + stop], plan.part(start, stop))
-            self.layers[self._layer].add(weights)
+            own = plan.part(start, stop)
+            self.layers[self._layer].add(weights(q[:, :, start:stop], k[:, :, : before + stop], own))
         return self.inner(q, k, v, plan, dropout)
 
 
@@ -174,23 +158,15 @@ def bias_alone(
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
     if decoder.moves.active(False) is not None or any(e.remap is not None for e in encodings):
         return None
-    device = next(decoder.parameters()).device
-    positions = Positions.arange(rows, length, device=device)
-    fields: dict[int, LayerField] = {}
+    positions = Positions.arange(length, device=next(decoder.parameters()).device)
+    found = Field(lambda q, *_: q, len(encodings), length, rows, epsilons, chunk)
     for encoding in encodings:
-        if id(encoding) in fields:
-            continue
         form = encoding.form(positions)
         if form is None:
             return None
-        field = fields[id(encoding)] = LayerField(length, epsilons)
-        nothing = torch.zeros(1, encoding.heads, length, 1, device=device)
-        for start in range(0, rows, chunk):
-            stop = min(start + chunk, rows)
-            part = Plan(positions, form).part(start, stop)
-            n, m = part.positions.q.shape[1], part.positions.k.shape[1]
-            field.add(probabilities(nothing[:, :, :n], nothing[:, :, :m], part))
-    return [fields[id(encoding)] for encoding in encodings]
+        nothing = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
+        found(nothing, nothing, nothing, Plan(positions, form))
+    return found.layers
 
 
 def _diagonal_sums(near: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ from torch.utils.data import Dataset
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
-from .losses import Cache, losses
+from .losses import Cache, defined, losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Tick = Callable[[int], Any]
-Part = tuple[range, int, int]  # where windows start, how many inputs each has and how many targets
 
 
 def _silent(_: int) -> None:
@@ -85,6 +84,32 @@ def check_windows(total: int, window: int, stride: int) -> None:
         raise UserError(f"window {window} is more than the {total} tokens to score: take a smaller one or more text")
 
 
+class _Sum:
+    """Scores batches one after the other; the clock starts when the first has been scored once."""
+
+    def __init__(self, model: Any, tick: Tick) -> None:
+        self.model, self.tick, self.device = model, tick, next(model.parameters()).device
+        self.nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.tokens, self.start = 0, None
+
+    def add(self, batch: tuple[Tensor, Tensor], state: Cache | None = None) -> None:
+        inputs, targets = (part.to(self.device) for part in batch)
+        if self.start is None:
+            losses(self.model, inputs, targets)
+            self.start = self._now()
+        self.nats += losses(self.model, inputs, targets, state).double().sum()
+        self.tokens += targets.numel()
+        self.tick(targets.numel())
+
+    def score(self) -> Score:
+        return Score(defined(self.nats), self.tokens, self._now() - (self.start or 0.0))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
 @torch.no_grad()
 def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick = _silent) -> Score:
     """Score every window by a forward pass of its own.
@@ -97,16 +122,10 @@ def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick 
     Raises:
         UserError: a target has probability 0 or NaN.
     """
-    device = next(model.parameters()).device
-    total, tokens, start = torch.zeros((), dtype=torch.float64, device=device), 0, None
-    for inputs, targets in batches:
-        if start is None:
-            losses(model, inputs.to(device), targets.to(device))
-            start = _now(device)
-        total += losses(model, inputs.to(device), targets.to(device)).double().sum()
-        tokens += targets.numel()
-        tick(targets.numel())
-    return Score(_finite(total), tokens, _now(device) - (start or 0.0))
+    found = _Sum(model, tick)
+    for batch in batches:
+        found.add(batch)
+    return found.score()
 
 
 @torch.no_grad()
@@ -122,33 +141,22 @@ def cached(model: Any, windows: Windows, tick: Tick = _silent) -> Score:
     """
     if reason := why_not_cached(model, windows.window, windows.stride):
         raise UserError(reason)
-    device = next(model.parameters()).device
+    found, state = _Sum(model, tick), Cache()
     keep, steps = windows.window - windows.stride, windows.starts[1:]
     # Filling the caches costs at most about a quarter of what the steps cost.
     rows = max(1, min(SEGMENTS, windows.rows, len(steps) * windows.stride // (4 * keep)))
     length = max(1, -(-len(steps) // rows))
-
-    scored: list[int] = []
-
-    def score(part: Part, state: Cache | None = None) -> Tensor:
-        inputs, targets = (half.to(device) for half in windows.cut(*part))
-        scored.append(targets.numel())
-        tick(targets.numel())
-        return losses(model, inputs, targets, state).double().sum()
-
-    losses(model, *(half.to(device) for half in windows.cut(*windows.first)))
-    start = _now(device)
-    total = score(windows.first)
-    state: Cache = {}
+    found.add(windows.cut(*windows.first))
     if steps:
-        model.decoder(windows.cut(steps[::length], keep, 0)[0].to(device), incremental_state=state, features_only=True)
+        filling = windows.cut(steps[::length], keep, 0)[0].to(found.device)
+        model.decoder(filling, incremental_state=state, features_only=True)
         for step in range(length):
             side_by_side = steps[step::length]
             _trim(model.decoder, state, len(side_by_side), keep)
-            total += score((side_by_side, windows.window, windows.stride), state)
+            found.add(windows.cut(side_by_side, windows.window, windows.stride), state)
     for part in windows.last:
-        total += score(part)
-    return Score(_finite(total), sum(scored), _now(device) - start)
+        found.add(windows.cut(*part))
+    return found.score()
 
 
 def why_not_cached(model: Any, window: int, stride: int) -> str | None:
@@ -239,15 +247,3 @@ def _shift_invariant(encoding: Encoding, where: Positions) -> bool:
         if not torch.allclose(scores, wanted[..., : i + 1].expand_as(scores), rtol=1e-6, atol=1e-6):
             return False
     return True
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _finite(total: Tensor) -> float:
-    if not torch.isfinite(total):
-        raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
-    return float(total)

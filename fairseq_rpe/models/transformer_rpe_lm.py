@@ -16,6 +16,7 @@ from omegaconf import II
 from ..core import UserError
 from ..encodings import build, load_module
 from ..modules.decoder import COMPUTE, RPEDecoder
+from ..modules.inspection import Inspector
 from ..modules.moves import Moves
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,6 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
             args.compute_dtype,
         )
         if args.rpe_inspect_every:
-            # here, so that a model that is not inspected loads nothing that draws
-            from ..modules.inspection import Inspector
-
             inspector = Inspector(
                 str(args.rpe), args.rpe_inspect_every, str(args.rpe_tensorboard), args.rpe_train_length, _rank()
             )

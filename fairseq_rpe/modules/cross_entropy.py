@@ -1,8 +1,8 @@
 """Cross-entropy of a linear layer from tiles of its logits, so that (tokens, vocabulary) never lies in memory.
 
 The loss of a target y with features x and output weights W (V, C) is log Σ_v exp(W_v·x) - W_y·x in nats, in float32.
-The sum over v is taken along from tile to tile of the vocabulary with its maximum. torch's own
-``linear_cross_entropy`` came with 2.13, above the floor of this package, and so cannot replace what is here.
+The sum over v is taken along from tile to tile of the vocabulary with its maximum. Training in float32 is torch's own
+``linear_cross_entropy`` where that exists (2.13 on); it does not sum a bfloat16 weight's gradient in float32.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
     if not reduce:
         logits = F.linear(x.to(dtype), weight.to(dtype)).float()
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+    if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
+        choice = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
+        return F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice)
     return _Sum.apply(x, weight, target, ignore_index, dtype)
 
 

@@ -11,7 +11,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
-from fairseq_rpe.runs.folder import RunFolder
+from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 Found = TypeVar("Found", TextResult, AnswerResult)

@@ -18,8 +18,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from fairseq_rpe.reports.findings import ExactAnswers, Perplexities
-from fairseq_rpe.runs.folder import RunRecord
-from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.runs.run_folder import RunRecord
+from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug
 
 _LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')

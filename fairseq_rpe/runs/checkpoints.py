@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import replace_with
-from fairseq_rpe.runs.folder import CheckpointFolder
+from fairseq_rpe.runs.run_folder import CheckpointFolder
 
 
 @dataclass(frozen=True)

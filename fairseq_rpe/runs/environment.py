@@ -13,7 +13,7 @@ from fairseq_rpe import __version__
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes
-from fairseq_rpe.runs.folder import Start
+from fairseq_rpe.runs.run_folder import Start
 
 _FAIRSEQ = ("ve-fairseq", "fairseq")
 

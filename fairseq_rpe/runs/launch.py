@@ -12,7 +12,7 @@ from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes
-from fairseq_rpe.runs.plan import Plan, Request
+from fairseq_rpe.runs.settings import Plan, Request
 
 _FIRST_PORT, _PORTS = 20000, 10000
 # what SLURM is asked when the job has begun; the same that ``here`` finds out

@@ -8,7 +8,7 @@ from pathlib import Path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding, build
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.runs.plan import IDENTITY
+from fairseq_rpe.runs.settings import IDENTITY
 
 _PREFIX = "decoder.encodings."
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, lock
 from fairseq_rpe.runs import checkpoints, environment, launch
-from fairseq_rpe.runs.folder import CheckpointFolder, Finished
+from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
-from fairseq_rpe.runs.plan import Plan, Request
+from fairseq_rpe.runs.settings import Plan, Request
 from fairseq_rpe.runs.specs import check_positions, check_spec, has_bias, load_rpe_module
 
 

@@ -12,8 +12,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult, TextKey, TextResult
 from fairseq_rpe.runs import launch
-from fairseq_rpe.runs.folder import RunFolder
-from fairseq_rpe.runs.plan import Plan, Request, plan
+from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.runs.settings import Plan, Request, plan
 from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import Method, SweepFolder
 

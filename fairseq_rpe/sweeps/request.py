@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.runs.plan import IDENTITY, Request
+from fairseq_rpe.runs.settings import IDENTITY, Request
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Recipe
 from fairseq_rpe.sweeps.state import Method

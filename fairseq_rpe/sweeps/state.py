@@ -14,8 +14,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import read_json, write_json
 from fairseq_rpe.core.records import Count, Rate, Rule
 from fairseq_rpe.core.spec import nearest
-from fairseq_rpe.runs.folder import RunFolder
-from fairseq_rpe.runs.plan import IDENTITY, Settings
+from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.runs.settings import IDENTITY, Settings
 
 _LONGEST_NAME = 80
 Url = Annotated[str, Rule(lambda text: text.startswith("https://"), "an address that begins with https://")]

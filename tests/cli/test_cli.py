@@ -22,7 +22,7 @@ from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.runs import checkpoints
-from fairseq_rpe.runs.folder import CheckpointFolder
+from fairseq_rpe.runs.run_folder import CheckpointFolder
 
 LAST = "checkpoint_last.pt"
 

@@ -18,8 +18,8 @@ from conftest import run
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import devices, files
 from fairseq_rpe.runs import checkpoints, launch
-from fairseq_rpe.runs.folder import CheckpointFolder
-from fairseq_rpe.runs.plan import Request, plan
+from fairseq_rpe.runs.run_folder import CheckpointFolder
+from fairseq_rpe.runs.settings import Request, plan
 from fairseq_rpe.sweeps.local import places
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from conftest import run
 
 from fairseq_rpe.runs import environment, log
-from fairseq_rpe.runs.folder import CheckpointFolder
+from fairseq_rpe.runs.run_folder import CheckpointFolder
 
 LOG = """\
 2026 | INFO | fairseq.tasks.language_modeling | dictionary: 4096 types

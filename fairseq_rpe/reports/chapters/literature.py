@@ -11,7 +11,7 @@ from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
 from fairseq_rpe.reports.chapters.training import Run, batch, data_name, vocabulary
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
-from fairseq_rpe.runs.plan import full_name
+from fairseq_rpe.runs.settings import full_name
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Recipe
 from fairseq_rpe.sweeps.state import Published, PublishedSettings, State

@@ -11,8 +11,8 @@ from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Commands, Part, Text, picture
 from fairseq_rpe.runs import log
-from fairseq_rpe.runs.folder import RunRecord, Start
 from fairseq_rpe.runs.log import TrainLog
+from fairseq_rpe.runs.run_folder import RunRecord, Start
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 _DIGITS = 12  # of a digest: enough to tell checkpoints apart

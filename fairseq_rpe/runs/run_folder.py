@@ -8,7 +8,7 @@ from pathlib import Path
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, read_json, write_json
-from fairseq_rpe.runs.plan import Plan, Settings
+from fairseq_rpe.runs.settings import Plan, Settings
 
 
 @dataclass(frozen=True)
