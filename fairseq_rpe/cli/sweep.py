@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_training, check_rpe_module, int_list, positive_int, words
+from fairseq_rpe.cli.options import add_training, check_rpe_module, filled, int_list, positive_int, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
 
@@ -82,13 +82,11 @@ def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:
 
 def resolved(args: argparse.Namespace) -> Sweep:
     """The sweep that the command line asks for."""
-    from fairseq_rpe.runs.settings import Request
-    from fairseq_rpe.sweeps.request import Asked, resolve
+    from fairseq_rpe.sweeps.request import Request, resolve
 
-    own = {f.name for f in fields(Asked)} - {"base"}
-    given = {f.name: getattr(args, f.name, f.default) for f in fields(Request) if f.name not in own}
-    base = Request(**{**given, "rpe": "", "save_dir": args.out})
-    return resolve(Asked(**{name: getattr(args, name) for name in own}, base=base))
+    own = [name for name in inspect.signature(resolve).parameters if name != "base"]
+    base = filled(Request, args, rpe="", save_dir=args.out, data=None, seed=1)
+    return resolve(base, **{name: getattr(args, name) for name in own})
 
 
 def run(args: argparse.Namespace) -> int:

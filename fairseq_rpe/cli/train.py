@@ -2,10 +2,9 @@
 
 import argparse
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, check_rpe_module, count, positive_int
+from fairseq_rpe.cli.options import BY_ARCH, add_training, address, check_rpe_module, count, filled, positive_int
 from fairseq_rpe.core.errors import UserError
 
 
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from fairseq_rpe.runs.run_folder import CheckpointFolder
     from fairseq_rpe.runs.settings import Request, plan
 
-    request = Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
+    request = filled(Request, args)
     if (request.data is None) == (request.algorithm is None):
         raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
     check_rpe_module(request.rpe_module)

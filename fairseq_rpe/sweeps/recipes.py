@@ -4,22 +4,21 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.core.records import Count, Counts, Fraction, Rate, Words
 from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps.state import Method, Published, read_published
 
 FOLDER = PACKAGE / "recipes"
-# what of a scale is asked of every run
-OF_A_RUN = (
+_OF_A_RUN = (
     *("arch", "tokens", "updates", "batch_sentences", "update_freq", "warmup", "lr", "schedule", "rpe_share"),
     "dropout",
 )
-Filled = TypeVar("Filled")
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class Scale:
     seeds: Counts | None = None
     extra: Words = ()
 
-    def under(self, given: Filled, *names: str) -> Filled:
-        """``given``, a record, with this scale's values where it has none; of the fields ``names``."""
-        open_ones = {name: getattr(self, name) for name in names if getattr(given, name) is None}
-        return replace(given, **open_ones)  # type: ignore[type-var]
+    def under(self, request: Request) -> Request:
+        """``request`` with this scale's values where it has none, and the scale's further flags before its own."""
+        given = {name: getattr(self, name) for name in _OF_A_RUN if getattr(request, name) is None}
+        return replace(request, **given, extra=(*self.extra, *request.extra))
 
 
 @dataclass(frozen=True)

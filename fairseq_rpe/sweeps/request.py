@@ -12,29 +12,6 @@ from fairseq_rpe.sweeps.state import Method
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of ``fairseq-rpe sweep``; ``None``: not given, so that a recipe may say it.
-
-    ``base``: what is asked of every run beside its encoding, position, seed, task and folders; it names the positions
-    of plain encodings.
-    """
-
-    data: Path | None
-    algorithms: tuple[str, ...] | None
-    encodings: tuple[str, ...] | None
-    recipe: str | None
-    scale: str
-    methods: tuple[str, ...] | None
-    lengths: tuple[int, ...] | None
-    out: Path | None
-    subset: str
-    max_tokens: int | None
-    seeds: tuple[int, ...] | None
-    jobs: int | None
-    base: Request
-
-
-@dataclass(frozen=True)
 class Sweep:
     """A resolved sweep.
 
@@ -55,80 +32,90 @@ class Sweep:
     recipe: Recipe | None
 
 
-def resolve(asked: Asked) -> Sweep:
-    """Fill in what a recipe says and the command line does not.
+def resolve(
+    base: Request,
+    *,
+    data: Path | None,
+    algorithms: tuple[str, ...] | None,
+    encodings: tuple[str, ...] | None,
+    recipe: str | None,
+    scale: str,
+    methods: tuple[str, ...] | None,
+    lengths: tuple[int, ...] | None,
+    out: Path | None,
+    subset: str,
+    max_tokens: int | None,
+    seeds: tuple[int, ...] | None,
+    jobs: int | None,
+) -> Sweep:
+    """The sweep that the options of ``fairseq-rpe sweep`` ask for; a recipe says what they leave open (``None``).
+
+    ``base``: what is asked of every run beside its encoding, seed, task and folders, with the positions of plain
+    encodings.
 
     Raises:
         UserError: it is not said what to compare, on what, or where; or what is said does not go together.
     """
-    if (asked.recipe is None) == (asked.encodings is None):
+    if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
-    recipe = None
-    if asked.recipe is not None:
-        recipe = recipes.load(asked.recipe)
-        asked, methods = _of_recipe(asked, recipe)
-    elif asked.methods is not None:
+    found = None
+    if recipe is not None:
+        if base.positions_train or base.positions_eval:
+            raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
+        found = recipes.load(recipe)
+        size = found.scale(scale)
+        compared = found.choose(methods if methods is not None else size.methods or ("all",))
+        if found.kind == "text" and algorithms is not None:
+            raise UserError(f"recipe '{found.name}' compares on text: drop --algorithms")
+        if found.kind == "algorithms" and data is not None:
+            raise UserError(f"recipe '{found.name}' generates its data: drop {data}")
+        algorithms = size.algorithms if algorithms is None else algorithms
+        data = data or (None if size.data is None else Path(size.data))
+        lengths, seeds = lengths or size.lengths, seeds or size.seeds
+        out = out or Path("runs") / f"{found.name}-{scale}"
+        base = size.under(base)
+    elif methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
     else:
-        moved = (asked.base.positions_train or IDENTITY, asked.base.positions_eval)
-        methods = [Method(spec, spec, *moved) for spec in asked.encodings or ()]
-    if not methods:
+        moved = (base.positions_train or IDENTITY, base.positions_eval)
+        compared = [Method(spec, spec, *moved) for spec in encodings or ()]
+    if not compared:
         raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
-    if len({m.name for m in methods}) < len(methods):
+    if len({m.name for m in compared}) < len(compared):
         raise UserError("--encodings names one twice: leave one out")
-    if (asked.data is None) == (asked.algorithms is None):
+    if (data is None) == (algorithms is None):
         raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
-    algorithms = _algorithms(asked)
-    if asked.lengths is None and not algorithms:
+    if lengths is None and algorithms is None:
         raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
-    if asked.out is None:
+    tasks = () if algorithms is None else _tasks(algorithms, subset, max_tokens)
+    if out is None:
         raise UserError("--out is missing: name the folder of the sweep")
     return Sweep(
-        out=asked.out,
-        methods=tuple(methods),
-        data=asked.data,
-        algorithms=algorithms,
-        lengths=asked.lengths or (),
-        seeds=asked.seeds or (1,),
-        subset=asked.subset,
-        max_tokens=asked.max_tokens,
-        jobs=asked.jobs,
-        base=replace(asked.base, positions_train=None, positions_eval=None, log_format="json"),
-        recipe_name=asked.recipe,
-        recipe=recipe,
+        out=out,
+        methods=tuple(compared),
+        data=data,
+        algorithms=tasks,
+        lengths=lengths or (),
+        seeds=seeds or (1,),
+        subset=subset,
+        max_tokens=max_tokens,
+        jobs=jobs,
+        base=replace(base, positions_train=None, positions_eval=None, log_format="json"),
+        recipe_name=recipe,
+        recipe=found,
     )
 
 
-def _of_recipe(asked: Asked, recipe: Recipe) -> tuple[Asked, list[Method]]:
-    if asked.base.positions_train or asked.base.positions_eval:
-        raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
-    scale = recipe.scale(asked.scale)
-    methods = recipe.choose(asked.methods if asked.methods is not None else scale.methods or ("all",))
-    if recipe.kind == "text" and asked.algorithms is not None:
-        raise UserError(f"recipe '{recipe.name}' compares on text: drop --algorithms")
-    if recipe.kind == "algorithms" and asked.data is not None:
-        raise UserError(f"recipe '{recipe.name}' generates its data: drop {asked.data}")
-    filled = replace(
-        scale.under(asked, "algorithms", "lengths", "seeds"),
-        data=asked.data or (None if scale.data is None else Path(scale.data)),
-        out=asked.out or Path("runs") / f"{recipe.name}-{asked.scale}",
-        base=replace(scale.under(asked.base, *recipes.OF_A_RUN), extra=(*scale.extra, *asked.base.extra)),
-    )
-    return filled, methods
-
-
-def _algorithms(asked: Asked) -> tuple[str, ...]:
-    if asked.algorithms is None:
-        return ()
-    if asked.subset not in SPLITS:
-        raise UserError(f"--subset {asked.subset} does not exist: an algorithmic task has {', '.join(SPLITS)}")
-    if asked.max_tokens is not None:
+def _tasks(specs: tuple[str, ...], subset: str, max_tokens: int | None) -> tuple[str, ...]:
+    if subset not in SPLITS:
+        raise UserError(f"--subset {subset} does not exist: an algorithmic task has {', '.join(SPLITS)}")
+    if max_tokens is not None:
         raise UserError("--max-tokens does not go with --algorithms: drop it")
-    specs = tuple(normalise(spec) for spec in asked.algorithms)
-    if not specs:
+    tasks = tuple(normalise(spec) for spec in specs)
+    if not tasks:
         raise UserError('--algorithms is empty: name at least one, e.g. --algorithms "copy sort"')
-    if len(set(specs)) < len(specs):
+    if len(set(tasks)) < len(tasks):
         raise UserError("--algorithms names one twice: leave one out")
-    for spec in specs:
-        build(spec)
-    return specs
+    for task in tasks:
+        build(task)
+    return tasks
