@@ -1,22 +1,18 @@
 """All encodings by name. ``build("type1:form=paper", heads=8, width=512).profile(n)``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import sys
 import traceback
 from pathlib import Path
 
-from ..core import Description, UserError, option
+from ..core import UserError, option
 from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos
-from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
+from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from .constraints import positive
 
 __all__ = [
-    "ENTRY_POINTS",
     "Absolute",
-    "Description",
     "DistanceBias",
     "Encoding",
     "PairBias",
@@ -32,7 +28,6 @@ __all__ = [
 ]
 _BUILT_IN = (absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos)
 _loaded: dict[str, str] = {}
-
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 

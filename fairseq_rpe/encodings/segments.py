@@ -4,8 +4,6 @@ A network of ReLUs is linear between its kinks, the points where some unit's inp
 between the kinks of the layers before, a unit's input is a straight line and crosses 0 at most once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
