@@ -3,30 +3,14 @@
 Two slots use these, one for training and one for evaluation; every encoding that reads positions can follow.
 """
 
-from __future__ import annotations
-
-from ..core import Description, UserError, option
-from . import cape, identity, interpolate, pose, randomized, shift, warp
-from .base import ENTRY_POINTS, Moved, Transform, register, registry
+from ..core import UserError, option
+from . import cape, interpolate, pose, randomized, shift, warp
+from .base import Moved, Transform, register, registry
 from .fixed import freeze
 from .warp import SKEWS
 
-__all__ = [
-    "ENTRY_POINTS",
-    "SKEWS",
-    "Description",
-    "Moved",
-    "Transform",
-    "build",
-    "describe",
-    "freeze",
-    "names",
-    "normalise",
-    "option",
-    "register",
-]
-_BUILT_IN = (cape, identity, interpolate, pose, randomized, shift, warp)
-
+__all__ = ["SKEWS", "Moved", "Transform", "build", "describe", "freeze", "names", "normalise", "option", "register"]
+_BUILT_IN = (cape, interpolate, pose, randomized, shift, warp)
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 

@@ -1,22 +1,18 @@
 """Positions settled beforehand, for rows that grow to a known length."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from ..core import UserError
-from .base import Moved, NoOptions, Transform
+from .base import Moved, Transform
 
 
 class Fixed(Transform):
     """Looks positions up in a table; not registered, made by :func:`freeze`."""
 
-    formula = "p_j = table[j]"
-
     def __init__(self, moved: Moved, fractional: bool) -> None:
         self.moved, self.fractional = moved, fractional
-        super().__init__(NoOptions())
+        super().__init__(self.Config())
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         table = self.moved.k[0].to(index)

@@ -1,7 +1,5 @@
 """Option values that are a number or a word: ``1/6``, ``choice(0.4;0.5)``."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
