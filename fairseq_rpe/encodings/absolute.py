@@ -48,12 +48,11 @@ class Sinusoidal(Absolute):
             raise UserError(f"'sinusoidal' needs a model width of at least 4, not {self.width}")
 
     def vectors(self, at: Tensor) -> Tensor:
-        half = self.width // 2
-        fairseq = self.config.style == "fairseq"
-        s = torch.arange(half if fairseq else half + self.width % 2, device=at.device, dtype=at.dtype)
-        if fairseq:
-            angles = (at + FAIRSEQ_FIRST)[..., None] * torch.exp(s * -(math.log(10000) / (half - 1)))
-            return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, self.width % 2))
+        half, odd = divmod(self.width, 2)
+        s = torch.arange(half + odd, device=at.device, dtype=at.dtype)
+        if self.config.style == "fairseq":
+            angles = (at + FAIRSEQ_FIRST)[..., None] * torch.exp(s[:half] * -(math.log(10000) / (half - 1)))
+            return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, odd))
         angles = at[..., None] * 10000.0 ** (-2 * s / self.width)
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]
 

@@ -137,10 +137,7 @@ class DistanceBias(Encoding):
             return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
         if pos.step is None:
             return Pair(self._pairwise)
-        if pos.contiguous:
-            reach = pos.k.shape[1]
-        else:
-            reach = int(torch.round((pos.q.max() - pos.k.min()) / pos.step)) + 1
+        reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / pos.step)) + 1
         return Toeplitz(self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step)
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..core import Curve, LogWeight, Pair, Positions, option
 from .base import PairBias, register
 from .segments import Stage, straight_pieces
 
-_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "none": None}
+_ACTIVATIONS = {"none": None, "relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu}
 
 
 @register("fire")
@@ -30,9 +30,7 @@ class Fire(PairBias):
         )
         hidden: int = option(32, "width of the hidden layers", minimum=1)
         activation: str = option("relu", "between the layers", choices=("relu", "gelu", "leaky_relu"))
-        output_activation: str = option(
-            "none", "on the output (Table 7)", choices=("none", "relu", "gelu", "leaky_relu")
-        )
+        output_activation: str = option("none", "on the output (Table 7)", choices=tuple(_ACTIVATIONS))
         log: bool = option(True, "psi(x) = ln(c·x + 1); false: psi(x) = x (Eq. 21)")
         threshold: str = option(
             "learned", "L in max(L, i): learned, fixed, or none (Eq. 21, 22)", choices=("learned", "fixed", "none")
@@ -89,12 +87,8 @@ class Fire(PairBias):
         return Curve(self.bias, far=self.psi(d), near=1 / self.threshold(pos.q), pieces=pieces)
 
     def scalars(self) -> dict[str, Tensor]:
-        found = {}
-        if self.c is not None:
-            found["c"] = self.c.abs()
-        if self.L_multiplier is not None:
-            found["L"] = (self.L_multiplier * self.config.init_L).abs()
-        return found
+        length = None if self.L_multiplier is None else self.L_multiplier * self.config.init_L
+        return {name: value.abs() for name, value in (("c", self.c), ("L", length)) if value is not None}
 
     def series(self) -> list[LogWeight]:
         note = (

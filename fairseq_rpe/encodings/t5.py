@@ -39,11 +39,9 @@ class T5Bias(DistanceBias):
     positions = "whole"
 
     def setup(self) -> None:
-        if self.config.max_distance <= self.config.buckets // 2:
-            raise UserError(
-                f"option 'max_distance' of 't5_bias' must be more than buckets/2 = {self.config.buckets // 2}, "
-                f"not {self.config.max_distance}"
-            )
+        half, far = self.config.buckets // 2, self.config.max_distance
+        if far <= half:
+            raise UserError(f"option 'max_distance' of 't5_bias' must be more than buckets/2 = {half}, not {far}")
         self.table = nn.Parameter(torch.randn(self.config.buckets, self.heads) * self.config.init_std)
 
     def bias(self, d: Tensor) -> Tensor:

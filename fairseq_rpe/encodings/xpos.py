@@ -9,10 +9,6 @@ from torch import Tensor
 from ..core import Positions, option
 from .base import Rotary, register
 
-# log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
-_ROOM = {torch.float16: 8}
-_ROOM_WIDE = 64
-
 
 @register("xpos")
 class XPos(Rotary):
@@ -54,8 +50,9 @@ class XPos(Rotary):
 
     def query_limit(self, pos: Positions, dtype: torch.dtype) -> int:
         """How many neighbouring queries keep both factors well within the range of ``dtype``."""
-        steepest = math.log2((1 + self.config.gamma) / self.config.gamma)
-        reach = self.config.scale_base * _ROOM.get(dtype, _ROOM_WIDE) / steepest
+        # log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
+        room = 8 if dtype == torch.float16 else 64
+        reach = self.config.scale_base * room / math.log2((1 + self.config.gamma) / self.config.gamma)
         if pos.contiguous and pos.step is not None:
             return max(1, int(reach / pos.step))
         n = pos.q.shape[1]

@@ -4,22 +4,19 @@ Two slots use these, one for training and one for evaluation; every encoding tha
 """
 
 from ..core import UserError, option
-from . import cape, interpolate, pose, randomized, shift, warp
-from .base import Moved, Transform, register, registry
-from .fixed import freeze
+from . import cape, interpolate, pose, randomized, shift, warp  # noqa: F401  (registers)
+from .base import Moved, Transform, freeze, register, registry
 from .warp import SKEWS
 
 __all__ = ["SKEWS", "Moved", "Transform", "build", "describe", "freeze", "names", "normalise", "option", "register"]
-_BUILT_IN = (cape, interpolate, pose, randomized, shift, warp)
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 
 
 def build(spec: str, train_length: int | None = None) -> Transform:
-    """Make the transform that ``spec`` names.
+    """Make the transform that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
     Args:
-        spec: ``name`` or ``name:key=value,key=value``.
         train_length: training length in tokens, which some transforms compare with.
 
     Raises:

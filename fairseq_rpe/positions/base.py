@@ -39,7 +39,8 @@ class Transform:
         train_length: training length in tokens, where known.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
-    ``fractional`` (may put a token between two whole positions).
+    ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
+    with this one is evaluated with where the user names none).
     """
 
     @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Transform:
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
     fractional: ClassVar[bool] = False
+    evaluation: str = "identity"
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
         self.config, self.train_length = config, train_length
@@ -56,11 +58,6 @@ class Transform:
 
     def setup(self) -> None:
         """Check and prepare; ``config`` and ``train_length`` are set."""
-
-    @property
-    def evaluation(self) -> str:
-        """The transform that a model trained with this one is evaluated with where the user names none."""
-        return "identity"
 
     def __call__(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Moved:
         """Move the tokens of one forward pass.
@@ -81,6 +78,35 @@ class Transform:
 
 registry: Registry[type[Transform]] = Registry("position transform", "fairseq_rpe.positions")
 register = registry.register
+
+
+class Fixed(Transform):
+    """Looks positions up in a table; not registered, made by :func:`freeze`."""
+
+    def __init__(self, moved: Moved, fractional: bool) -> None:
+        self.moved, self.fractional = moved, fractional
+        super().__init__(self.Config())
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        table = self.moved.k[0].to(index)
+        if int(lengths.max()) > len(table):
+            raise UserError(f"a row of {int(lengths.max())} tokens is longer than the {len(table)} frozen positions")
+        at = index.clamp(0, len(table) - 1).long()
+        return Moved(table[at], self.moved.step, self.moved.contiguous)
+
+
+def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
+    """The positions that ``transform`` gives one row of ``length`` tokens, from its first token on.
+
+    While a row is decoded token by token, interpolation without a ratio would change with every token and random
+    positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
+    pass over the finished row.
+
+    Args:
+        length: of the finished row in tokens; longer rows are refused.
+    """
+    index = torch.arange(length, dtype=torch.float64)[None]
+    return Fixed(transform(index, torch.tensor([length]), generator), transform.fractional)
 
 
 def clamped(index: Tensor, lengths: Tensor) -> Tensor:

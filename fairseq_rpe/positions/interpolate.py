@@ -52,14 +52,11 @@ class Interpolate(Transform):
             )
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        if self.ratio is not None:
-            return _scaled(index, self.ratio)
-        ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
+        if self.ratio is None:
+            ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
+        else:
+            ratios = torch.tensor([self.ratio], dtype=torch.float64)
         low, high = ratios.min().item(), ratios.max().item()
-        if low == high:
-            return _scaled(index, low)
-        return Moved(index * ratios.to(index)[:, None], None, False)
-
-
-def _scaled(index: Tensor, ratio: float) -> Moved:
-    return Moved(index if ratio == 1 else index * ratio, ratio, True)
+        if low != high:
+            return Moved(index * ratios.to(index)[:, None], None, False)
+        return Moved(index if low == 1 else index * low, low, True)

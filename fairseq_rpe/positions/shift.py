@@ -54,9 +54,9 @@ class Shape(Transform):
     paper = "Kiyono et al. 2021 (arXiv 2109.05644)"
     random = True
 
-    @property
-    def evaluation(self) -> str:
-        return "identity" if self.config.eval_offset == "0" else f"offset:by={self.config.max}"
+    def setup(self) -> None:
+        if self.config.eval_offset == "K":
+            self.evaluation = f"offset:by={self.config.max}"
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         return _shifted(index, below(torch.full_like(lengths, self.config.max), generator))

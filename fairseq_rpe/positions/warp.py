@@ -86,12 +86,9 @@ class Warp(Transform):
         moved = at * scale.to(at)[:, None]
         if tail.any():
             chosen = tail.nonzero()[:, 0].to(at.device)
-            moved[chosen] = self._tail(at[chosen], lengths.to(at.device)[chosen])
+            if self.config.length == "train":
+                lengths = torch.full_like(lengths, self.train_length)
+            # in double: near 0 the CDF is a small difference of numbers near 1
+            ends = lengths.to(at.device)[chosen].clamp_min(1).double()[:, None]
+            moved[chosen] = (ends * SKEWS[self.config.skew](at[chosen].double() / ends)).to(at.dtype)
         return Moved(moved, None, False)
-
-    def _tail(self, at: Tensor, lengths: Tensor) -> Tensor:
-        """l·f(j/l) for at (R, m), in double: near 0 the CDF is a small difference of numbers near 1."""
-        if self.config.length == "train":
-            lengths = torch.full_like(lengths, self.train_length)
-        scale = lengths.clamp_min(1).double()[:, None]
-        return (scale * SKEWS[self.config.skew](at.double() / scale)).to(at.dtype)
