@@ -3,24 +3,10 @@
 ``build("copy:items=20").examples("test")``; a new task is one file with one registration.
 """
 
-from __future__ import annotations
+from . import arithmetic, lists  # noqa: F401  (registers)
+from .base import SPLITS, Algorithm, Example, Sizes, register, registry
 
-from . import arithmetic, lists
-from .base import ENTRY_POINTS, SPLITS, Algorithm, Example, Sizes, register, registry
-
-__all__ = [
-    "ENTRY_POINTS",
-    "SPLITS",
-    "Algorithm",
-    "Example",
-    "Sizes",
-    "build",
-    "describe",
-    "names",
-    "normalise",
-    "register",
-]
-_BUILT_IN = (arithmetic, lists)
+__all__ = ["SPLITS", "Algorithm", "Example", "Sizes", "build", "describe", "names", "normalise", "register"]
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 

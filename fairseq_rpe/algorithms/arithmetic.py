@@ -1,29 +1,25 @@
 """Tasks whose answer is one digit that depends on every item."""
 
-from __future__ import annotations
-
+import string
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from ..core import option
-from .base import DIGITS, SEPARATOR, Algorithm, Sizes, register
+from .base import SEPARATOR, Algorithm, Sizes, register
 from .lists import KAZEMNEJAD
-
-VERB = "Compute:"
-
-
-@dataclass(frozen=True)
-class ArithmeticConfig(Sizes):
-    items: int = option(8, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
 
 
 @register("summation")
 class Summation(Algorithm):
     """The last digit of a sum of digits from 1 to 9."""
 
-    Config = ArithmeticConfig
+    @dataclass(frozen=True)
+    class Config(Sizes):
+        items: int = option(8, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
+
+    signs = "+"
     formula = "Compute: v1 + … + vn [SEP]  →  (v1 + … + vn) mod 10"
     paper = KAZEMNEJAD
 
@@ -31,18 +27,18 @@ class Summation(Algorithm):
         return random.integers(1, 10, size=n).tolist()
 
     def prompt(self, items: list[int]) -> list[str]:
-        shown = [word for v in items for word in ("+", str(v))]
-        return [VERB, *shown[1:], SEPARATOR]
+        later = [word for v in items[1:] for word in ("+" if v > 0 else "-", str(abs(v)))]
+        return ["Compute:", str(items[0]), *later, SEPARATOR]
 
     def answer(self, items: list[int]) -> list[str]:
         return [str(sum(items) % 10)]
 
     def words(self) -> list[str]:
-        return [VERB, SEPARATOR, "+", *DIGITS]
+        return ["Compute:", SEPARATOR, *self.signs, *string.digits]
 
 
 @register("add_subtract")
-class AddSubtract(Algorithm):
+class AddSubtract(Summation):
     """A long sum and difference of digits all of whose intermediate results are digits as well.
 
     Items are signed: the first is a digit, each later one leads to a result drawn uniformly from the nine other digits.
@@ -50,7 +46,7 @@ class AddSubtract(Algorithm):
     the result can only be 0.
     """
 
-    Config = ArithmeticConfig
+    signs = "+-"
     formula = "Compute: v1 ± v2 … ± vn [SEP]  →  the result; it and all intermediate ones lie in 0 … 9"
     paper = "Zhao et al. 2023, survey (arXiv 2312.17044), A.3"
 
@@ -59,13 +55,3 @@ class AddSubtract(Algorithm):
         for step in random.integers(9, size=n - 1).tolist():
             results.append(step + (step >= results[-1]))
         return [results[0], *(b - a for a, b in pairwise(results))]
-
-    def prompt(self, items: list[int]) -> list[str]:
-        later = [word for v in items[1:] for word in ("+" if v > 0 else "-", str(abs(v)))]
-        return [VERB, str(items[0]), *later, SEPARATOR]
-
-    def answer(self, items: list[int]) -> list[str]:
-        return [str(sum(items))]
-
-    def words(self) -> list[str]:
-        return [VERB, SEPARATOR, "+", "-", *DIGITS]

@@ -4,10 +4,7 @@ Sequences are words of a closed vocabulary. Instances come from a seed and never
 may appear in is decided by a digest of its prompt, so that no prompt of one split ever appears in another.
 """
 
-from __future__ import annotations
-
 import hashlib
-import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,16 +13,9 @@ import numpy as np
 
 from ..core import Registry, UserError, canonical, option
 
-ENTRY_POINTS = "fairseq_rpe.algorithms"
 SPLITS = ("train", "valid", "test")
 SEPARATOR = "[SEP]"
-DIGITS = string.digits
-# a tenth of all prompts is for validation, a tenth for the test, training has the rest
-_BUCKETS = 10
 _TRIES = 10_000
-
-registry: Registry[type[Algorithm]] = Registry("algorithmic task", ENTRY_POINTS)
-register = registry.register
 
 
 @dataclass(frozen=True)
@@ -61,12 +51,8 @@ class Algorithm:
     paper: ClassVar[str] = ""
 
     def __init__(self, name: str, config: Any) -> None:
-        self.name, self.config = name, config
-
-    @property
-    def spec(self) -> str:
-        """The spec string with defaults left out: it fixes every example."""
-        return canonical(self.name, self.config)
+        self.config = config
+        self.spec = canonical(name, config)  # fixes every example
 
     def draw(self, n: int, random: np.random.Generator) -> list[int]:
         """A random instance of n items."""
@@ -119,14 +105,11 @@ class Algorithm:
         )
 
 
+registry: Registry[type[Algorithm]] = Registry("algorithmic task", "fairseq_rpe.algorithms")
+register = registry.register
+
+
 def split_of(prompt: tuple[str, ...]) -> str:
-    """The only split in which a prompt may appear."""
+    """The only split in which a prompt may appear: a tenth is for validation, a tenth for the test."""
     digest = hashlib.blake2b(" ".join(prompt).encode(), digest_size=8).digest()
-    bucket = int.from_bytes(digest, "big") % _BUCKETS
-    return {0: "valid", 1: "test"}.get(bucket, "train")
-
-
-def alphabet(size: int) -> list[str]:
-    """``size`` words: digits, letters, then x62, x63 …; their order is the order of sorting."""
-    plain = list(string.digits + string.ascii_letters)
-    return plain[:size] + [f"x{i}" for i in range(len(plain), size)]
+    return {0: "valid", 1: "test"}.get(int.from_bytes(digest, "big") % 10, "train")

@@ -1,22 +1,18 @@
 """All encodings by name. ``build("type1:form=paper", heads=8, width=512).profile(n)``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import sys
 import traceback
 from pathlib import Path
 
-from ..core import Description, UserError, option
-from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos
-from .base import ENTRY_POINTS, Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
+from ..core import UserError, option
+from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos  # noqa: F401  (registers)
+from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from .constraints import positive
 
 __all__ = [
-    "ENTRY_POINTS",
     "Absolute",
-    "Description",
     "DistanceBias",
     "Encoding",
     "PairBias",
@@ -30,20 +26,16 @@ __all__ = [
     "positive",
     "register",
 ]
-_BUILT_IN = (absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos)
 _loaded: dict[str, str] = {}
-
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 
 
 def build(spec: str, heads: int, width: int, length: int | None = None) -> Encoding:
-    """Make the encoding that ``spec`` names.
+    """Make the encoding that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
     Args:
-        spec: ``name`` or ``name:key=value,key=value``.
-        heads: attention heads H; must divide ``width``.
-        width: model width C.
+        heads: attention heads H; must divide the model width C, ``width``.
         length: training length in tokens (``learned`` sizes its table by it).
 
     Raises:
@@ -65,10 +57,10 @@ def load_module(path: str | Path) -> None:
     if not file.is_file():
         raise UserError(f"--rpe-module {path}: no such file")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    if _loaded.get(str(file)) == digest:
-        return
     if str(file) in _loaded:
-        raise UserError(f"--rpe-module {path}: the file changed after it was loaded; start a new process")
+        if _loaded[str(file)] != digest:
+            raise UserError(f"--rpe-module {path}: the file changed after it was loaded; start a new process")
+        return
     module_name = f"rpe_module_{file.stem}_{digest[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:

@@ -1,7 +1,5 @@
 """No encoding and absolute encodings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -9,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import LogWeight, UserError, option
-from .base import Absolute, Encoding, no_bias, register
+from ..core import UserError, option
+from .base import Absolute, Encoding, register
 
 FAIRSEQ_FIRST = 2  # fairseq's index of the first token: padding_idx + 1
 
@@ -23,20 +21,7 @@ class NoPE(Encoding):
     paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
     shares = ("model",)
     positions = "none"
-
-    def series(self) -> list[LogWeight] | None:
-        return no_bias(self, "every distance weighs the same")
-
-
-@dataclass(frozen=True)
-class SinusoidalConfig:
-    """Options of the sinusoids."""
-
-    style: str = option(
-        "fairseq",
-        "fairseq: [sin|cos], last frequency 1e-4, from index 2; vaswani: as printed",
-        choices=("fairseq", "vaswani"),
-    )
+    bounded = "every distance weighs the same"
 
 
 @register("sinusoidal")
@@ -47,7 +32,14 @@ class Sinusoidal(Absolute):
     ``style=fairseq`` is what fairseq computes: exponents s/(C/2 - 1), all sines before all cosines, p from 2.
     """
 
-    Config = SinusoidalConfig
+    @dataclass(frozen=True)
+    class Config:
+        style: str = option(
+            "fairseq",
+            "fairseq: [sin|cos], last frequency 1e-4, from index 2; vaswani: as printed",
+            choices=("fairseq", "vaswani"),
+        )
+
     formula = "x + PE(i),  PE(p)_2s = sin(p·10000^(-2s/C)), PE(p)_2s+1 = cos(same)"
     paper = "Vaswani et al. 2017 (arXiv 1706.03762)"
 
@@ -56,28 +48,23 @@ class Sinusoidal(Absolute):
             raise UserError(f"'sinusoidal' needs a model width of at least 4, not {self.width}")
 
     def vectors(self, at: Tensor) -> Tensor:
-        half = self.width // 2
-        fairseq = self.config.style == "fairseq"
-        s = torch.arange(half if fairseq else half + self.width % 2, device=at.device, dtype=at.dtype)
-        if fairseq:
-            angles = (at + FAIRSEQ_FIRST)[..., None] * torch.exp(s * -(math.log(10000) / (half - 1)))
-            return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, self.width % 2))
+        half, odd = divmod(self.width, 2)
+        s = torch.arange(half + odd, device=at.device, dtype=at.dtype)
+        if self.config.style == "fairseq":
+            angles = (at + FAIRSEQ_FIRST)[..., None] * torch.exp(s[:half] * -(math.log(10000) / (half - 1)))
+            return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, odd))
         angles = at[..., None] * 10000.0 ** (-2 * s / self.width)
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]
-
-
-@dataclass(frozen=True)
-class LearnedConfig:
-    """Options of the table."""
-
-    max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0)
 
 
 @register("learned")
 class Learned(Absolute):
     """A learned vector per position; refuses positions beyond its table: it cannot extrapolate."""
 
-    Config = LearnedConfig
+    @dataclass(frozen=True)
+    class Config:
+        max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0)
+
     formula = "x + table[i]"
     paper = "Gehring et al. 2017 (arXiv 1705.03122)"
     positions = "whole"

@@ -1,7 +1,5 @@
 """ALiBi."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

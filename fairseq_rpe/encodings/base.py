@@ -4,35 +4,23 @@ An encoding enters the model through four doors, each the identity by default: `
 ``rotate`` (applied to queries and keys), ``form`` (additive bias) and ``remap`` (a function of the scores).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
 
-ENTRY_POINTS = "fairseq_rpe.encodings"
-registry: Registry[type[Encoding]] = Registry(
-    "encoding", ENTRY_POINTS, "; an encoding of your own needs --rpe-module FILE"
-)
-register = registry.register
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """The config of an encoding without options."""
 
 
 class Encoding(nn.Module):
     """Base class of all encodings.
 
     Args:
-        config: an instance of ``Config``.
+        config: an instance of ``Config``, a frozen dataclass of the options.
         heads: number of attention heads H.
         width: model width C; a head is C/H wide.
         length: training length in tokens, where known; only encodings with a table of it read this.
@@ -42,11 +30,14 @@ class Encoding(nn.Module):
     (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
     ``positions``: "any", "whole" where fractions have no meaning, or "none" where positions are not read at all.
     ``reads_length``: the encoding changes with the length of the whole row, so trailing padding must not count.
+    ``bounded``: why scores without additive bias are bounded, for encodings that have none.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
     """
 
-    Config: ClassVar[type] = NoOptions
+    @dataclass(frozen=True)
+    class Config: ...
+
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     shares: ClassVar[tuple[str, ...]] = ("model", "layer")
@@ -54,6 +45,7 @@ class Encoding(nn.Module):
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
     positions: ClassVar[str] = "any"
+    bounded: ClassVar[str] = ""
 
     def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
         super().__init__()
@@ -96,13 +88,15 @@ class Encoding(nn.Module):
 
         It is what ``fairseq-rpe verdict`` decides Σ exp(bias) by. A plain string is the exact log-bias.
         """
-        return None
+        if not self.bounded or type(self).form is not Encoding.form or self.remap is not None:
+            return None
+        return [LogWeight("0", f"no additive bias: {self.bounded}")] * self.heads
 
     def scalars(self) -> dict[str, Tensor]:
         """Learned quantities worth watching: name -> (H,) per head or () per encoding, in natural units."""
         return {}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoding:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
             return t.to(moved.device) if moved.dtype in _HALF and t.dtype not in _HALF else moved
@@ -113,11 +107,10 @@ class Encoding(nn.Module):
         return f"heads={self.heads}, width={self.width}, {self.config}"
 
 
-def no_bias(encoding: Encoding, why: str) -> list[LogWeight] | None:
-    """The series of an encoding without additive bias, b_n = 1; None where it has one after all."""
-    if type(encoding).form is not Encoding.form or encoding.remap is not None:
-        return None
-    return [LogWeight("0", f"no additive bias: {why}")] * encoding.heads
+registry: Registry[type[Encoding]] = Registry(
+    "encoding", "fairseq_rpe.encodings", "; an encoding of your own needs --rpe-module FILE"
+)
+register = registry.register
 
 
 class DistanceBias(Encoding):
@@ -144,10 +137,7 @@ class DistanceBias(Encoding):
             return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
         if pos.step is None:
             return Pair(self._pairwise)
-        if pos.contiguous:
-            reach = pos.k.shape[1]
-        else:
-            reach = int(torch.round((pos.q.max() - pos.k.min()) / pos.step)) + 1
+        reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / pos.step)) + 1
         return Toeplitz(self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step)
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
@@ -173,6 +163,7 @@ class Absolute(Encoding):
     """A vector per position, added once at the input. Fill ``vectors``."""
 
     shares = ("model",)
+    bounded = "positions enter at the input, and scores of bounded vectors are bounded"
 
     def vectors(self, at: Tensor) -> Tensor:
         """Positions (B or 1, n) -> (B or 1, n, C), in float32 or better."""
@@ -180,9 +171,6 @@ class Absolute(Encoding):
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         return x + self.vectors(pos.q).to(x.dtype)
-
-    def series(self) -> list[str] | list[LogWeight] | None:
-        return no_bias(self, "positions enter at the input, and scores of bounded vectors are bounded")
 
 
 class Rotary(Encoding):
@@ -193,6 +181,7 @@ class Rotary(Encoding):
     """
 
     shares = ("model",)
+    bounded = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
     rotary_fraction: float = 1.0
 
@@ -227,9 +216,6 @@ class Rotary(Encoding):
             return torch.cat([out, rest], dim=-1).to(x.dtype)
         a, b = x[..., :turned].chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
-
-    def series(self) -> list[str] | list[LogWeight] | None:
-        return no_bias(self, "rotated queries and keys of bounded norm have bounded scores")
 
     @torch.no_grad()
     def _turn(self, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,7 +1,5 @@
 """Reparametrisations that keep a learned number inside its range with a gradient everywhere inside."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """FIRE: a learned function of the distance relative to the query's position."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,26 +12,7 @@ from ..core import Curve, LogWeight, Pair, Positions, option
 from .base import PairBias, register
 from .segments import Stage, straight_pieces
 
-_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "none": None}
-
-
-@dataclass(frozen=True)
-class FireConfig:
-    """Options of FIRE; each ablation of the paper is one of them."""
-
-    hidden_layers: int = option(
-        2, "hidden layers of f: 2 as in the text, 1 as in its listing, 0 linear", choices=(0, 1, 2)
-    )
-    hidden: int = option(32, "width of the hidden layers", minimum=1)
-    activation: str = option("relu", "between the layers", choices=("relu", "gelu", "leaky_relu"))
-    output_activation: str = option("none", "on the output (Table 7)", choices=("none", "relu", "gelu", "leaky_relu"))
-    log: bool = option(True, "psi(x) = ln(c·x + 1); false: psi(x) = x (Eq. 21)")
-    threshold: str = option(
-        "learned", "L in max(L, i): learned, fixed, or none (Eq. 21, 22)", choices=("learned", "fixed", "none")
-    )
-    init_c: float = option(0.1, "initial c", above=0)
-    init_L: float = option(512.0, "initial L in tokens", above=0)
-    exact: bool = option(False, "run f for every pair, as the published listing does; false: f's straight pieces")
+_ACTIVATIONS = {"none": None, "relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu}
 
 
 @register("fire")
@@ -44,7 +23,22 @@ class Fire(PairBias):
     published listing. One module per layer by default; ``--rpe-share model`` is the paper's FIRE-S.
     """
 
-    Config = FireConfig
+    @dataclass(frozen=True)
+    class Config:
+        hidden_layers: int = option(
+            2, "hidden layers of f: 2 as in the text, 1 as in its listing, 0 linear", choices=(0, 1, 2)
+        )
+        hidden: int = option(32, "width of the hidden layers", minimum=1)
+        activation: str = option("relu", "between the layers", choices=("relu", "gelu", "leaky_relu"))
+        output_activation: str = option("none", "on the output (Table 7)", choices=tuple(_ACTIVATIONS))
+        log: bool = option(True, "psi(x) = ln(c·x + 1); false: psi(x) = x (Eq. 21)")
+        threshold: str = option(
+            "learned", "L in max(L, i): learned, fixed, or none (Eq. 21, 22)", choices=("learned", "fixed", "none")
+        )
+        init_c: float = option(0.1, "initial c", above=0)
+        init_L: float = option(512.0, "initial L in tokens", above=0)
+        exact: bool = option(False, "run f for every pair, as the published listing does; false: f's straight pieces")
+
     formula = "f(psi(i-j) / psi(max(L, i))),  psi(x) = ln(c·x + 1),  f: MLP, c and L learned"
     paper = "Li et al. 2024 (arXiv 2310.04418), Eq. 4"
     shares = ("layer", "model")
@@ -93,12 +87,8 @@ class Fire(PairBias):
         return Curve(self.bias, far=self.psi(d), near=1 / self.threshold(pos.q), pieces=pieces)
 
     def scalars(self) -> dict[str, Tensor]:
-        found = {}
-        if self.c is not None:
-            found["c"] = self.c.abs()
-        if self.L_multiplier is not None:
-            found["L"] = (self.L_multiplier * self.config.init_L).abs()
-        return found
+        length = None if self.L_multiplier is None else self.L_multiplier * self.config.init_L
+        return {name: value.abs() for name, value in (("c", self.c), ("L", length)) if value is not None}
 
     def series(self) -> list[LogWeight]:
         note = (

@@ -1,9 +1,9 @@
 """Kerple: conditionally positive definite kernels of the distance, learned per head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,10 @@ from ..core import LogWeight, exact, option
 from .base import DistanceBias, register
 from .constraints import between, between_inverse, positive, positive_inverse
 
-_PAPER = "Chi, Fan, Ramadge, Rudnicky 2022 (arXiv 2205.09921)"
 FLOOR = 0.01  # the authors clamp both parameters to at least this
-
-
-@dataclass(frozen=True)
-class KerpleLogConfig:
-    """Initial values of the learned parameters."""
-
-    p: float | None = option(None, "initial exponent of every head; none: U(0, 2) per head", above=FLOOR)
-    a: float | None = option(None, "initial scale of every head; none: U(0, 1) per head", above=FLOOR)
-
-
-@dataclass(frozen=True)
-class KerplePowerConfig:
-    """Initial values of the learned parameters."""
-
-    p: float | None = option(
-        None, "initial exponent; none: U(0, 2) per head; 2 is the edge and does not train", above=FLOOR, maximum=2
-    )
-    a: float | None = option(None, "initial scale of every head; none: U(0, 1) per head", above=FLOOR)
+# a range: a function into it, and its inverse
+_POSITIVE = partial(positive, floor=FLOOR), partial(positive_inverse, floor=FLOOR)
+_UP_TO_2 = partial(between, low=FLOOR, high=2.0), partial(between_inverse, low=FLOOR, high=2.0)
 
 
 class _Kerple(DistanceBias):
@@ -41,32 +25,32 @@ class _Kerple(DistanceBias):
     A given initial value enters as a constant offset, so that it is exact rather than rounded to float32.
     """
 
-    paper = _PAPER
+    @dataclass(frozen=True)
+    class Config:
+        p: float | None = option(None, "initial exponent of every head; none: U(0, 2) per head", above=FLOOR)
+        a: float | None = option(None, "initial scale of every head; none: U(0, 1) per head", above=FLOOR)
+
+    paper = "Chi, Fan, Ramadge, Rudnicky 2022 (arXiv 2205.09921)"
+    range_of_p = _POSITIVE
+    term: ClassVar[str]  # the log-bias at n, of p and a
+    verdict: ClassVar[str]
 
     def setup(self) -> None:
-        self.raw_p, self._p_offset = self._start(self.config.p, 2.0, self._p_inverse)
-        self.raw_a, self._a_offset = self._start(self.config.a, 1.0, self._a_inverse)
+        self.raw_p, self._p_offset = self._start(self.config.p, 2.0, self.range_of_p[1])
+        self.raw_a, self._a_offset = self._start(self.config.a, 1.0, _POSITIVE[1])
 
-    def _start(
-        self, given: float | None, top: float, inverse: Callable[[Tensor], Tensor]
-    ) -> tuple[nn.Parameter, float]:
+    def _start(self, given: float | None, top: float, inverse: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
         if given is None:
             return nn.Parameter(inverse(torch.rand(self.heads) * top)), 0.0
         return nn.Parameter(torch.zeros(self.heads)), float(inverse(torch.tensor(given, dtype=torch.float64)))
 
-    @staticmethod
-    def _a_inverse(a: Tensor) -> Tensor:
-        return positive_inverse(a, FLOOR)
-
-    _p_inverse = _a_inverse
-
     def p(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(H,) exponents."""
-        return positive(self.raw_p.to(dtype) + self._p_offset, FLOOR)
+        return self.range_of_p[0](self.raw_p.to(dtype) + self._p_offset)
 
     def a(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(H,) scales."""
-        return positive(self.raw_a.to(dtype) + self._a_offset, FLOOR)
+        return _POSITIVE[0](self.raw_a.to(dtype) + self._a_offset)
 
     def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
         return self.p(like.dtype), self.a(like.dtype)
@@ -74,48 +58,43 @@ class _Kerple(DistanceBias):
     def scalars(self) -> dict[str, Tensor]:
         return {"p": self.p(), "a": self.a()}
 
-    def _exact(self) -> list[tuple[str, str]]:
-        """(p, a) of each head: the float32 numbers of training, or the decimals given while untrained."""
-        columns = [
-            [exact(v) if given is None or r else exact(given, decimal=True) for v, r in zip(values, raw, strict=True)]
-            for given, values, raw in (
-                (self.config.p, self.p().tolist(), self.raw_p.tolist()),
-                (self.config.a, self.a().tolist(), self.raw_a.tolist()),
-            )
-        ]
-        return list(zip(*columns, strict=True))
+    def series(self) -> list[LogWeight]:
+        p, a = _exact(self.config.p, self.p(), self.raw_p), _exact(self.config.a, self.a(), self.raw_a)
+        return [LogWeight(self.term.format(p=p_h, a=a_h), self.verdict) for p_h, a_h in zip(p, a, strict=True)]
+
+
+def _exact(given: float | None, values: Tensor, raw: Tensor) -> list[str]:
+    """Of each head: the float32 number of training, or the decimal given while untrained."""
+    heads = zip(values.tolist(), raw.tolist(), strict=True)
+    return [exact(v) if given is None or r else exact(given, decimal=True) for v, r in heads]
 
 
 @register("kerple_log")
 class KerpleLog(_Kerple):
     """Logarithmic kernel; converges iff p > 1 (the source on convergence prints r < 1, a slip)."""
 
-    Config = KerpleLogConfig
     formula = "-p_h·ln(1 + a_h·d),  p, a > 0 learned"
+    term = "-{p}*log(1 + {a}*n)"
+    verdict = "kerple_log converges iff p > 1"
 
     def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
         return -p * torch.log1p(a * d)
-
-    def series(self) -> list[LogWeight]:
-        return [LogWeight(f"-{p}*log(1 + {a}*n)", "kerple_log converges iff p > 1") for p, a in self._exact()]
 
 
 @register("kerple_power")
 class KerplePower(_Kerple):
     """Power kernel; converges for every a, p > 0."""
 
-    Config = KerplePowerConfig
+    @dataclass(frozen=True)
+    class Config(_Kerple.Config):
+        p: float | None = option(
+            None, "initial exponent; none: U(0, 2) per head; 2 is the edge and does not train", above=FLOOR, maximum=2
+        )
+
     formula = "-a_h·d^p_h,  a > 0, 0 < p <= 2 learned"
-
-    @staticmethod
-    def _p_inverse(p: Tensor) -> Tensor:
-        return between_inverse(p, FLOOR, 2.0)
-
-    def p(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return between(self.raw_p.to(dtype) + self._p_offset, FLOOR, 2.0)
+    term = "-{a}*n**{p}"
+    verdict = "kerple_power converges for every a, p > 0"
+    range_of_p = _UP_TO_2
 
     def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
         return -a * d.pow(p)
-
-    def series(self) -> list[LogWeight]:
-        return [LogWeight(f"-{a}*n**{p}", "kerple_power converges for every a, p > 0") for p, a in self._exact()]

@@ -1,7 +1,5 @@
 """Rotary position embedding and what stretches it beyond the training length."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -26,31 +24,6 @@ READS = {
 _ALWAYS = ("base", "scaling", "resonance", "rotary_fraction", "interleaved")
 
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Options of rope."""
-
-    base: float = option(10000.0, "b in θ_s = b^(-2s/d); a larger one alone stretches the wavelengths", above=1)
-    scaling: str = option("none", "how the frequencies change for longer inputs", choices=tuple(READS))
-    factor: float | Literal["auto"] | None = option(
-        None,
-        "κ = target / original length; auto: evaluation / original length, at least 1; dynamic_ntk: alpha, none is 1",
-        above=0,
-    )
-    original_length: int = option(0, "L, tokens of the original training; 0: the training length", minimum=0)
-    beta_fast: float = option(32.0, "ntk_by_parts, yarn: pairs of more turns within L keep their frequency", above=0)
-    beta_slow: float = option(1.0, "ntk_by_parts, yarn: pairs of fewer turns within L are divided by κ", above=0)
-    ramp: str = option(
-        "code", "between the betas: linear in the pair's index (code) or its turns (paper)", choices=("code", "paper")
-    )
-    temperature: float | Literal["auto"] = option(
-        "auto", "yarn: factor sqrt(1/t) of queries and of keys; auto: 0.1·ln κ + 1", above=0
-    )
-    resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
-    rotary_fraction: float = option(1.0, "part of a head that turns, from its first element", above=0, maximum=1)
-    interleaved: bool = option(False, "turn pairs (2s, 2s+1) instead of (s, s + d/2)")
-
-
 @register("rope")
 class Rope(Rotary):
     """Rotary: q and k turn by i·θ_s, so that scores depend on i - j; Σ exp(score) diverges.
@@ -73,7 +46,33 @@ class Rope(Rotary):
     when the input was shorter, as in any decoder with a cache.
     """
 
-    Config = RopeConfig
+    @dataclass(frozen=True)
+    class Config:
+        base: float = option(10000.0, "b in θ_s = b^(-2s/d); a larger one alone stretches the wavelengths", above=1)
+        scaling: str = option("none", "how the frequencies change for longer inputs", choices=tuple(READS))
+        factor: float | Literal["auto"] | None = option(
+            None,
+            "κ = target / original length; auto: evaluation / original length, at least 1; "
+            "dynamic_ntk: alpha, none is 1",
+            above=0,
+        )
+        original_length: int = option(0, "L, tokens of the original training; 0: the training length", minimum=0)
+        beta_fast: float = option(
+            32.0, "ntk_by_parts, yarn: pairs of more turns within L keep their frequency", above=0
+        )
+        beta_slow: float = option(1.0, "ntk_by_parts, yarn: pairs of fewer turns within L are divided by κ", above=0)
+        ramp: str = option(
+            "code",
+            "between the betas: linear in the pair's index (code) or its turns (paper)",
+            choices=("code", "paper"),
+        )
+        temperature: float | Literal["auto"] = option(
+            "auto", "yarn: factor sqrt(1/t) of queries and of keys; auto: 0.1·ln κ + 1", above=0
+        )
+        resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
+        rotary_fraction: float = option(1.0, "part of a head that turns, from its first element", above=0, maximum=1)
+        interleaved: bool = option(False, "turn pairs (2s, 2s+1) instead of (s, s + d/2)")
+
     formula = "(R_i q)·(R_j k),  R_p turns pair s by p·θ_s,  θ_s = base^(-2s/d)"
     paper = "Su et al. 2021 (arXiv 2104.09864)"
 

@@ -1,7 +1,5 @@
 """Sandwich."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,14 +7,6 @@ from torch import Tensor
 
 from ..core import LogWeight, UserError, exact, option
 from .base import DistanceBias, register
-
-
-@dataclass(frozen=True)
-class SandwichConfig:
-    """Options of Sandwich."""
-
-    form: str = option("paper", "paper: Chi et al.'s listing; evo: the code of Qin et al.", choices=("paper", "evo"))
-    dim: int = option(0, "even width of the sinusoids; 0: 128 (paper) or twice the head width (evo)", minimum=0)
 
 
 @register("sandwich")
@@ -28,7 +18,13 @@ class Sandwich(DistanceBias):
     it only looks like a power law up to about 15 700 tokens.
     """
 
-    Config = SandwichConfig
+    @dataclass(frozen=True)
+    class Config:
+        form: str = option(
+            "paper", "paper: Chi et al.'s listing; evo: the code of Qin et al.", choices=("paper", "evo")
+        )
+        dim: int = option(0, "even width of the sinusoids; 0: 128 (paper) or twice the head width (evo)", minimum=0)
+
     formula = "(H / 8h)·Σ_s cos(d·10000^(-s/D))  [evo: - D - 1e-4 inside]"
     paper = "Chi, Fan, Rudnicky, Ramadge 2023 (arXiv 2212.10356)"
 

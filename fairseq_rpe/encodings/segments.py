@@ -4,8 +4,6 @@ A network of ReLUs is linear between its kinks, the points where some unit's inp
 between the kinks of the layers before, a unit's input is a straight line and crosses 0 at most once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -44,7 +42,9 @@ def straight_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> 
     while count <= MOST:
         even = torch.linspace(0, top, count + 1, dtype=torch.float64, device=stages[0][0].device)
         ends = _kinks(stages, even)
-        pieces = _tangents(stages, ends, dtype)
+        middle = ((ends[:-1] + ends[1:]) / 2).to(dtype)
+        value, slope = _network(stages, middle)
+        pieces = Pieces(ends[1:-1].to(dtype), middle, value.T, slope.T)
         if not smooth or _close(stages, ends, pieces):
             return pieces
         count *= 4
@@ -75,12 +75,6 @@ def _kinks(stages: Sequence[Stage], ends: Tensor) -> Tensor:
         ends = torch.cat([ends, at[crossed]]).sort().values
         ends = torch.cat([ends[:-1][ends.diff() > apart], ends[-1:]])
     return ends
-
-
-def _tangents(stages: Sequence[Stage], ends: Tensor, dtype: torch.dtype) -> Pieces:
-    middle = ((ends[:-1] + ends[1:]) / 2).to(dtype)
-    value, slope = _network(stages, middle)
-    return Pieces(ends[1:-1].to(dtype), middle, value.T, slope.T)
 
 
 @torch.no_grad()

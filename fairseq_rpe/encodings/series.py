@@ -5,8 +5,6 @@ scaled by the head's ALiBi slope k_h. ``form=paper`` is the paper's series b_n w
 for 1/(n ln n), whose ln ln n needs n > e), the same for every head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,43 +15,26 @@ from ..core import exact, option
 from .alibi import alibi_slopes, slopes
 from .base import DistanceBias, register
 
-_PAPER = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307.10156)"
-
-
-@dataclass(frozen=True)
-class SeriesConfig:
-    """Options of this family."""
-
-    form: str = option(
-        "heads",
-        "heads: the authors' code, slope k_h per head; paper: the series as printed",
-        choices=("heads", "paper"),
-    )
-
 
 class _Series(DistanceBias):
-    Config = SeriesConfig
-    paper = _PAPER
-    formulas: ClassVar[tuple[str, str]]  # of x = k_h·d, and of n = d
+    @dataclass(frozen=True)
+    class Config:
+        form: str = option(
+            "heads",
+            "heads: the authors' code, slope k_h per head; paper: the series as printed",
+            choices=("heads", "paper"),
+        )
+
+    paper = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307.10156)"
+    formulas: ClassVar[tuple[str, str]]  # of x = k_h·d, and of n = d; ``of_head`` has no k for the latter
 
     def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
         return (slopes(self.heads, like.dtype, like.device),) if self.config.form == "heads" else ()
-
-    def of_head(self, d: Tensor, *k: Tensor) -> Tensor:
-        return self.heads_form(k[0] * d) if k else self.paper_form(d)
 
     def series(self) -> list[str]:
         if self.config.form == "heads":
             return [self.formulas[0].replace("x", f"({exact(k)}*n)") for k in alibi_slopes(self.heads)]
         return [self.formulas[1]] * self.heads
-
-    def heads_form(self, x: Tensor) -> Tensor:
-        """x = k_h·d, any shape -> the same."""
-        raise NotImplementedError
-
-    def paper_form(self, d: Tensor) -> Tensor:
-        """d, any shape -> the same."""
-        raise NotImplementedError
 
 
 @register("type1")
@@ -63,11 +44,8 @@ class Type1(_Series):
     formula = "heads: -ln(1 + (k_h·d)²);  paper: -2·ln(1+d)"
     formulas = ("-log(1 + x**2)", "-2*log(1 + n)")
 
-    def heads_form(self, x: Tensor) -> Tensor:
-        return -torch.log1p(x.square())
-
-    def paper_form(self, d: Tensor) -> Tensor:
-        return -2 * torch.log1p(d)
+    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+        return -2 * torch.log1p(d) if k is None else -torch.log1p((k * d).square())
 
 
 @register("type2")
@@ -77,11 +55,8 @@ class Type2(_Series):
     formula = "heads: -ln²(3 + k_h·d);  paper: -ln²(1+d)"
     formulas = ("-log(3 + x)**2", "-log(1 + n)**2")
 
-    def heads_form(self, x: Tensor) -> Tensor:
-        return -torch.log(3 + x).square()
-
-    def paper_form(self, d: Tensor) -> Tensor:
-        return -torch.log1p(d).square()
+    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+        return -(torch.log1p(d) if k is None else torch.log(3 + k * d)).square()
 
 
 @register("inv_n")
@@ -91,11 +66,8 @@ class InverseN(_Series):
     formula = "heads: -ln(1 + k_h·d);  paper: -ln(1+d)"
     formulas = ("-log(1 + x)", "-log(1 + n)")
 
-    def heads_form(self, x: Tensor) -> Tensor:
-        return -torch.log1p(x)
-
-    def paper_form(self, d: Tensor) -> Tensor:
-        return -torch.log1p(d)
+    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+        return -torch.log1p(d if k is None else k * d)
 
 
 @register("inv_nlnn")
@@ -105,9 +77,6 @@ class InverseNLogN(_Series):
     formula = "heads: -ln(x) - ln(ln(x)), x = 3 + k_h·d;  paper: the same with k_h = 1"
     formulas = ("-log(3 + x) - log(log(3 + x))", "-log(3 + n) - log(log(3 + n))")
 
-    def heads_form(self, x: Tensor) -> Tensor:
-        log = torch.log(3 + x)
+    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+        log = torch.log(3 + (d if k is None else k * d))
         return -(log + torch.log(log))
-
-    def paper_form(self, d: Tensor) -> Tensor:
-        return self.heads_form(d)

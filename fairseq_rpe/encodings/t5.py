@@ -1,7 +1,5 @@
 """T5's bucketed relative bias."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -10,15 +8,6 @@ from torch import Tensor, nn
 
 from ..core import LogWeight, UserError, exact, option
 from .base import DistanceBias, register
-
-
-@dataclass(frozen=True)
-class T5Config:
-    """Options of the buckets."""
-
-    buckets: int = option(32, "number of buckets; the first half holds one distance each", minimum=2)
-    max_distance: int = option(128, "distances from here on share the last bucket", minimum=2)
-    init_std: float = option(0.02, "standard deviation of the initial table (our choice)", minimum=0)
 
 
 def bucket(d: Tensor, buckets: int, max_distance: int) -> Tensor:
@@ -39,17 +28,20 @@ class T5Bias(DistanceBias):
     Added after 1/sqrt(D) like every bias here (T5 itself leaves that factor out); one table for all layers, as in T5.
     """
 
-    Config = T5Config
+    @dataclass(frozen=True)
+    class Config:
+        buckets: int = option(32, "number of buckets; the first half holds one distance each", minimum=2)
+        max_distance: int = option(128, "distances from here on share the last bucket", minimum=2)
+        init_std: float = option(0.02, "standard deviation of the initial table (our choice)", minimum=0)
+
     formula = "table[bucket(d), h]"
     paper = "Raffel et al. 2020 (arXiv 1910.10683)"
     positions = "whole"
 
     def setup(self) -> None:
-        if self.config.max_distance <= self.config.buckets // 2:
-            raise UserError(
-                f"option 'max_distance' of 't5_bias' must be more than buckets/2 = {self.config.buckets // 2}, "
-                f"not {self.config.max_distance}"
-            )
+        half, far = self.config.buckets // 2, self.config.max_distance
+        if far <= half:
+            raise UserError(f"option 'max_distance' of 't5_bias' must be more than buckets/2 = {half}, not {far}")
         self.table = nn.Parameter(torch.randn(self.config.buckets, self.heads) * self.config.init_std)
 
     def bias(self, d: Tensor) -> Tensor:

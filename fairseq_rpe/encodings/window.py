@@ -1,7 +1,5 @@
 """Sliding-window bias."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +7,6 @@ from torch import Tensor
 
 from ..core import LogWeight, option
 from .base import DistanceBias, register
-
-
-@dataclass(frozen=True)
-class WindowConfig:
-    """Options of the window."""
-
-    window: int = option(512, "number of keys that a query sees, itself included", minimum=1)
 
 
 @register("window")
@@ -26,7 +17,10 @@ class Window(DistanceBias):
     ``window`` is the number of keys kept, so w = window - 1.
     """
 
-    Config = WindowConfig
+    @dataclass(frozen=True)
+    class Config:
+        window: int = option(512, "number of keys that a query sees, itself included", minimum=1)
+
     formula = "0 where d < window, else -inf"
     paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
 

@@ -1,28 +1,13 @@
 """xPos: rotary with an exponential decay per pair."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, Positions, option
-from .base import Rotary, no_bias, register
-
-# log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
-_ROOM = {torch.float16: 8}
-_ROOM_WIDE = 64
-
-
-@dataclass(frozen=True)
-class XPosConfig:
-    """Options of xpos."""
-
-    base: float = option(10000.0, "b in θ_s = b^(-2s/d)", above=1)
-    scale_base: float = option(512.0, "S: tokens over which pair s decays by ζ_s", above=0)
-    gamma: float = option(0.4, "γ in ζ_s = (2s + γd) / ((1 + γ)d); larger decays less", above=0)
+from ..core import Positions, option
+from .base import Rotary, register
 
 
 @register("xpos")
@@ -36,9 +21,15 @@ class XPos(Rotary):
     this follows the paper. Its blockwise causal attention at evaluation is not part of the encoding.
     """
 
-    Config = XPosConfig
+    @dataclass(frozen=True)
+    class Config:
+        base: float = option(10000.0, "b in θ_s = b^(-2s/d)", above=1)
+        scale_base: float = option(512.0, "S: tokens over which pair s decays by ζ_s", above=0)
+        gamma: float = option(0.4, "γ in ζ_s = (2s + γd) / ((1 + γ)d); larger decays less", above=0)
+
     formula = "Σ_s ζ_s^((i-j)/S)·(R_i q)_s·(R_j k)_s,  ζ_s = (2s + γd) / ((1 + γ)d)"
     paper = "Sun et al. 2023 (arXiv 2212.10554)"
+    bounded = "scores decay to 0, so their exponentials tend to 1"
     interleaved = True
 
     def _pairs(self, at: Tensor) -> Tensor:
@@ -57,13 +48,11 @@ class XPos(Rotary):
         exponent = ((centre - at) if key else (at - centre)) / self.config.scale_base
         return torch.exp(exponent[..., None] * self.zeta(at).log().to(at.dtype))
 
-    def series(self) -> list[LogWeight] | None:
-        return no_bias(self, "scores decay to 0, so their exponentials tend to 1")
-
     def query_limit(self, pos: Positions, dtype: torch.dtype) -> int:
         """How many neighbouring queries keep both factors well within the range of ``dtype``."""
-        steepest = math.log2((1 + self.config.gamma) / self.config.gamma)
-        reach = self.config.scale_base * _ROOM.get(dtype, _ROOM_WIDE) / steepest
+        # log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
+        room = 8 if dtype == torch.float16 else 64
+        reach = self.config.scale_base * room / math.log2((1 + self.config.gamma) / self.config.gamma)
         if pos.contiguous and pos.step is not None:
             return max(1, int(reach / pos.step))
         n = pos.q.shape[1]

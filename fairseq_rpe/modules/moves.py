@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core import Positions, UserError
 from ..positions import Transform, build, names
-from ..positions.identity import Identity
+from ..positions.shift import Identity
 
 
 class Moves:

@@ -3,39 +3,20 @@
 Two slots use these, one for training and one for evaluation; every encoding that reads positions can follow.
 """
 
-from __future__ import annotations
-
-from ..core import Description, UserError, option
-from . import cape, identity, interpolate, pose, randomized, shift, warp
-from .base import ENTRY_POINTS, Moved, Transform, register, registry
-from .fixed import freeze
+from ..core import UserError, option
+from . import cape, interpolate, pose, randomized, shift, warp  # noqa: F401  (registers)
+from .base import Moved, Transform, freeze, register, registry
 from .warp import SKEWS
 
-__all__ = [
-    "ENTRY_POINTS",
-    "SKEWS",
-    "Description",
-    "Moved",
-    "Transform",
-    "build",
-    "describe",
-    "freeze",
-    "names",
-    "normalise",
-    "option",
-    "register",
-]
-_BUILT_IN = (cape, identity, interpolate, pose, randomized, shift, warp)
-
+__all__ = ["SKEWS", "Moved", "Transform", "build", "describe", "freeze", "names", "normalise", "option", "register"]
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 
 
 def build(spec: str, train_length: int | None = None) -> Transform:
-    """Make the transform that ``spec`` names.
+    """Make the transform that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
     Args:
-        spec: ``name`` or ``name:key=value,key=value``.
         train_length: training length in tokens, which some transforms compare with.
 
     Raises:

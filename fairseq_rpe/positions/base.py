@@ -4,8 +4,6 @@ Transforms know no encoding and no attention backend. One call serves a whole fo
 same positions. Random ones draw from the CPU generator that they are given and from nothing else.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,10 +12,7 @@ from torch import Tensor
 
 from ..core import Registry, UserError
 
-ENTRY_POINTS = "fairseq_rpe.positions"
 EXACT = 1 << 24  # float32 holds every whole number up to here
-registry: Registry[type[Transform]] = Registry("position transform", ENTRY_POINTS)
-register = registry.register
 
 
 @dataclass(frozen=True)
@@ -36,27 +31,26 @@ class Moved:
     contiguous: bool
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """The config of a transform without options."""
-
-
 class Transform:
     """Base class of all position transforms. Fill ``move``; check options against each other in ``setup``.
 
     Args:
-        config: an instance of ``Config``.
+        config: an instance of ``Config``, a frozen dataclass of the options.
         train_length: training length in tokens, where known.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
-    ``fractional`` (may put a token between two whole positions).
+    ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
+    with this one is evaluated with where the user names none).
     """
 
-    Config: ClassVar[type] = NoOptions
+    @dataclass(frozen=True)
+    class Config: ...
+
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
     fractional: ClassVar[bool] = False
+    evaluation: str = "identity"
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
         self.config, self.train_length = config, train_length
@@ -64,11 +58,6 @@ class Transform:
 
     def setup(self) -> None:
         """Check and prepare; ``config`` and ``train_length`` are set."""
-
-    @property
-    def evaluation(self) -> str:
-        """The transform that a model trained with this one is evaluated with where the user names none."""
-        return "identity"
 
     def __call__(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Moved:
         """Move the tokens of one forward pass.
@@ -87,16 +76,73 @@ class Transform:
         raise NotImplementedError
 
 
+registry: Registry[type[Transform]] = Registry("position transform", "fairseq_rpe.positions")
+register = registry.register
+
+
+class Fixed(Transform):
+    """Looks positions up in a table; not registered, made by :func:`freeze`."""
+
+    def __init__(self, moved: Moved, fractional: bool) -> None:
+        self.moved, self.fractional = moved, fractional
+        super().__init__(self.Config())
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        table = self.moved.k[0].to(index)
+        if int(lengths.max()) > len(table):
+            raise UserError(f"a row of {int(lengths.max())} tokens is longer than the {len(table)} frozen positions")
+        at = index.clamp(0, len(table) - 1).long()
+        return Moved(table[at], self.moved.step, self.moved.contiguous)
+
+
+def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
+    """The positions that ``transform`` gives one row of ``length`` tokens, from its first token on.
+
+    While a row is decoded token by token, interpolation without a ratio would change with every token and random
+    positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
+    pass over the finished row.
+
+    Args:
+        length: of the finished row in tokens; longer rows are refused.
+    """
+    index = torch.arange(length, dtype=torch.float64)[None]
+    return Fixed(transform(index, torch.tensor([length]), generator), transform.fractional)
+
+
 def clamped(index: Tensor, lengths: Tensor) -> Tensor:
     """(B, m) index with padding moved onto the first or last real token of its row."""
     last = (lengths - 1).clamp_min(0).to(index)
     return index.clamp_min(0).minimum(last[:, None])
 
 
-def check_longest(lengths: Tensor, limit: int, name: str, key: str) -> None:
-    """Refuse rows that do not fit into the positions a transform may use."""
+def check_longest(lengths: Tensor, limit: int, name: str, key: str, unit: int | None = None) -> None:
+    """Refuse rows of more than ``limit`` tokens; option ``key`` counts them in units where one is given."""
     longest = int(lengths.max())
     if longest > limit:
+        said = f"is {limit}" if unit is None else f"gives {limit} positions"
         raise UserError(
-            f"option '{key}' of '{name}' is {limit} but a row has {longest} tokens: raise {key} to at least {longest}"
+            f"option '{key}' of '{name}' {said} but a row has {longest} tokens: "
+            f"raise {key} to at least {-(-longest // (unit or 1))}"
         )
+
+
+def below(limits: Tensor, generator: torch.Generator) -> Tensor:
+    """One uniform draw from 0 … limit-1 for each of ``limits`` (int64, >= 1), same shape."""
+    limits = limits.cpu()
+    u = torch.rand(limits.shape, dtype=torch.float64, generator=generator)
+    return (u * limits).long().minimum(limits - 1)
+
+
+def subset(size: int, limit: int, generator: torch.Generator) -> Tensor:
+    """``size`` distinct numbers of 0 … limit-1 in ascending order, every subset equally likely. O(size) memory.
+
+    A sparse subset grows by draws with replacement, of which repetitions are dropped; nothing in that distinguishes one
+    number from another, so that no subset is favoured.
+    """
+    if 2 * size >= limit:
+        return torch.randperm(limit, generator=generator)[:size].sort().values
+    chosen = torch.empty(0, dtype=torch.int64)
+    while len(chosen) < size:
+        fresh = torch.randint(limit, (size - len(chosen),), generator=generator)
+        chosen = torch.cat([chosen, fresh]).unique()
+    return chosen

@@ -1,7 +1,5 @@
 """CAPE: continuous augmented positions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -10,17 +8,6 @@ from torch import Tensor
 
 from ..core import option
 from .base import Moved, Transform, clamped, register
-
-
-@dataclass(frozen=True)
-class CapeConfig:
-    """Largest augmentations; 0, 0 and 1 switch them off."""
-
-    shift: float = option(5.0, "global shift, in positions, drawn for each row from [-shift, shift)", minimum=0)
-    local: float = option(
-        0.5, "local shift, drawn for each token from [-local, local); above 0.5 neighbours may swap", minimum=0
-    )
-    scale: float = option(1.03, "global scaling, drawn for each row between 1/scale and scale", minimum=1)
 
 
 @register("cape")
@@ -33,7 +20,14 @@ class Cape(Transform):
     subtraction of the mean position is left out.
     """
 
-    Config = CapeConfig
+    @dataclass(frozen=True)
+    class Config:
+        shift: float = option(5.0, "global shift, in positions, drawn for each row from [-shift, shift)", minimum=0)
+        local: float = option(
+            0.5, "local shift, drawn for each token from [-local, local); above 0.5 neighbours may swap", minimum=0
+        )
+        scale: float = option(1.03, "global scaling, drawn for each row between 1/scale and scale", minimum=1)
+
     fractional = True
     formula = "p_j = (j + Δ + ε_j)·e^λ,  Δ, ε ~ U(±shift), U(±local),  λ ~ U(±ln scale)"
     paper = "Likhomanenko et al. 2021 (arXiv 2106.03143)"

@@ -1,7 +1,5 @@
 """Position Interpolation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,27 +8,6 @@ from torch import Tensor
 from ..core import UserError, option
 from .base import Moved, Transform, register
 from .values import number, spell
-
-
-@dataclass(frozen=True)
-class InterpolateConfig:
-    """How far positions are squeezed."""
-
-    ratio: str = option("auto", "training length / length, e.g. 1/4; auto: from each row's own length, 1 where it fits")
-    train: int | None = option(None, "training length that auto compares with; none: the model's", minimum=1)
-
-    def __post_init__(self) -> None:
-        if self.ratio == "auto":
-            return
-        value = number(self.ratio, "ratio", "interpolate", " or auto")
-        if not 0 < value <= 1:
-            raise UserError(
-                f"option 'ratio' of 'interpolate' must be more than 0 and at most 1, not {value:g}: "
-                "it is training length / length, 1/4 for four times the length"
-            )
-        if self.train is not None:
-            raise UserError("'interpolate' takes ratio=NUMBER or train=LENGTH, not both: leave one out")
-        object.__setattr__(self, "ratio", spell((value,)))
 
 
 @register("interpolate")
@@ -42,7 +19,26 @@ class Interpolate(Transform):
     one ratio belongs to the whole test, whatever the length of its last row, ``ratio=1/8`` gives it.
     """
 
-    Config = InterpolateConfig
+    @dataclass(frozen=True)
+    class Config:
+        ratio: str = option(
+            "auto", "training length / length, e.g. 1/4; auto: from each row's own length, 1 where it fits"
+        )
+        train: int | None = option(None, "training length that auto compares with; none: the model's", minimum=1)
+
+        def __post_init__(self) -> None:
+            if self.ratio == "auto":
+                return
+            value = number(self.ratio, "ratio", "interpolate", " or auto")
+            if not 0 < value <= 1:
+                raise UserError(
+                    f"option 'ratio' of 'interpolate' must be more than 0 and at most 1, not {value:g}: "
+                    "it is training length / length, 1/4 for four times the length"
+                )
+            if self.train is not None:
+                raise UserError("'interpolate' takes ratio=NUMBER or train=LENGTH, not both: leave one out")
+            object.__setattr__(self, "ratio", spell((value,)))
+
     fractional = True
     formula = "p_j = j·min(1, L/L')"
     paper = "Chen et al. 2023 (arXiv 2306.15595)"
@@ -56,14 +52,11 @@ class Interpolate(Transform):
             )
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        if self.ratio is not None:
-            return _scaled(index, self.ratio)
-        ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
+        if self.ratio is None:
+            ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
+        else:
+            ratios = torch.tensor([self.ratio], dtype=torch.float64)
         low, high = ratios.min().item(), ratios.max().item()
-        if low == high:
-            return _scaled(index, low)
-        return Moved(index * ratios.to(index)[:, None], None, False)
-
-
-def _scaled(index: Tensor, ratio: float) -> Moved:
-    return Moved(index if ratio == 1 else index * ratio, ratio, True)
+        if low != high:
+            return Moved(index * ratios.to(index)[:, None], None, False)
+        return Moved(index if low == 1 else index * low, low, True)

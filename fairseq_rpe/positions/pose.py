@@ -1,23 +1,12 @@
 """PoSE: positional skip-wise training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core import option
-from .base import EXACT, Moved, Transform, check_longest, clamped, register
-from .draws import below, subset
-
-
-@dataclass(frozen=True)
-class PoseConfig:
-    """Target range and number of chunks."""
-
-    target: int = option(4096, "length to train for; must hold the longest row", minimum=1, maximum=EXACT)
-    chunks: int = option(2, "consecutive pieces of a row, each shifted further", minimum=2)
+from .base import EXACT, Moved, Transform, below, check_longest, clamped, register, subset
 
 
 @register("pose")
@@ -30,7 +19,11 @@ class Pose(Transform):
     second chunk's text from a random later place of the document, which a position transform cannot do.
     """
 
-    Config = PoseConfig
+    @dataclass(frozen=True)
+    class Config:
+        target: int = option(4096, "length to train for; must hold the longest row", minimum=1, maximum=EXACT)
+        chunks: int = option(2, "consecutive pieces of a row, each shifted further", minimum=2)
+
     formula = "p_j = j + u_c(j),  0 = u_1 <= u_2 … <= target - w"
     paper = "Zhu et al. 2023 (arXiv 2309.10400)"
     random = True

@@ -1,29 +1,12 @@
 """Randomized positional encodings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core import UserError, option
-from .base import EXACT, Moved, Transform, check_longest, clamped, register
-from .draws import subset
-
-
-@dataclass(frozen=True)
-class RandomizedConfig:
-    """Where positions are drawn from."""
-
-    max: int | None = option(
-        None,
-        "positions are drawn from 0 … max-1, 2048 if not said; must hold the longest row",
-        minimum=1,
-        maximum=EXACT,
-    )
-    times: int | None = option(None, "max as so many training lengths, in its place", minimum=1, maximum=EXACT)
-    per: str = option("batch", "one draw for all rows of a forward pass, or one for each row", choices=("batch", "row"))
+from .base import EXACT, Moved, Transform, check_longest, clamped, register, subset
 
 
 @register("randomized")
@@ -39,34 +22,37 @@ class Randomized(Transform):
     here positions are drawn, whatever the encoding, and distances are their differences.
     """
 
-    Config = RandomizedConfig
+    @dataclass(frozen=True)
+    class Config:
+        max: int | None = option(
+            None,
+            "positions are drawn from 0 … max-1, 2048 if not said; must hold the longest row",
+            minimum=1,
+            maximum=EXACT,
+        )
+        times: int | None = option(None, "max as so many training lengths, in its place", minimum=1, maximum=EXACT)
+        per: str = option(
+            "batch", "one draw for all rows of a forward pass, or one for each row", choices=("batch", "row")
+        )
+
     formula = "p = sort(subset of {0 … max-1} without replacement)"
     paper = "Ruoss et al. 2023 (arXiv 2305.16843)"
     random = True
 
     def setup(self) -> None:
-        self.max = self.config.max or 2048
+        self.max, self.counted = self.config.max or 2048, ("max", None)
         if self.config.times is None:
             return
         if self.config.max is not None:
             raise UserError("'randomized' takes max=NUMBER or times=NUMBER, not both: leave one out")
         if self.train_length is None:
             raise UserError("'randomized:times=NUMBER' needs a training length, unknown here: give max=NUMBER")
-        self.max = self.config.times * self.train_length
+        self.max, self.counted = self.config.times * self.train_length, ("times", self.train_length)
         if self.max > EXACT:
             raise UserError(f"'randomized:times={self.config.times}' is more than {EXACT} positions: lower times")
 
-    def _check(self, lengths: Tensor) -> None:
-        longest = int(lengths.max())
-        if self.config.times is not None and longest > self.max:
-            raise UserError(
-                f"option 'times' of 'randomized' gives {self.max} positions but a row has {longest} tokens: "
-                f"raise times to at least {-(-longest // self.train_length)}"
-            )
-        check_longest(lengths, self.max, "randomized", "max")
-
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        self._check(lengths)
+        check_longest(lengths, self.max, "randomized", *self.counted)
         sizes = lengths.clamp_min(1).tolist()
         longest = max(sizes)
         if self.config.per == "batch":

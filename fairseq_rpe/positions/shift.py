@@ -1,6 +1,4 @@
-"""Whole rows moved by a random offset: SHAPE and random padding."""
-
-from __future__ import annotations
+"""Whole rows that stay or move: by a constant, or by a random offset as in SHAPE and random padding."""
 
 from dataclasses import dataclass
 
@@ -8,16 +6,32 @@ import torch
 from torch import Tensor
 
 from ..core import option
-from .base import EXACT, Moved, Transform, check_longest, register
-from .draws import below
+from .base import EXACT, Moved, Transform, below, check_longest, register
 
 
-@dataclass(frozen=True)
-class ShapeConfig:
-    """How far, and where evaluation starts."""
+@register("identity")
+class Identity(Transform):
+    """The plain positions 0, 1, 2 …"""
 
-    max: int = option(500, "K: offsets are drawn from 0 … K-1", minimum=1, maximum=EXACT)
-    eval_offset: str = option("0", "first position at evaluation: 0, or K as in the authors' code", choices=("0", "K"))
+    formula = "p_j = j"
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        return Moved(index, 1.0, True)
+
+
+@register("offset")
+class Offset(Transform):
+    """All positions later by a constant: SHAPE's authors evaluate so."""
+
+    @dataclass(frozen=True)
+    class Config:
+        by: int = option(0, "positions to add to every token", minimum=0, maximum=EXACT)
+
+    formula = "p_j = j + by"
+    paper = "Kiyono et al. 2021 (arXiv 2109.05644), evaluation in their code"
+
+    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+        return Moved(index + self.config.by, 1.0, True)
 
 
 @register("shape")
@@ -29,24 +43,23 @@ class Shape(Transform):
     makes ``offset:by=K`` the transform of evaluation where none is named.
     """
 
-    Config = ShapeConfig
+    @dataclass(frozen=True)
+    class Config:
+        max: int = option(500, "K: offsets are drawn from 0 … K-1", minimum=1, maximum=EXACT)
+        eval_offset: str = option(
+            "0", "first position at evaluation: 0, or K as in the authors' code", choices=("0", "K")
+        )
+
     formula = "p_j = j + k,  k ~ U{0 … K-1} per row"
     paper = "Kiyono et al. 2021 (arXiv 2109.05644)"
     random = True
 
-    @property
-    def evaluation(self) -> str:
-        return "identity" if self.config.eval_offset == "0" else f"offset:by={self.config.max}"
+    def setup(self) -> None:
+        if self.config.eval_offset == "K":
+            self.evaluation = f"offset:by={self.config.max}"
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         return _shifted(index, below(torch.full_like(lengths, self.config.max), generator))
-
-
-@dataclass(frozen=True)
-class RandomPaddingConfig:
-    """The range to fill."""
-
-    max: int = option(2048, "P: number of positions; must hold the longest row", minimum=1, maximum=EXACT)
 
 
 @register("random_padding")
@@ -57,7 +70,10 @@ class RandomPadding(Transform):
     decoder that ignores padding this is the same as shifting the row.
     """
 
-    Config = RandomPaddingConfig
+    @dataclass(frozen=True)
+    class Config:
+        max: int = option(2048, "P: number of positions; must hold the longest row", minimum=1, maximum=EXACT)
+
     formula = "p_j = j + u,  u ~ U{0 … P - length} per row"
     paper = "Tao, Feng, Zhao 2023 (arXiv 2305.04859)"
     random = True

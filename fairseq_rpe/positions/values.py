@@ -1,8 +1,7 @@
 """Option values that are a number or a word: ``1/6``, ``choice(0.4;0.5)``."""
 
-from __future__ import annotations
-
 import math
+import re
 from fractions import Fraction
 
 from ..core import UserError
@@ -22,11 +21,8 @@ def number(text: str, key: str, name: str, also: str = "") -> float:
 
 def numbers(text: str, key: str, name: str) -> tuple[float, ...]:
     """One number, or those of ``choice(a;b;c)``."""
-    inner = text.strip()
-    if inner.startswith("choice(") and inner.endswith(")"):
-        items = inner[len("choice(") : -1].split(";")
-    else:
-        items = [inner]
+    several = re.fullmatch(r"choice\((.*)\)", text.strip(), re.DOTALL)
+    items = several[1].split(";") if several else [text]
     return tuple(number(item.strip(), key, name, " or choice(0.4;0.5)") for item in items)
 
 

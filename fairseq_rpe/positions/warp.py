@@ -1,7 +1,5 @@
 """Position index warping: some training rows get a squeezed head or a skewed tail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,31 +22,6 @@ def beta_cdf(x: Tensor) -> Tensor:
 SKEWS: dict[str, Callable[[Tensor], Tensor]] = {"beta": beta_cdf, "sqrt": torch.sqrt}
 
 
-@dataclass(frozen=True)
-class WarpConfig:
-    """Rates per training instance, and the two warps. The defaults are the paper's for language modelling."""
-
-    head: float = option(0.15, "share of rows that are head-warped", minimum=0, maximum=1)
-    tail: float = option(0.15, "share of rows that are tail-warped", minimum=0, maximum=1)
-    alpha: str = option("1/6", "head ratio, between 0 and 1; choice(0.4;0.5;0.6;0.7;0.8) draws one for each row")
-    skew: str = option("beta", "tail function", choices=tuple(SKEWS))
-    length: str = option("row", "l of the tail: the row's own length, or the training length", choices=("row", "train"))
-
-    def __post_init__(self) -> None:
-        if self.head + self.tail > 1 + 1e-9:
-            raise UserError(
-                f"head={self.head:g} and tail={self.tail:g} of 'warp' add up to more than 1: they are shares of rows"
-            )
-        values = numbers(self.alpha, "alpha", "warp")
-        for value in values:
-            if not 0 < value < 1:
-                raise UserError(
-                    f"option 'alpha' of 'warp' must lie between 0 and 1, both excluded, not {value:g}: "
-                    "1/r suits a test length of r times the training length"
-                )
-        object.__setattr__(self, "alpha", spell(values))
-
-
 @register("warp")
 class Warp(Transform):
     """Head warping (Eq. 7), tail warping (Eq. 8) or neither, drawn for each row; meant for training, PI at evaluation.
@@ -60,7 +33,31 @@ class Warp(Transform):
     may share a position: order never reverses.
     """
 
-    Config = WarpConfig
+    @dataclass(frozen=True)
+    class Config:
+        head: float = option(0.15, "share of rows that are head-warped", minimum=0, maximum=1)
+        tail: float = option(0.15, "share of rows that are tail-warped", minimum=0, maximum=1)
+        alpha: str = option("1/6", "head ratio, between 0 and 1; choice(0.4;0.5;0.6;0.7;0.8) draws one for each row")
+        skew: str = option("beta", "tail function", choices=tuple(SKEWS))
+        length: str = option(
+            "row", "l of the tail: the row's own length, or the training length", choices=("row", "train")
+        )
+
+        def __post_init__(self) -> None:
+            if self.head + self.tail > 1 + 1e-9:
+                raise UserError(
+                    f"head={self.head:g} and tail={self.tail:g} of 'warp' add up to more than 1: "
+                    "they are shares of rows"
+                )
+            values = numbers(self.alpha, "alpha", "warp")
+            for value in values:
+                if not 0 < value < 1:
+                    raise UserError(
+                        f"option 'alpha' of 'warp' must lie between 0 and 1, both excluded, not {value:g}: "
+                        "1/r suits a test length of r times the training length"
+                    )
+            object.__setattr__(self, "alpha", spell(values))
+
     fractional = True
     formula = "p_j = α·j (head), l·f(j/l) (tail) or j,  f = CDF of Beta(2,5) or sqrt"
     paper = "Improving Length Generalization via Position Index Warping, Eq. 7, 8"
@@ -89,12 +86,9 @@ class Warp(Transform):
         moved = at * scale.to(at)[:, None]
         if tail.any():
             chosen = tail.nonzero()[:, 0].to(at.device)
-            moved[chosen] = self._tail(at[chosen], lengths.to(at.device)[chosen])
+            if self.config.length == "train":
+                lengths = torch.full_like(lengths, self.train_length)
+            # in double: near 0 the CDF is a small difference of numbers near 1
+            ends = lengths.to(at.device)[chosen].clamp_min(1).double()[:, None]
+            moved[chosen] = (ends * SKEWS[self.config.skew](at[chosen].double() / ends)).to(at.dtype)
         return Moved(moved, None, False)
-
-    def _tail(self, at: Tensor, lengths: Tensor) -> Tensor:
-        """l·f(j/l) for at (R, m), in double: near 0 the CDF is a small difference of numbers near 1."""
-        if self.config.length == "train":
-            lengths = torch.full_like(lengths, self.train_length)
-        scale = lengths.clamp_min(1).double()[:, None]
-        return (scale * SKEWS[self.config.skew](at.double() / scale)).to(at.dtype)
