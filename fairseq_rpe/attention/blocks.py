@@ -4,15 +4,13 @@ A block's rows are reversed. Entry (r, j) of its distances then depends on r + j
 a strided view (row stride 1, column stride 1) of one vector, and sums along diagonals are column sums of a skewed view.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from .dropout import ROWS, keep_block
 
@@ -29,14 +27,12 @@ assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 class BlockBias(Protocol):
     """The bias of n queries and keys, block by block, and the gradients of the tensors that it is made of.
 
-    ``made`` says that a block is computed, not a view: then a few heads at a time. ``holes``: pairs of the past may be
-    -inf, so that a query may see none of some keys.
+    Made by (n, q, *tensors). ``made``: a block is computed, not a view, so a few heads at a time. ``holes``: pairs of
+    the past may be -inf, so that a query may see none of some keys.
     """
 
     made: bool
-
-    @property
-    def holes(self) -> bool: ...
+    holes: bool
 
     def block(self, start: int, stop: int, heads: slice) -> Tensor:
         """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
@@ -71,21 +67,14 @@ def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
 class BlockAttention(torch.autograd.Function):
     """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
-    q, k, v: (B, H, n, D); ``make(n, like, *tensors)`` gives the BlockBias; dropout and its seed as in
+    q, k, v: (B, H, n, D); ``make`` and its tensors give the bias; dropout and its seed as in
     ``dropout.keep_block``. The backward pass makes the weights again from the saved log-sum-exp, in float32 or better.
     Gradients of gradients are not available.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout: float,
-        seed: int,
-        make: Callable[..., BlockBias],
-        *tensors: Tensor,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, seed: int, make: type[BlockBias], *tensors: Tensor
     ) -> Tensor:
         bias = make(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
@@ -101,7 +90,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         bias = ctx.make(q.shape[2], q, *tensors)
         learned = any(ctx.needs_input_grad[6:])

@@ -1,7 +1,5 @@
 """The bias of a Curve form for attention in blocks: one number per pair for all heads, then a line per head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

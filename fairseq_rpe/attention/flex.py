@@ -5,8 +5,6 @@ skips hidden blocks; gradients of learned tables and numbers are those of captur
 functions run unfused, with O(n²) memory: a check of the functions rather than a fast path.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -32,8 +30,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     Raises:
         UserError: what :func:`refusal` names.
     """
-    reason = refusal(q, k, v, plan, dropout)
-    if reason is not None:
+    if reason := refusal(q, k, v, plan, dropout):
         raise UserError(reason)
     given = q.dtype
     if not q.is_cuda:  # unfused, it would round the scores to half precision
@@ -68,11 +65,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
 
 def _learned(form: Form | None) -> bool:
     """Whether the bias may need a gradient; what a function reads is not known."""
-    if isinstance(form, Toeplitz):
-        return form.table.requires_grad
-    if isinstance(form, Pointwise):
-        return any(x.requires_grad for x in form.numbers)
-    return isinstance(form, Pair) or (form is not None and form.bias.requires_grad)
+    if isinstance(form, Pair):
+        return not isinstance(form, Pointwise) or any(x.requires_grad for x in form.numbers)
+    return form is not None and (form.table if isinstance(form, Toeplitz) else form.bias).requires_grad
 
 
 @functools.cache
@@ -86,11 +81,7 @@ def _mask(plan: Plan, q: Tensor, k: Tensor) -> BlockMask:
     if plan.padding is None:
         return _causal_mask(n, m, q.device)
     padding, shift = plan.padding, torch.full((), m - n, device=q.device)
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i + shift) & ~padding[b, j]
-
-    return _block_mask(n, m, q.device, visible, whole=False)
+    return _block_mask(n, m, q.device, lambda b, h, i, j: (j <= i + shift) & ~padding[b, j], whole=False)
 
 
 @functools.lru_cache(maxsize=KEPT_MASKS)

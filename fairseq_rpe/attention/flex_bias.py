@@ -5,15 +5,13 @@ gives captured views no gradient, without a word, and compiles other strides ane
 the future and past a ragged end too: kernels call these functions there and mask the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz
+from ..core import Curve, Dense, Pieces, Pointwise, Positions, Toeplitz
 from .curve import pieces_of
 from .plan import Plan
 from .toeplitz import columns
@@ -28,15 +26,21 @@ def score_mod(plan: Plan, batch: int) -> Function | None:
     form, pos = plan.form, plan.positions
     if form is None:
         return None
-    if isinstance(form, Toeplitz):
-        return _from_table(form, pos, batch)
-    if isinstance(form, Pointwise):
-        return _from_numbers(form, pos, batch)
+    if isinstance(form, Dense):
+        bias = _copy(form.bias) if form.bias.requires_grad else form.bias
+        row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
+        return lambda score, b, h, i, j: score + bias[b * row, h, i, j]
     if isinstance(form, Curve):
         return _from_pieces(form, pieces_of(form, plan), pos, batch)
-    if isinstance(form, Pair):
-        return _from_function(form, pos, batch)
-    return _from_matrix(form)
+    at_q, at_k = (_rows(x, batch) for x in (columns(form, pos) if isinstance(form, Toeplitz) else (pos.q, pos.k)))
+    if isinstance(form, Toeplitz):
+        table, last = _copy(form.table), at_q.new_full((), form.table.shape[1] - 1)
+        return lambda score, b, h, i, j: score + table[h, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
+    if isinstance(form, Pointwise):
+        scalar, numbers = form.scalar, [_copy(x) for x in form.numbers]
+        return lambda score, b, h, i, j: score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
+    fn, aux = form.fn, form.aux
+    return lambda score, b, h, i, j: score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
 
 
 def _rows(x: Tensor, batch: int) -> Tensor:
@@ -46,27 +50,6 @@ def _rows(x: Tensor, batch: int) -> Tensor:
 
 def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _from_table(form: Toeplitz, pos: Positions, batch: int) -> Function:
-    (at_q, at_k), table = (_rows(x, batch) for x in columns(form, pos)), _copy(form.table)
-    last = at_q.new_full((), table.shape[1] - 1)
-
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        column = (at_q[b, i] - at_k[b, j]).clamp_min(0)
-        return score + table[h, torch.minimum(column, last)]
-
-    return add
-
-
-def _from_numbers(form: Pointwise, pos: Positions, batch: int) -> Function:
-    at_q, at_k = _rows(pos.q, batch), _rows(pos.k, batch)
-    scalar, numbers = form.scalar, [_copy(x) for x in form.numbers]
-
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
-
-    return add
 
 
 def _from_pieces(form: Curve, pieces: Pieces, pos: Positions, batch: int) -> Function:
@@ -91,24 +74,5 @@ def _from_pieces(form: Curve, pieces: Pieces, pos: Positions, batch: int) -> Fun
         for place in range(compared):
             piece = piece + (ends[first + place] <= x).int()
         return score + value[h, piece] + slope[h, piece] * (x - middle[piece])
-
-    return add
-
-
-def _from_function(form: Pair, pos: Positions, batch: int) -> Function:
-    at_q, at_k, fn, aux = _rows(pos.q, batch), _rows(pos.k, batch), form.fn, form.aux
-
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
-
-    return add
-
-
-def _from_matrix(form: Dense) -> Function:
-    bias = _copy(form.bias) if form.bias.requires_grad else form.bias
-    row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
-
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + bias[b * row, h, i, j]
 
     return add

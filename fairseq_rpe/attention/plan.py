@@ -1,9 +1,8 @@
 """What attention has to know beside q, k and v."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,16 +40,14 @@ class Plan:
         seen = (torch.arange(m, device=device)[None, :] <= query)[None, None]
         return seen if self.padding is None else seen & ~self.padding[:, None, None, :]
 
-    def part(self, start: int, stop: int) -> Plan:
+    def part(self, start: int, stop: int) -> Self:
         """The plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
-        pos = self.positions
+        pos, form = self.positions, self.form
         seen = pos.k.shape[1] - pos.q.shape[1] + stop
-        form = self.form
         if isinstance(form, Dense):
             form = Dense(form.bias[:, :, start:stop, :seen])
         if isinstance(form, Curve):
             form = replace(form, far=form.far[:seen], near=form.near[:, start:stop])
         padding = None if self.padding is None else self.padding[:, :seen]
-        return replace(
-            self, positions=replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen]), form=form, padding=padding
-        )
+        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen])
+        return replace(self, positions=pos, form=form, padding=padding)

@@ -19,8 +19,6 @@ they are divided by is at least exp(L_i). From the far end on, blocks are left o
 or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -44,11 +42,7 @@ def check_eps(eps: float) -> None:
 
 
 def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
-    """Whether attention may be pruned; on which devices, a backend knows.
-
-    Raises:
-        UserError: what stands against it.
-    """
+    """Raise a UserError that says what stands against pruning this attention; on which devices, a backend knows."""
     check_eps(plan.prune)
     if not isinstance(plan.form, Toeplitz):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
@@ -84,9 +78,8 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
             first = left_out(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
             for b, h in (first < near).nonzero().tolist():
                 one, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
-                more, more_lse = _partial(
-                    qb[one], k[one][:, :, far], v[one][:, :, far], added[:, one[1], :, far], holes
-                )
+                seen = (*one, far)
+                more, more_lse = _partial(qb[one], k[seen], v[seen], added[:, one[1], :, far], holes)
                 found[one] = torch.lerp(found[one], more, (more_lse - lse[one]).sigmoid()[..., None])
         out[:, :, rows] = found.flip(2)
     return out

@@ -1,7 +1,5 @@
 """Plain dense attention: the specification that every other backend is tested against."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -27,9 +25,15 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
     """
     if plan.prune:
         raise UserError("the reference backend is exact and prunes nothing: use 'sdpa', 'triton' or no pruning")
+    shape = *q.shape[:3], k.shape[2]
+    keep = keep_block(draw_seed(), 0, q.shape[2], shape, dropout, q.device) if dropout > 0 else None
+    return weighted(q, k, v, plan, keep)
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None) -> Tensor:
+    """Sums of v by :func:`weights`, (B, H, n, D) in q's dtype, with a scaled mask of those kept by dropout."""
     found = weights(q, k, plan)
-    if dropout > 0:
-        found = found * keep_block(draw_seed(), 0, q.shape[2], tuple(found.shape), dropout, q.device)
+    found = found if keep is None else found * keep
     return torch.matmul(found, v.to(found.dtype)).to(q.dtype)
 
 

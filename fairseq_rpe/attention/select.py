@@ -1,7 +1,5 @@
 """Backends by name, what each of them declares, and the choice among them by what is at hand."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -42,13 +40,10 @@ class Backend:
 
 
 BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("reference", reference, sees_scores=True),
-        Backend("sdpa", sdpa, prunes=True),
-        Backend("flex", flex),
-        Backend("triton", triton, prunes=True),
-    )
+    "reference": Backend("reference", reference, sees_scores=True),
+    "sdpa": Backend("sdpa", sdpa, prunes=True),
+    "flex": Backend("flex", flex),
+    "triton": Backend("triton", triton, prunes=True),
 }
 
 
@@ -71,16 +66,13 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
     return known[name]
 
 
-def pick(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str:
-    """The backend for these tensors: sdpa, or reference where the scores are needed.
-
-    flex and triton have to be named until they have been run, and measured, on a GPU.
-    """
+def pick(plan: Plan) -> str:
+    """sdpa, or reference where the scores are needed; flex and triton have to be named until measured on a GPU."""
     return "sdpa" if plan.remap is None else "reference"
 
 
-def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    name = pick(q, k, v, plan, dropout)
+def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    name = pick(plan)
     _say(name, q.is_cuda and name == "sdpa")
     return BACKENDS[name](q, k, v, plan, dropout)
 

@@ -1,7 +1,5 @@
 """A Toeplitz form's table by index; its bias for attention in blocks, views of one vector; the table's gradient."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

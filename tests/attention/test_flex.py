@@ -1,7 +1,5 @@
 """The flex backend against the reference: every form, lengths, padding, cached keys; gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

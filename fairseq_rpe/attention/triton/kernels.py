@@ -5,8 +5,6 @@ memory layout, those with a row per key another; the last dimension is dense. Th
 stands for is in ``tiles``. A program's walk has two parts, compiled apart: blocks below the diagonal, and those on it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

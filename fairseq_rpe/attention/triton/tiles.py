@@ -13,8 +13,6 @@ BIAS says what ``table``, ``at_q`` and ``at_k`` hold, of a head and a sequence:
   number of pieces up to 2^s.
 """
 
-from __future__ import annotations
-
 import os
 
 import triton
