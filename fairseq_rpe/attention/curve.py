@@ -42,7 +42,8 @@ class CurveBias:
         self.far = torch.cat([far.flip(0), far.new_zeros(n)])
         self.at: tuple[int, int] | None = None
         self.room = far.new_empty(0)
-        self.sums: tuple[Tensor, ...] | None = None
+        self.sums = [torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near)]
+        self.dx: Tensor | None = None
 
     def _locate(self, start: int, stop: int) -> None:
         """Piece and place in it of every pair of a block."""
@@ -73,9 +74,6 @@ class CurveBias:
         return self.room[: len(values) * size].view(-1, stop - start, stop)
 
     def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        if self.sums is None:
-            self.sums = tuple(torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near))
-            self.dx: Tensor | None = None
         if self.dx is None:
             self.dx = grads.new_zeros(grads.shape[2:])
         ds, piece, place = grads.sum(0)[..., :stop], self.piece, self.place
@@ -88,7 +86,7 @@ class CurveBias:
 
     def _flush(self) -> None:
         """What the block behind gives to far and near."""
-        if self.sums is None or self.dx is None:
+        if self.dx is None:
             return
         (start, stop), (_, _, far, near) = self.at, self.sums
         seen = distances(self.far, self.n, start, stop)

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import Toeplitz, UserError
-from .blocks import distances
 from .plan import Plan
 from .toeplitz import ToeplitzBias
 
@@ -63,14 +62,13 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
         (B, H, n, D): within eps·(max v - min v) of the exact output in every component, but for rounding.
     """
     n = q.shape[2]
-    vector = ToeplitzBias(n, q, table).vector
+    bias = ToeplitzBias(n, q, table)
     offset, norm, radius = norms(q, k)
-    tail = tail_bounds(vector[:, :n].flip(1))
-    holes = bool((table == float("-inf")).any())
+    tail, holes = tail_bounds(bias.vector[:, :n].flip(1)), bias.holes
     out = torch.empty_like(q)
     for start in range(0, n, BLOCK):
         stop, near = min(start + BLOCK, n), max(0, start - BLOCK)
-        rows, added = slice(start, stop), distances(vector, n, start, stop)[None]
+        rows, added = slice(start, stop), bias.block(start, stop, slice(None))[None]
         qb = q[:, :, rows].flip(2)
         found, lse = _partial(qb, k[:, :, near:stop], v[:, :, near:stop], added[..., near:], holes)
         if near:

@@ -23,13 +23,11 @@ class Backend:
     """A function of (q, k, v, plan, dropout) that computes attention, called as itself, and what it can do.
 
     Attributes:
-        name: as in ``--attention-backend``.
         attend: the function.
         prunes: takes plans that ask for pruning.
         sees_scores: has the scores that an encoding's ``remap`` changes.
     """
 
-    name: str
     attend: Callable[..., Tensor]
     prunes: bool = False
     sees_scores: bool = False
@@ -40,10 +38,10 @@ class Backend:
 
 
 BACKENDS = {
-    "reference": Backend("reference", reference, sees_scores=True),
-    "sdpa": Backend("sdpa", sdpa, prunes=True),
-    "flex": Backend("flex", flex),
-    "triton": Backend("triton", triton, prunes=True),
+    "reference": Backend(reference, sees_scores=True),
+    "sdpa": Backend(sdpa, prunes=True),
+    "flex": Backend(flex),
+    "triton": Backend(triton, prunes=True),
 }
 
 
@@ -51,14 +49,14 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
     """The backend called ``name``; ``auto`` decides at each call and says which at the first.
 
     Args:
-        name: auto, reference, sdpa, flex or triton.
+        name: auto or one of ``BACKENDS``.
         remaps: the encoding changes the scores.
 
     Raises:
         UserError: no such backend, or one that cannot serve this encoding. What depends on tensors (device, dtype, head
             width, positions, dropout) a named backend refuses when it is called; none falls back to another.
     """
-    known = {auto.name: auto, **BACKENDS}
+    known = {"auto": auto, **BACKENDS}
     if name not in known:
         raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
     if remaps and not known[name].sees_scores:
@@ -77,7 +75,7 @@ def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tens
     return BACKENDS[name](q, k, v, plan, dropout)
 
 
-auto = Backend("auto", _picked, prunes=True, sees_scores=True)
+auto = Backend(_picked, prunes=True, sees_scores=True)
 
 
 @functools.lru_cache

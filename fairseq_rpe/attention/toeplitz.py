@@ -40,7 +40,7 @@ class ToeplitzBias:
         # entry x holds the bias of distance n-1-x, and -inf where that is the future
         self.vector = like.new_full((like.shape[1], 2 * n), float("-inf"), dtype=wide)
         self.vector[:, :n] = 0.0 if table is None else table.detach().flip(1)
-        self.sums: Tensor | None = None
+        self.sums = torch.zeros_like(self.vector)
 
     @property
     def holes(self) -> bool:
@@ -50,8 +50,6 @@ class ToeplitzBias:
         return distances(self.vector[heads], self.n, start, stop)
 
     def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        if self.sums is None:
-            self.sums = torch.zeros_like(self.vector)
         first = self.n - stop
         self.sums[heads, first : first + grads.shape[-1] - 1] += diagonal_sums(grads).sum(0)
 

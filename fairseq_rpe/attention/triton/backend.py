@@ -49,9 +49,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if plan.remap is not None:
         return "this encoding changes the scores, which backend 'triton' never has: use 'reference'"
     if form is not None and not isinstance(form, (Toeplitz, Curve)):
-        return (
-            "backend 'triton' takes a bias that is a table or a curve of straight pieces, which this is not: use 'sdpa'"
-        )
+        return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     if dropout > 0:
         return f"backend 'triton' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import LOG2E
-from .tiles import CURVE, DISTANCE, INTERPRETED, LENGTHS, POSITIONS, on_curve, query_gradients, query_rows
+from .tiles import CURVE, DISTANCE, INTERPRETED, LENGTHS, POSITIONS, on_curve, queries_of, query_gradients, query_rows
 from .tuning import run
 
 
@@ -39,11 +39,7 @@ def diagonal_sums(
     table_row, padding_row = table + head * columns, padding + batch * m
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
     for first in range(tl.maximum(t * SIZE - (m - n), 0) // SIZE * SIZE, n, SIZE):
-        i = first + rows
-        at = i + (m - n)
-        row = at
-        if BIAS >= CURVE:
-            row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+        i, at, row = queries_of(first, at_q + batch * at_q_b, n, m, BIAS, SIZE)
         j = first + (m - n) - t * SIZE + rows
         q_block, grad_block, lse_block, delta_block = query_rows(
             queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
@@ -82,9 +78,7 @@ def walked_sums(
     """
     start = tl.program_id(0) * SIZE
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i = start + tl.arange(0, SIZE)
-    at = i + (m - n)
-    row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, SIZE)
     offset, per_head = batch * q_b + head * q_h, batch * tl.num_programs(1) + head
     q_block, grad_block, lse_block, delta_block = query_rows(
         q + offset, grad + offset, lse + per_head * n, delta + per_head * n, i, q_n, n, WIDTH, BLOCK_D
