@@ -6,7 +6,7 @@ a strided view (row stride 1, column stride 1) of one vector, and sums along dia
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,26 +24,6 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 
 
-class BlockBias(Protocol):
-    """The bias of n queries and keys, block by block, and the gradients of the tensors that it is made of.
-
-    Made by (n, q, *tensors). ``made``: a block is computed, not a view, so a few heads at a time. ``holes``: pairs of
-    the past may be -inf, so that a query may see none of some keys.
-    """
-
-    made: bool
-    holes: bool
-
-    def block(self, start: int, stop: int, heads: slice) -> Tensor:
-        """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
-
-    def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """Of the tensors that the bias was made of, once all blocks are collected."""
-
-
 def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
     """(…, 2n) vector, entry x for distance n-1-x -> (…, R, stop) view of a block with reversed rows."""
     shape, strides = (*vector.shape[:-1], stop - start, stop), (*vector.stride()[:-1], 1, 1)
@@ -57,6 +37,42 @@ def diagonal_sums(wide: Tensor) -> Tensor:
     """
     rows, width = wide.shape[-2:]
     return wide.flatten(-2)[..., : rows * (width - 1)].unflatten(-1, (rows, width - 1)).sum(-2)
+
+
+class ToeplitzBias:
+    """bias[h, i, j] = table[h, i-j], block by block, and the gradient of the table; biases of other tensors derive.
+
+    Made by (n, q, *tensors), here a table (H, n) of the distances 0 … n-1 or none for no bias. ``made``: a block is
+    computed, not a view, so a few heads at a time. ``holes``: pairs of the past may be -inf, so that a query may see
+    none of some keys.
+    """
+
+    made = False
+
+    def __init__(self, n: int, like: Tensor, table: Tensor | None = None) -> None:
+        self.n, self.table = n, table
+        wide = torch.promote_types(like.dtype, torch.float32)
+        # entry x holds the bias of distance n-1-x, and -inf where that is the future
+        self.vector = like.new_full((like.shape[1], 2 * n), float("-inf"), dtype=wide)
+        self.vector[:, :n] = 0.0 if table is None else table.detach().flip(1)
+        self.sums = torch.zeros_like(self.vector)
+
+    @property
+    def holes(self) -> bool:
+        return self.table is not None and bool(torch.isneginf(self.table).any())
+
+    def block(self, start: int, stop: int, heads: slice) -> Tensor:
+        """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
+        return distances(self.vector[heads], self.n, start, stop)
+
+    def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
+        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
+        first = self.n - stop
+        self.sums[heads, first : first + grads.shape[-1] - 1] += diagonal_sums(grads).sum(0)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Of the tensors that the bias was made of, once all blocks are collected."""
+        return (self.sums[:, : self.n].flip(1).to(self.table.dtype),)
 
 
 def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
@@ -74,7 +90,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, seed: int, make: type[BlockBias], *tensors: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, seed: int, make: type[ToeplitzBias], *tensors: Tensor
     ) -> Tensor:
         bias = make(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
@@ -104,7 +120,7 @@ class BlockAttention(torch.autograd.Function):
 
 
 def _fused_forward(
-    saved: tuple[Tensor, ...], bias: BlockBias, rows: slice, some: slice, calls: list[tuple[slice, slice]]
+    saved: tuple[Tensor, ...], bias: ToeplitzBias, rows: slice, some: slice, calls: list[tuple[slice, slice]]
 ) -> None:
     """Output and log-sum-exp of one of :func:`_groups`; in a function, so that all that it makes is gone after it."""
     q, k, v, out, lse = saved
@@ -124,7 +140,7 @@ def _fused_forward(
         lse[:, some, near] = block_lse.flip(2)
 
 
-def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_backward(saved: tuple[Tensor, ...], bias: ToeplitzBias) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv where the bias needs no gradient: torch's kernel is faster and never has the scores."""
     grad, q, k, v, out, lse = saved
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
@@ -144,7 +160,7 @@ def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _groups(q: Tensor, bias: BlockBias) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
+def _groups(q: Tensor, bias: ToeplitzBias) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
     """Rows and heads with their calls of torch's kernel, each some of the rows and keys: the keys before all first."""
     batch, heads, n, _ = q.shape
     enough = -(-2 * torch.get_num_threads() // batch)  # heads for all threads; what more of them return takes memory
@@ -159,7 +175,7 @@ def _groups(q: Tensor, bias: BlockBias) -> Iterator[tuple[slice, slice, list[tup
 
 
 def _own_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, out: Tensor, lse: Tensor, dropout: float, seed: int
+    q: Tensor, k: Tensor, v: Tensor, bias: ToeplitzBias, out: Tensor, lse: Tensor, dropout: float, seed: int
 ) -> None:
     n, heads = q.shape[2], q.shape[1]
     for rows in _parts(n, FORWARD_ROWS):
@@ -178,7 +194,7 @@ def _own_forward(
 
 
 def _own_backward(
-    saved: tuple[Tensor, ...], bias: BlockBias, dropout: float, seed: int, learned: bool
+    saved: tuple[Tensor, ...], bias: ToeplitzBias, dropout: float, seed: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; with ``learned`` the bias collects the gradient of the scores, of a few heads at a time."""
     grad, q, k, v, out, lse = saved

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..core import Curve, Pieces
-from .blocks import diagonal_sums, distances
+from .blocks import ToeplitzBias, diagonal_sums, distances
 from .plan import Plan
 
 
@@ -21,12 +21,11 @@ def pieces_of(form: Curve, plan: Plan) -> Pieces:
     return form.pieces(top)
 
 
-class CurveBias:
+class CurveBias(ToeplitzBias):
     """bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]), x = far[i-j]·near[i] in piece p.
 
-    See :class:`~fairseq_rpe.attention.blocks.BlockBias`. tensors: value, slope, far (n,), near (n,), ends and middle,
-    as in ``core.Curve`` and ``core.Pieces``; gradients reach the first four. The piece that a pair is in is found once
-    for all heads.
+    tensors: value, slope, far (n,), near (n,), ends and middle, as in ``core.Curve`` and ``core.Pieces``; gradients
+    reach the first four. The piece that a pair is in is found once for all heads.
     """
 
     made, holes = True, False

@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..core import Curve, Dense, Form, Pair, Pieces, Pointwise, Positions, Toeplitz, UserError
 from .curve import pieces_of
-from .plan import Plan
-from .toeplitz import columns
+from .plan import Plan, columns
 
 Function = Callable[..., Tensor]
 BLOCK = 128  # of a block mask

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import Toeplitz, UserError
+from .blocks import ToeplitzBias
 from .plan import Plan
-from .toeplitz import ToeplitzBias
 
 BLOCK = 256  # queries, and keys, that are decided about together
 SLACK, SLACK_OF_SCORE = 1e-3, 1e-5  # nats, and a part of the largest score that the norms allow

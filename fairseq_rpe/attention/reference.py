@@ -38,10 +38,7 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None) -
 
 
 def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
-    """What each query gives to the keys, (B, H, n, m): softmax(q·kᵀ / sqrt(D) + bias), in float32 or better.
-
-    A query that sees no key gives 0 to all of them.
-    """
+    """softmax(q·kᵀ / sqrt(D) + bias), (B, H, n, m) in float32 or better; 0 where a query sees no key at all."""
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5

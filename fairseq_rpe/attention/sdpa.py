@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core import Curve, Dense, Toeplitz, UserError, lower
-from .blocks import BlockAttention
+from .blocks import BlockAttention, ToeplitzBias
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
-from .plan import Plan
+from .plan import Plan, by_distance
 from .prune import check_pruning, pruned
 from .reference import weighted
-from .toeplitz import ToeplitzBias, by_distance
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -53,7 +52,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 
 
 def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
-    """The BlockBias and its tensors for a bias that is less than n² numbers, if this is one."""
+    """The class of the bias and its tensors for a bias that is less than n² numbers, if this is one."""
     form = plan.form
     if plan.padding is not None or n != m or n == 1:
         return None

@@ -16,14 +16,11 @@ from torch.nn import functional as F
 from ...core import Curve
 from ..blocks import LOG2E
 from ..curve import pieces_of
-from ..plan import Plan
+from ..plan import Plan, by_distance, columns, evenly_spaced
 from ..prune import BLOCK, left_out, norms, tail_bounds
-from ..toeplitz import by_distance, columns, evenly_spaced
 from .bias_gradient import bias_gradients
 from .tiles import CURVE, DISTANCE, NONE, POSITIONS, TABLE_MARGIN
 from .tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
-
-PARTS_OF_CURVE = 6
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -112,7 +109,7 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors:
     In place of a tensor that is not there goes q, which is then not read.
     """
     width, bias, table, at_q, at_k = q.shape[3], NONE.value, None, None, None
-    if len(tensors) == PARTS_OF_CURVE:
+    if len(tensors) == 6:
         value, slope, far, near, ends, middle = tensors
         steps = (value.shape[1] - 1).bit_length()
         bias, table = CURVE.value + steps, _pieces(ends, middle, value, slope, 1 << steps)

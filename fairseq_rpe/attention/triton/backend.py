@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ...core import Curve, Toeplitz, UserError
-from ..plan import Plan
+from ..plan import Plan, by_distance, evenly_spaced
 from ..prune import check_pruning
-from ..toeplitz import by_distance, evenly_spaced
 
 WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
 
