@@ -4,15 +4,13 @@ A block's rows are reversed. Entry (r, j) of its distances then depends on r + j
 a strided view (row stride 1, column stride 1) of one vector, and sums along diagonals are column sums of a skewed view.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from .dropout import ROWS, keep_block
 
@@ -24,28 +22,6 @@ LOG2E = math.log2(math.e)  # powers of two take a CPU a quarter of the time of p
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
-
-
-class BlockBias(Protocol):
-    """The bias of n queries and keys, block by block, and the gradients of the tensors that it is made of.
-
-    ``made`` says that a block is computed, not a view: then a few heads at a time. ``holes``: pairs of the past may be
-    -inf, so that a query may see none of some keys.
-    """
-
-    made: bool
-
-    @property
-    def holes(self) -> bool: ...
-
-    def block(self, start: int, stop: int, heads: slice) -> Tensor:
-        """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
-
-    def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """Of the tensors that the bias was made of, once all blocks are collected."""
 
 
 def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
@@ -63,6 +39,42 @@ def diagonal_sums(wide: Tensor) -> Tensor:
     return wide.flatten(-2)[..., : rows * (width - 1)].unflatten(-1, (rows, width - 1)).sum(-2)
 
 
+class ToeplitzBias:
+    """bias[h, i, j] = table[h, i-j], block by block, and the gradient of the table; biases of other tensors derive.
+
+    Made by (n, q, *tensors), here a table (H, n) of the distances 0 … n-1 or none for no bias. ``made``: a block is
+    computed, not a view, so a few heads at a time. ``holes``: pairs of the past may be -inf, so that a query may see
+    none of some keys.
+    """
+
+    made = False
+
+    def __init__(self, n: int, like: Tensor, table: Tensor | None = None) -> None:
+        self.n, self.table = n, table
+        wide = torch.promote_types(like.dtype, torch.float32)
+        # entry x holds the bias of distance n-1-x, and -inf where that is the future
+        self.vector = like.new_full((like.shape[1], 2 * n), float("-inf"), dtype=wide)
+        self.vector[:, :n] = 0.0 if table is None else table.detach().flip(1)
+        self.sums = torch.zeros_like(self.vector)
+
+    @property
+    def holes(self) -> bool:
+        return self.table is not None and bool(torch.isneginf(self.table).any())
+
+    def block(self, start: int, stop: int, heads: slice) -> Tensor:
+        """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
+        return distances(self.vector[heads], self.n, start, stop)
+
+    def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
+        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
+        first = self.n - stop
+        self.sums[heads, first : first + grads.shape[-1] - 1] += diagonal_sums(grads).sum(0)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Of the tensors that the bias was made of, once all blocks are collected."""
+        return (self.sums[:, : self.n].flip(1).to(self.table.dtype),)
+
+
 def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
     for first in range(start, stop, part):
         yield slice(first, min(first + part, stop))
@@ -71,21 +83,14 @@ def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
 class BlockAttention(torch.autograd.Function):
     """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
-    q, k, v: (B, H, n, D); ``make(n, like, *tensors)`` gives the BlockBias; dropout and its seed as in
+    q, k, v: (B, H, n, D); ``make`` and its tensors give the bias; dropout and its seed as in
     ``dropout.keep_block``. The backward pass makes the weights again from the saved log-sum-exp, in float32 or better.
     Gradients of gradients are not available.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout: float,
-        seed: int,
-        make: Callable[..., BlockBias],
-        *tensors: Tensor,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, seed: int, make: type[ToeplitzBias], *tensors: Tensor
     ) -> Tensor:
         bias = make(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
@@ -101,7 +106,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         bias = ctx.make(q.shape[2], q, *tensors)
         learned = any(ctx.needs_input_grad[6:])
@@ -115,7 +120,7 @@ class BlockAttention(torch.autograd.Function):
 
 
 def _fused_forward(
-    saved: tuple[Tensor, ...], bias: BlockBias, rows: slice, some: slice, calls: list[tuple[slice, slice]]
+    saved: tuple[Tensor, ...], bias: ToeplitzBias, rows: slice, some: slice, calls: list[tuple[slice, slice]]
 ) -> None:
     """Output and log-sum-exp of one of :func:`_groups`; in a function, so that all that it makes is gone after it."""
     q, k, v, out, lse = saved
@@ -135,7 +140,7 @@ def _fused_forward(
         lse[:, some, near] = block_lse.flip(2)
 
 
-def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_backward(saved: tuple[Tensor, ...], bias: ToeplitzBias) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv where the bias needs no gradient: torch's kernel is faster and never has the scores."""
     grad, q, k, v, out, lse = saved
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
@@ -155,7 +160,7 @@ def _fused_backward(saved: tuple[Tensor, ...], bias: BlockBias) -> tuple[Tensor,
     return dq, dk, dv
 
 
-def _groups(q: Tensor, bias: BlockBias) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
+def _groups(q: Tensor, bias: ToeplitzBias) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
     """Rows and heads with their calls of torch's kernel, each some of the rows and keys: the keys before all first."""
     batch, heads, n, _ = q.shape
     enough = -(-2 * torch.get_num_threads() // batch)  # heads for all threads; what more of them return takes memory
@@ -170,7 +175,7 @@ def _groups(q: Tensor, bias: BlockBias) -> Iterator[tuple[slice, slice, list[tup
 
 
 def _own_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, out: Tensor, lse: Tensor, dropout: float, seed: int
+    q: Tensor, k: Tensor, v: Tensor, bias: ToeplitzBias, out: Tensor, lse: Tensor, dropout: float, seed: int
 ) -> None:
     n, heads = q.shape[2], q.shape[1]
     for rows in _parts(n, FORWARD_ROWS):
@@ -189,7 +194,7 @@ def _own_forward(
 
 
 def _own_backward(
-    saved: tuple[Tensor, ...], bias: BlockBias, dropout: float, seed: int, learned: bool
+    saved: tuple[Tensor, ...], bias: ToeplitzBias, dropout: float, seed: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; with ``learned`` the bias collects the gradient of the scores, of a few heads at a time."""
     grad, q, k, v, out, lse = saved

@@ -1,12 +1,10 @@
 """The bias of a Curve form for attention in blocks: one number per pair for all heads, then a line per head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from ..core import Curve, Pieces
-from .blocks import diagonal_sums, distances
+from .blocks import ToeplitzBias, diagonal_sums, distances
 from .plan import Plan
 
 
@@ -23,12 +21,11 @@ def pieces_of(form: Curve, plan: Plan) -> Pieces:
     return form.pieces(top)
 
 
-class CurveBias:
+class CurveBias(ToeplitzBias):
     """bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]), x = far[i-j]·near[i] in piece p.
 
-    See :class:`~fairseq_rpe.attention.blocks.BlockBias`. tensors: value, slope, far (n,), near (n,), ends and middle,
-    as in ``core.Curve`` and ``core.Pieces``; gradients reach the first four. The piece that a pair is in is found once
-    for all heads.
+    tensors: value, slope, far (n,), near (n,), ends and middle, as in ``core.Curve`` and ``core.Pieces``; gradients
+    reach the first four. The piece that a pair is in is found once for all heads.
     """
 
     made, holes = True, False
@@ -44,7 +41,8 @@ class CurveBias:
         self.far = torch.cat([far.flip(0), far.new_zeros(n)])
         self.at: tuple[int, int] | None = None
         self.room = far.new_empty(0)
-        self.sums: tuple[Tensor, ...] | None = None
+        self.sums = [torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near)]
+        self.dx: Tensor | None = None
 
     def _locate(self, start: int, stop: int) -> None:
         """Piece and place in it of every pair of a block."""
@@ -75,9 +73,6 @@ class CurveBias:
         return self.room[: len(values) * size].view(-1, stop - start, stop)
 
     def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        if self.sums is None:
-            self.sums = tuple(torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near))
-            self.dx: Tensor | None = None
         if self.dx is None:
             self.dx = grads.new_zeros(grads.shape[2:])
         ds, piece, place = grads.sum(0)[..., :stop], self.piece, self.place
@@ -90,7 +85,7 @@ class CurveBias:
 
     def _flush(self) -> None:
         """What the block behind gives to far and near."""
-        if self.sums is None or self.dx is None:
+        if self.dx is None:
             return
         (start, stop), (_, _, far, near) = self.at, self.sums
         seen = distances(self.far, self.n, start, stop)

@@ -5,8 +5,6 @@ drawn by a generator seeded with s + b. So a backend that works block by block e
 backward pass draws the mask again instead of keeping n² numbers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -31,13 +29,11 @@ def keep_block(
         (B, H, stop - start, m - n + stop) float32: the keys that the rows may see.
     """
     batch, heads, n, m = shape
-    reach = m - n + stop
-    keep = torch.zeros(batch, heads, stop - start, reach, device=device)
+    keep = torch.zeros(batch, heads, stop - start, m - n + stop, device=device)
     for first in range(start, stop, ROWS):
-        rows = min(ROWS, stop - first)
         generator = torch.Generator(device=device).manual_seed(seed + first // ROWS)
         # drawn in full height and reach, so that a row's mask does not depend on how many rows follow it
         noise = torch.rand(batch, heads, ROWS, m - n + first + ROWS, device=device, generator=generator)
-        seen = m - n + first + rows
-        keep[:, :, first - start : first - start + rows, :seen] = (noise[:, :, :rows, :seen] >= p) / (1 - p)
+        part = keep[:, :, first - start : first - start + ROWS, : noise.shape[3]]
+        part.copy_((noise[:, :, : part.shape[2], : part.shape[3]] >= p) / (1 - p))
     return keep

@@ -1,14 +1,13 @@
-"""What attention has to know beside q, k and v."""
-
-from __future__ import annotations
+"""What attention has to know beside q, k and v, and which of a table's columns belong to which tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..core import Curve, Dense, Form, Positions
+from ..core import Curve, Dense, Form, Positions, Toeplitz
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,33 @@ class Plan:
         seen = (torch.arange(m, device=device)[None, :] <= query)[None, None]
         return seen if self.padding is None else seen & ~self.padding[:, None, None, :]
 
-    def part(self, start: int, stop: int) -> Plan:
+    def part(self, start: int, stop: int) -> Self:
         """The plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
-        pos = self.positions
+        pos, form = self.positions, self.form
         seen = pos.k.shape[1] - pos.q.shape[1] + stop
-        form = self.form
         if isinstance(form, Dense):
             form = Dense(form.bias[:, :, start:stop, :seen])
         if isinstance(form, Curve):
             form = replace(form, far=form.far[:seen], near=form.near[:, start:stop])
         padding = None if self.padding is None else self.padding[:, :seen]
-        return replace(
-            self, positions=replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen]), form=form, padding=padding
-        )
+        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen])
+        return replace(self, positions=pos, form=form, padding=padding)
+
+
+def by_distance(form: Toeplitz, n: int) -> Tensor:
+    """(H, n) table of distances 0 … n-1 steps; beyond the table's end its last column."""
+    table = form.table[:, form.origin : form.origin + n]
+    missing = n - table.shape[1]
+    return torch.cat([table, form.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
+
+
+def evenly_spaced(form: Toeplitz, pos: Positions) -> bool:
+    """Whether the column of a query and a key follows from their indices alone, as :func:`by_distance` has it."""
+    return pos.contiguous and pos.step == form.step
+
+
+def columns(form: Toeplitz, pos: Positions) -> tuple[Tensor, Tensor]:
+    """int32 a (B or 1, n) and b (B or 1, m) with a_i - b_j the column of the table, before clamping."""
+    first = pos.k[:, :1]  # a common offset need not be a multiple of the step
+    a, b = (torch.round((x - first) / form.step).int().contiguous() for x in (pos.q, pos.k))
+    return a + form.origin, b

@@ -19,8 +19,6 @@ they are divided by is at least exp(L_i). From the far end on, blocks are left o
 or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -28,9 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import Toeplitz, UserError
-from .blocks import distances
+from .blocks import ToeplitzBias
 from .plan import Plan
-from .toeplitz import ToeplitzBias
 
 BLOCK = 256  # queries, and keys, that are decided about together
 SLACK, SLACK_OF_SCORE = 1e-3, 1e-5  # nats, and a part of the largest score that the norms allow
@@ -44,11 +41,7 @@ def check_eps(eps: float) -> None:
 
 
 def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
-    """Whether attention may be pruned; on which devices, a backend knows.
-
-    Raises:
-        UserError: what stands against it.
-    """
+    """Raise a UserError that says what stands against pruning this attention; on which devices, a backend knows."""
     check_eps(plan.prune)
     if not isinstance(plan.form, Toeplitz):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
@@ -69,14 +62,13 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
         (B, H, n, D): within eps·(max v - min v) of the exact output in every component, but for rounding.
     """
     n = q.shape[2]
-    vector = ToeplitzBias(n, q, table).vector
+    bias = ToeplitzBias(n, q, table)
     offset, norm, radius = norms(q, k)
-    tail = tail_bounds(vector[:, :n].flip(1))
-    holes = bool((table == float("-inf")).any())
+    tail, holes = tail_bounds(bias.vector[:, :n].flip(1)), bias.holes
     out = torch.empty_like(q)
     for start in range(0, n, BLOCK):
         stop, near = min(start + BLOCK, n), max(0, start - BLOCK)
-        rows, added = slice(start, stop), distances(vector, n, start, stop)[None]
+        rows, added = slice(start, stop), bias.block(start, stop, slice(None))[None]
         qb = q[:, :, rows].flip(2)
         found, lse = _partial(qb, k[:, :, near:stop], v[:, :, near:stop], added[..., near:], holes)
         if near:
@@ -84,9 +76,8 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
             first = left_out(low, norm[:, :, rows], radius[:, :, : near // BLOCK], tail, start // BLOCK, eps)
             for b, h in (first < near).nonzero().tolist():
                 one, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
-                more, more_lse = _partial(
-                    qb[one], k[one][:, :, far], v[one][:, :, far], added[:, one[1], :, far], holes
-                )
+                seen = (*one, far)
+                more, more_lse = _partial(qb[one], k[seen], v[seen], added[:, one[1], :, far], holes)
                 found[one] = torch.lerp(found[one], more, (more_lse - lse[one]).sigmoid()[..., None])
         out[:, :, rows] = found.flip(2)
     return out

@@ -1,7 +1,5 @@
 """Plain dense attention: the specification that every other backend is tested against."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -27,17 +25,20 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
     """
     if plan.prune:
         raise UserError("the reference backend is exact and prunes nothing: use 'sdpa', 'triton' or no pruning")
+    shape = *q.shape[:3], k.shape[2]
+    keep = keep_block(draw_seed(), 0, q.shape[2], shape, dropout, q.device) if dropout > 0 else None
+    return weighted(q, k, v, plan, keep)
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None) -> Tensor:
+    """Sums of v by :func:`weights`, (B, H, n, D) in q's dtype, with a scaled mask of those kept by dropout."""
     found = weights(q, k, plan)
-    if dropout > 0:
-        found = found * keep_block(draw_seed(), 0, q.shape[2], tuple(found.shape), dropout, q.device)
+    found = found if keep is None else found * keep
     return torch.matmul(found, v.to(found.dtype)).to(q.dtype)
 
 
 def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
-    """What each query gives to the keys, (B, H, n, m): softmax(q·kᵀ / sqrt(D) + bias), in float32 or better.
-
-    A query that sees no key gives 0 to all of them.
-    """
+    """softmax(q·kᵀ / sqrt(D) + bias), (B, H, n, m) in float32 or better; 0 where a query sees no key at all."""
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5

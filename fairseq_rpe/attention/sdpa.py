@@ -1,12 +1,10 @@
 """Attention through torch's scaled_dot_product_attention, in blocks of query rows.
 
-A Toeplitz bias never becomes an n×n matrix. With the query rows of a block reversed, entry (r, j) of its bias depends
-on r + j alone, so the whole block is a strided view (row stride 1, column stride 1) of one vector of length 2n. Blocks
-of a few hundred rows against only the keys they can see give causal skipping as well.
+A Toeplitz bias never becomes an n×n matrix: ``blocks`` has it as views of one vector of length 2n. Blocks of a few
+hundred rows against only the keys they can see give causal skipping as well.
 """
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Curve, Toeplitz, UserError, block
-from .blocks import BlockAttention
+from ..core import Curve, Dense, Toeplitz, UserError, lower
+from .blocks import BlockAttention, ToeplitzBias
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
-from .plan import Plan
+from .plan import Plan, by_distance
 from .prune import check_pruning, pruned
-from .toeplitz import ToeplitzBias, by_distance
+from .reference import weighted
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -54,15 +52,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 
 
 def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
-    """The BlockBias and its tensors for a bias that is less than n² numbers, if this is one."""
+    """The class of the bias and its tensors for a bias that is less than n² numbers, if this is one."""
     form = plan.form
     if plan.padding is not None or n != m or n == 1:
         return None
     if form is None:
         return (ToeplitzBias,)
-    if not plan.positions.contiguous:
-        return None
-    if isinstance(form, Toeplitz):
+    if isinstance(form, Toeplitz) and plan.positions.contiguous:
         return ToeplitzBias, by_distance(form, n)
     if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
         pieces = pieces_of(form, plan)
@@ -76,40 +72,23 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> T
     pairs = PAIR_ELEMENTS if q.device.type == "cpu" else DEVICE_PAIR_ELEMENTS
     rows = max(ROWS, pairs // m // ROWS * ROWS)
     seed = draw_seed() if dropout > 0 else 0
-    visible = plan.visible(n, m, q.device)
 
-    def attend(start: int, stop: int, qb: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        seen = keys.shape[2]
-        mask = visible[:, :, start:stop, :seen]
-        bias = torch.zeros_like(mask, dtype=torch.promote_types(q.dtype, torch.float32))
-        if plan.form is not None:
-            bias = block(plan.form, plan.positions, slice(start, stop), slice(0, seen)).to(bias.dtype)
-        keep = None
-        if dropout > 0:
-            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device)
-        return _attend_block(qb, keys, values, bias, mask, keep)
-
-    needs_grad = torch.is_grad_enabled()
-    outputs = []
-    for start in range(0, n, rows):
+    def attend(start: int) -> Tensor:
         stop = min(start + rows, n)
-        seen = m - n + stop
-        args = (start, stop, q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen])
-        if needs_grad and n > rows:
-            outputs.append(checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False))
-        else:
-            outputs.append(attend(*args))
-    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+        part, wide = plan.part(start, stop), torch.promote_types(q.dtype, torch.float32)
+        qb, keys, values = q[:, :, start:stop], k[:, :, : m - n + stop], v[:, :, : m - n + stop]
+        keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
+        # CUDA wants the bias in q's dtype, and half precision cannot hold it
+        if keep is not None or (q.is_cuda and q.dtype != wide):
+            return weighted(qb, keys, values, part, keep)
+        mask = part.visible(stop - start, keys.shape[2], q.device)
+        empty = ~mask.any(dim=-1, keepdim=True)
+        form = Dense(torch.zeros_like(mask, dtype=wide)) if part.form is None else part.form
+        bias = lower(form, (Dense,), part.positions).bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
+        return F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias).masked_fill(empty, 0.0)
 
-
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, keep: Tensor | None) -> Tensor:
-    empty = ~mask.any(dim=-1, keepdim=True)
-    bias = bias.masked_fill(~(mask | empty), float("-inf"))
-    if keep is None and (bias.dtype == q.dtype or not q.is_cuda):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    else:  # CUDA wants the bias in q's dtype, and half precision cannot hold it
-        wide = bias.dtype
-        scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
-        weights = scores.softmax(dim=-1) if keep is None else scores.softmax(dim=-1) * keep
-        out = torch.matmul(weights, v.to(wide)).to(q.dtype)
-    return out.masked_fill(empty, 0.0)
+    if n <= rows:
+        return attend(0)
+    if torch.is_grad_enabled():
+        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([attend(start) for start in range(0, n, rows)], dim=2)

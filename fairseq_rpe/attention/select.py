@@ -1,7 +1,5 @@
 """Backends by name, what each of them declares, and the choice among them by what is at hand."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -25,13 +23,11 @@ class Backend:
     """A function of (q, k, v, plan, dropout) that computes attention, called as itself, and what it can do.
 
     Attributes:
-        name: as in ``--attention-backend``.
         attend: the function.
         prunes: takes plans that ask for pruning.
         sees_scores: has the scores that an encoding's ``remap`` changes.
     """
 
-    name: str
     attend: Callable[..., Tensor]
     prunes: bool = False
     sees_scores: bool = False
@@ -42,13 +38,10 @@ class Backend:
 
 
 BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("reference", reference, sees_scores=True),
-        Backend("sdpa", sdpa, prunes=True),
-        Backend("flex", flex),
-        Backend("triton", triton, prunes=True),
-    )
+    "reference": Backend(reference, sees_scores=True),
+    "sdpa": Backend(sdpa, prunes=True),
+    "flex": Backend(flex),
+    "triton": Backend(triton, prunes=True),
 }
 
 
@@ -56,14 +49,14 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
     """The backend called ``name``; ``auto`` decides at each call and says which at the first.
 
     Args:
-        name: auto, reference, sdpa, flex or triton.
+        name: auto or one of ``BACKENDS``.
         remaps: the encoding changes the scores.
 
     Raises:
         UserError: no such backend, or one that cannot serve this encoding. What depends on tensors (device, dtype, head
             width, positions, dropout) a named backend refuses when it is called; none falls back to another.
     """
-    known = {auto.name: auto, **BACKENDS}
+    known = {"auto": auto, **BACKENDS}
     if name not in known:
         raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
     if remaps and not known[name].sees_scores:
@@ -71,21 +64,18 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
     return known[name]
 
 
-def pick(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str:
-    """The backend for these tensors: sdpa, or reference where the scores are needed.
-
-    flex and triton have to be named until they have been run, and measured, on a GPU.
-    """
+def pick(plan: Plan) -> str:
+    """sdpa, or reference where the scores are needed; flex and triton have to be named until measured on a GPU."""
     return "sdpa" if plan.remap is None else "reference"
 
 
-def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
-    name = pick(q, k, v, plan, dropout)
+def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    name = pick(plan)
     _say(name, q.is_cuda and name == "sdpa")
     return BACKENDS[name](q, k, v, plan, dropout)
 
 
-auto = Backend("auto", _picked, prunes=True, sees_scores=True)
+auto = Backend(_picked, prunes=True, sees_scores=True)
 
 
 @functools.lru_cache

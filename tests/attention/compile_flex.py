@@ -6,8 +6,6 @@ torch's lowering for GPUs is applied to tensors on the CPU, which needs its test
 ends in an error, after the kernels have been written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

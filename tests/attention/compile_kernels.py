@@ -3,15 +3,13 @@
 usage: python tests/attention/compile_kernels.py 90     # prints the name of each kernel that compiled
 """
 
-from __future__ import annotations
-
 import re
 import sys
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fairseq_rpe.attention.triton import curve_gradient, kernels, table_gradient, tiles
+from fairseq_rpe.attention.triton import bias_gradient, kernels, tiles
 
 SIZES = {"BLOCK_M": 16, "BLOCK_N": 16, "SIZE": 16}
 FLOATS = ("lse", "delta", "table", "sums", "of_pieces", "of_near")
@@ -50,13 +48,12 @@ def build(kernel, dtype: str, width: int, constants: dict[str, object], arch: in
 if __name__ == "__main__":
     arch, forward = int(sys.argv[1]), kernels.forward
     main = (forward, kernels.query_gradient, kernels.key_gradient)
-    by_distance, scattered = table_gradient.diagonal_sums, table_gradient.scattered_sums
-    curve = curve_gradient.curve_sums
+    by_distance, walked = bias_gradient.diagonal_sums, bias_gradient.walked_sums
     for dtype, width, bias, padded, group in (
         ("bf16", 40, tiles.DISTANCE.value, False, (*main, by_distance)),
-        ("fp32", 32, tiles.POSITIONS.value, True, (*main, scattered)),
-        ("bf16", 64, tiles.CURVE.value + 5, True, (*main, by_distance, curve)),
-        ("fp32", 40, tiles.CURVE.value, False, (*main, by_distance, curve)),
+        ("fp32", 32, tiles.POSITIONS.value, True, (*main, walked)),
+        ("bf16", 64, tiles.CURVE.value + 5, True, (*main, by_distance, walked)),
+        ("fp32", 40, tiles.CURVE.value, False, (*main, by_distance, walked)),
     ):
         for kernel in group:
             build(kernel, dtype, width, {"BIAS": bias, "PADDED": padded}, arch)

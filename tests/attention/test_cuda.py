@@ -1,7 +1,5 @@
 """On a GPU: the backends agree, learned tables train, and fairseq-train --fp16 runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import TRAIN_FLAGS, fairseq

@@ -1,7 +1,5 @@
 """FIRE's network as straight pieces, and attention with them, against the network run for every pair."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

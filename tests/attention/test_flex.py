@@ -1,7 +1,5 @@
 """The flex backend against the reference: every form, lengths, padding, cached keys; gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,8 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from fairseq_rpe.attention import Plan, reference
 from fairseq_rpe.attention import flex as backend
-from fairseq_rpe.attention.flex import KEPT_MASKS, _block_mask, _causal_mask, flex
-from fairseq_rpe.attention.flex_bias import score_mod
+from fairseq_rpe.attention.flex import KEPT_MASKS, _block_mask, _causal_mask, flex, score_mod
 from fairseq_rpe.core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz, UserError, block
 from fairseq_rpe.encodings import DistanceBias, build
 from fairseq_rpe.encodings.alibi import Alibi

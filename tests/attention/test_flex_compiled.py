@@ -4,8 +4,6 @@ Both go through the same lowering of the functions of single pairs; only the C++
 each has to serve all lengths here.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Pruned attention against the exact result: the error stays within the proved bound, and hard inputs prune nothing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton backend against the reference, on a GPU or in Triton's interpreter: outputs and all gradients."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -269,7 +267,7 @@ def test_memory_grows_linearly(spec):
 
 def test_rows_beyond_two_to_the_31():
     """Offsets of rows are 64-bit: 35 rows that lie 2^27 numbers apart. Untouched memory costs nothing."""
-    from fairseq_rpe.attention.triton.arguments import arguments
+    from fairseq_rpe.attention.triton.autograd import arguments
     from fairseq_rpe.attention.triton.tuning import FORWARD, launch
 
     n, apart = 35, 2**26
@@ -328,11 +326,11 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
         biased = Plan(Positions.arange(4), table)
         for plan in (plain, biased):
             assert refusal(q, q, q, plan) is None and refusal(last, q, q, plan) is None
-            assert pick(q, q, q, plan) == "sdpa"
+            assert pick(plan) == "sdpa"
         assert "dropout" in refusal(q, q, q, biased, 0.1)
         assert "not 20" in refusal(odd, odd, odd, biased)
         assert "straight pieces, which this is not" in refusal(q, q, q, Plan(Positions.arange(4), Pair(lambda i, j: i)))
-        assert pick(q, q, q, Plan(Positions.arange(4), remap=lambda scores, pos: scores)) == "reference"
+        assert pick(Plan(Positions.arange(4), remap=lambda scores, pos: scores)) == "reference"
         monkeypatch.setattr("fairseq_rpe.attention.triton.backend._supported", lambda device: False)
         assert "compute capability 8.0" in refusal(q, q, q, biased)
 
@@ -365,7 +363,7 @@ def without_interpreter(script, argument, cache):
 def test_kernels_compile(tmp_path):
     """Compiled for a GPU that need not be there: the interpreter accepts more than the compiler does."""
     main = ["forward", "query_gradient", "key_gradient"]
-    expected = 4 * main + ["forward"] + 3 * ["diagonal_sums"] + 2 * ["curve_sums"] + ["scattered_sums"]
+    expected = 4 * main + ["forward"] + 3 * ["diagonal_sums"] + 3 * ["walked_sums"]
     assert sorted(without_interpreter("compile_kernels.py", "90", tmp_path).split()) == sorted(expected)
 
 

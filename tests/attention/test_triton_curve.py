@@ -1,7 +1,5 @@
 """Curves (FIRE) on the Triton backend against the network run for every pair: outputs and all gradients."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from dataclasses import replace

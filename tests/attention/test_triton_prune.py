@@ -1,7 +1,5 @@
 """Pruning on the Triton backend: the bound of the error, and the same keys kept as on the CPU."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="needs the package triton")
 
 from fairseq_rpe.attention import Plan, prune, reference, sdpa
-from fairseq_rpe.attention.triton import pruned, triton, tuning
+from fairseq_rpe.attention.triton import autograd, triton, tuning
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
@@ -57,7 +55,7 @@ def test_error_is_within_the_bound(name, monkeypatch):
     form, pos, eps = Toeplitz(table(name)), Positions.arange(N, device=DEVICE), 0.02
     exact = reference(q, k, v, Plan(pos, form))
     plan = Plan(pos, form, prune=eps)
-    found, first = decided(pruned, triton, q, k, v, plan, monkeypatch=monkeypatch)
+    found, first = decided(autograd, triton, q, k, v, plan, monkeypatch=monkeypatch)
     spread = v.amax(2, keepdim=True) - v.amin(2, keepdim=True)
     assert ((found - exact).abs() <= eps * spread + 4e-6).all()
     assert bool((first > 0).any()) == (name not in ("nothing near", "flat"))

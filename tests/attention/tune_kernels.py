@@ -4,13 +4,11 @@ usage: python tests/attention/tune_kernels.py [deterministic]
 Prints a line per call: candidates measured so far, programs launched.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch
 
-from fairseq_rpe.attention.triton import interpreted, table_gradient, tuning
+from fairseq_rpe.attention.triton import bias_gradient, tuning
 from fairseq_rpe.attention.triton.autograd import TritonAttention
 
 TUNERS = (tuning.FORWARD, tuning.QUERY_GRADIENT, tuning.KEY_GRADIENT)
@@ -35,10 +33,10 @@ def call(n: int, m: int, width: int) -> None:
 
 
 if __name__ == "__main__":
-    assert not interpreted()
+    assert not tuning.INTERPRETED
     torch.use_deterministic_algorithms("deterministic" in sys.argv)
     for tuner in TUNERS:
         tuner._bench, tuner.fn.run = measure, record
-    table_gradient.diagonal_sums.run = record
+    bias_gradient.diagonal_sums.run = record
     for n, m, width in ((300, 300, 64), (301, 301, 64), (1001, 1001, 64), (1, 1001, 64), (300, 300, 32)):
         call(n, m, width)

@@ -326,12 +326,11 @@ def test_pruned_evaluation(state, corpus, tmp_path, capsys):
 def test_the_backend_of_an_evaluation(state, corpus, tmp_path, capsys, monkeypatch):
     """Kernels in place of the checkpoint's backend, pruned as well; what they refuse is one line."""
     pytest.importorskip("triton", reason="needs the package triton")
-    from fairseq_rpe.attention.triton import pruned as kernels_pruned
-    from fairseq_rpe.attention.triton import tuning
+    from fairseq_rpe.attention.triton import autograd, tuning
 
     monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 128, "BLOCK_N": 128})
-    decided, decide = [], kernels_pruned.left_out
-    monkeypatch.setattr(kernels_pruned, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
+    decided, decide = [], autograd.left_out
+    monkeypatch.setattr(autograd, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
     path = checkpoint_with(state, tmp_path, decoder_attention_heads=1)
     length = str(min(900, corpus_files.count_tokens(corpus, "test") - 1))
     [plain] = rows_of(capsys, path, corpus, length)

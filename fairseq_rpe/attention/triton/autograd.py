@@ -1,22 +1,25 @@
-"""The Triton kernels as one differentiable function.
+"""The Triton kernels as functions of tensors: differentiable, and pruned.
 
 A backward pass keeps the log-sum-exp and recomputes the weights. The gradient of a table comes out as (H, R), that of a
 curve as those of its pieces, far and near, so ordinary autograd carries them on to whatever made them.
 """
 
-from __future__ import annotations
+import math
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ...core import Curve
+from ..blocks import LOG2E
 from ..curve import pieces_of
-from ..plan import Plan
-from ..toeplitz import by_distance, columns, evenly_spaced
-from .arguments import PARTS_OF_CURVE, arguments, arranged, laid_out
-from .curve_gradient import curve_gradients
-from .table_gradient import table_gradient
+from ..plan import Plan, by_distance, columns, evenly_spaced
+from ..prune import BLOCK, left_out, norms, tail_bounds
+from .bias_gradient import bias_gradients
+from .tiles import CURVE, DISTANCE, NONE, POSITIONS, TABLE_MARGIN
 from .tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
 
 
@@ -33,6 +36,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     return TritonAttention.apply(q, k, v, plan.padding, *tensors)
 
 
+@torch.no_grad()
+def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor:
+    """The same as :func:`~fairseq_rpe.attention.prune.pruned`, where the bound of the error is proved.
+
+    The kernel runs twice: over the nearest keys, whose log-sum-exp the bound needs, and over all that are kept.
+    """
+    q, k, v = _arranged(q, k, v)
+    batch, heads, n, _ = q.shape
+    blocks = triton.cdiv(n, BLOCK)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    first = (torch.arange(blocks, dtype=torch.int32, device=q.device) - 1).clamp_min(0) * BLOCK
+    first = first.expand(batch, heads, blocks).contiguous()
+    shared = arguments(q, k, v, None, table) | {"first": first, "out": out, "lse": lse}
+    launch(FORWARD, n, "BLOCK_M", shared)
+    offset, norm, radius = norms(q, k)
+    low, tail = offset - lse * math.log(2), tail_bounds(table.float())
+    for block in range(2, blocks):
+        rows, before = slice(block * BLOCK, (block + 1) * BLOCK), slice(block - 1)
+        first[:, :, block] = left_out(low[:, :, rows], norm[:, :, rows], radius[:, :, before], tail, block, eps)
+    launch(FORWARD, n, "BLOCK_M", shared)
+    return out
+
+
 class TritonAttention(torch.autograd.Function):
     """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
@@ -41,8 +67,8 @@ class TritonAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors: Tensor) -> Tensor:
-        q, k, v = arranged(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors: Tensor) -> Tensor:
+        q, k, v = _arranged(q, k, v)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, padding, *tensors), out=out, lse=lse)
@@ -51,19 +77,63 @@ class TritonAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, padding, out, lse, *tensors = ctx.saved_tensors
         shared = arguments(q, k, v, padding, *tensors)
-        shared |= {"grad": laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
+        shared |= {"grad": _laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         factor = q.shape[-1] ** -0.5
         # this one writes delta, which the others read
         launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, dq=dq, factor=factor)
         launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
-        needed = ctx.needs_input_grad[4:]
-        found: list[Tensor | None] = [None] * len(tensors)
-        if len(tensors) == PARTS_OF_CURVE:
-            found[:4] = curve_gradients(shared, needed[:4], *tensors[:4])
-        elif any(needed):
-            found[0] = table_gradient(shared, tensors[0]).to(tensors[0].dtype)
-        return dq, dk, dv, None, *found
+        return dq, dk, dv, None, *bias_gradients(shared, ctx.needs_input_grad[4:], tensors)
+
+
+def _arranged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same numbers with rows of D neighbours and the strides of memory like them, and v in the layout of k."""
+    strides = [torch.empty_like(x, device="meta").stride() for x in (q, k)]
+    q, k = (
+        x if x.stride(-1) == 1 and x.stride() == s else x.contiguous() for x, s in zip((q, k), strides, strict=True)
+    )
+    return q, k, _laid_out(v, k)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """x in the memory layout of ``like``, which has its shape."""
+    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
+
+
+def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors: Tensor) -> dict[str, Any]:
+    """The kernels' common arguments by name, of :class:`TritonAttention`'s.
+
+    In place of a tensor that is not there goes q, which is then not read.
+    """
+    width, bias, table, at_q, at_k = q.shape[3], NONE.value, None, None, None
+    if len(tensors) == 6:
+        value, slope, far, near, ends, middle = tensors
+        steps = (value.shape[1] - 1).bit_length()
+        bias, table = CURVE.value + steps, _pieces(ends, middle, value, slope, 1 << steps)
+        at_q, at_k = near.float().contiguous(), F.pad(far.float(), (0, TABLE_MARGIN))[None]
+    elif tensors:
+        bias = DISTANCE.value if len(tensors) == 1 else POSITIONS.value
+        table, at_q, at_k = (*tensors, None, None)[:3]
+        margin = TABLE_MARGIN if at_q is None else 0
+        table = F.pad(table.float() * LOG2E, (0, margin)).contiguous()
+    if padding is not None:
+        padding = padding.contiguous().view(torch.uint8)
+    found = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "padding": padding}
+    found = {name: q if x is None else x for name, x in found.items()}
+    found |= zip(("q_b", "q_h", "q_n", "k_b", "k_h", "k_n"), (*q.stride()[:3], *k.stride()[:3]), strict=True)
+    # elements from a sequence's positions to the next one's; 0 where all share them
+    strides = (0 if x is None or len(x) == 1 else x.shape[1] for x in (at_q, at_k))
+    found |= zip(("at_q_b", "at_k_b"), strides, strict=True)
+    found |= {"n": q.shape[2], "m": k.shape[2], "columns": 1 if table is None else table.shape[1], "first": None}
+    found |= {"scale": width**-0.5 * LOG2E, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length()}
+    return found | {"BIAS": bias, "PADDED": padding is not None}
+
+
+def _pieces(ends: Tensor, middle: Tensor, value: Tensor, slope: Tensor, count: int) -> Tensor:
+    """(H, 4 count): end, middle, and value and slope in base 2, of each piece and of more that no x is in."""
+    columns = [F.pad(ends, (0, count - len(ends)), value=math.inf), F.pad(middle, (0, count - len(middle)))]
+    lines = [F.pad(x.float() * LOG2E, (0, count - x.shape[1])) for x in (value, slope)]
+    return torch.stack([*(x.float().expand_as(lines[0]) for x in columns), *lines], dim=2).flatten(1)

@@ -1,7 +1,5 @@
 """Attention with Triton kernels for biases of the distance and curves, learned ones included, in O(n) memory."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -10,12 +8,10 @@ import torch
 from torch import Tensor
 
 from ...core import Curve, Toeplitz, UserError
-from ..plan import Plan
+from ..plan import Plan, by_distance, evenly_spaced
 from ..prune import check_pruning
-from ..toeplitz import by_distance, evenly_spaced
 
 WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
@@ -29,11 +25,9 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) ->
     Raises:
         UserError: what :func:`refusal` names, or what :func:`~fairseq_rpe.attention.prune.check_pruning` refuses.
     """
-    reason = refusal(q, k, v, plan, dropout)
-    if reason is not None:
+    if reason := refusal(q, k, v, plan, dropout):
         raise UserError(reason)
-    from .autograd import attend  # these two need the package triton, which not everybody has
-    from .pruned import pruned
+    from .autograd import attend, pruned  # which need the package triton, which not everybody has
 
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
@@ -47,19 +41,17 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     width, form = q.shape[-1], plan.form
     if importlib.util.find_spec("triton") is None:
         return "backend 'triton' needs the package triton: pip install triton, or use 'sdpa'"
-    if not q.is_cuda and not interpreted():
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return "backend 'triton' needs a GPU: use 'sdpa' (or, to test kernels, set TRITON_INTERPRET=1 from the start)"
     if q.is_cuda and not _supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
     if plan.remap is not None:
         return "this encoding changes the scores, which backend 'triton' never has: use 'reference'"
     if form is not None and not isinstance(form, (Toeplitz, Curve)):
-        return (
-            "backend 'triton' takes a bias that is a table or a curve of straight pieces, which this is not: use 'sdpa'"
-        )
+        return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     if dropout > 0:
         return f"backend 'triton' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
         given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
         return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {given}: use 'sdpa'"
     if width not in WIDTHS:
@@ -73,8 +65,3 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
 @functools.cache
 def _supported(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

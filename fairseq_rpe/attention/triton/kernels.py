@@ -5,13 +5,11 @@ memory layout, those with a row per key another; the last dimension is dense. Th
 stands for is in ``tiles``. A program's walk has two parts, compiled apart: blocks below the diagonal, and those on it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from ..prune import BLOCK
-from .tiles import LENGTHS, POSITIONS, dot, gradient, load, logits, query_gradients, query_rows, rounded, store
+from .tiles import LENGTHS, dot, load, logits, queries_of, query_gradients, query_rows, rounded, store
 
 PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 
@@ -29,11 +27,7 @@ def forward(
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i = start + tl.arange(0, BLOCK_M)
-    at = i + (m - n)
-    row = at
-    if BIAS >= POSITIONS:
-        row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, BLOCK_M)
     q_block = load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
@@ -85,11 +79,7 @@ def query_gradient(
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i = start + tl.arange(0, BLOCK_M)
-    at = i + (m - n)
-    row = at
-    if BIAS >= POSITIONS:
-        row = tl.load(at_q + batch * at_q_b + i, mask=i < n, other=0)
+    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, BLOCK_M)
     offset = batch * q_b + head * q_h
     q_block = load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
     grad_block = load(grad + offset, i, q_n, n, WIDTH, BLOCK_D)
@@ -141,11 +131,7 @@ def key_gradient(
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     for diagonal in tl.static_range(1, -1, -1):
         for begin in range(first if diagonal else below, tl.minimum(below, n) if diagonal else n, BLOCK_M):
-            i = begin + tl.arange(0, BLOCK_M)
-            at = i + (m - n)
-            row = at
-            if BIAS >= POSITIONS:
-                row = tl.load(at_q_row + i, mask=i < n, other=0)
+            i, at, row = queries_of(begin, at_q_row, n, m, BIAS, BLOCK_M)
             q_block, grad_block, lse_block, delta_block = query_rows(
                 queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
             )
@@ -154,7 +140,8 @@ def key_gradient(
                 dot(k_block, tl.trans(q_block)), at[None, :], j[:, None], row[None, :], table_row, at_k_row,
                 padding_row, m, columns, scale, BIAS, PADDED, diagonal,
             )  # fmt: skip
-            p, ds = gradient(s, lse_block[None, :], dot(v_block, tl.trans(grad_block)), delta_block[None, :])
+            p = tl.exp2(s - lse_block[None, :])
+            ds = p * (dot(v_block, tl.trans(grad_block)) - delta_block[None, :])
             dv_block += dot(rounded(p, grad_block.dtype), grad_block)
             dk_block += dot(rounded(ds, q_block.dtype), q_block)
     store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)

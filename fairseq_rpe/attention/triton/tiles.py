@@ -13,8 +13,6 @@ BIAS says what ``table``, ``at_q`` and ``at_k`` hold, of a head and a sequence:
   number of pieces up to 2^s.
 """
 
-from __future__ import annotations
-
 import os
 
 import triton
@@ -57,6 +55,17 @@ def store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.co
     d = tl.arange(0, BLOCK_D)
     mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
     tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], rounded(values, base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def queries_of(first, at_q, n, m, BIAS: tl.constexpr, SIZE: tl.constexpr):
+    """Of SIZE queries from ``first`` on: their index, the absolute one, and what their biases are read by."""
+    i = first + tl.arange(0, SIZE)
+    at = i + (m - n)
+    row = at
+    if BIAS >= POSITIONS:
+        row = tl.load(at_q + i, mask=i < n, other=0)
+    return i, at, row
 
 
 @triton.jit
@@ -111,13 +120,6 @@ def logits(
 
 
 @triton.jit
-def gradient(s, lse, dp, delta):
-    """Weights P of a tile with the logits s, and the gradient of s in nats: dS = P (dP - delta), dP = dO·Vᵀ."""
-    p = tl.exp2(s - lse)
-    return p, p * (dp - delta)
-
-
-@triton.jit
 def query_rows(q, grad, lse, delta, i, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """Of queries i: tiles of q and dO, and their log-sum-exp and delta, which make weights of 0 beyond the last."""
     q_block = load(q, i, q_n, n, WIDTH, BLOCK_D)
@@ -131,12 +133,14 @@ def query_gradients(
     q, grad, lse, delta, at, at_q, j, keys, values, k_n, table, at_k, padding, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile of queries by keys j, and the tile of k. q, grad, lse, delta: of :func:`query_rows`."""
+    """dS of a tile of queries by keys j, in nats, and the tile of k. q, grad, lse, delta: of :func:`query_rows`.
+
+    dS = P (dP - delta) with the weights P and dP = dO·Vᵀ.
+    """
     k = load(keys, j, k_n, m, WIDTH, BLOCK_D)
     v = load(values, j, k_n, m, WIDTH, BLOCK_D)
     s = logits(
         dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
         BIAS, PADDED, DIAGONAL,
     )  # fmt: skip
-    _, ds = gradient(s, lse[:, None], dot(grad, tl.trans(v)), delta[:, None])
-    return ds, k
+    return tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None]), k

@@ -1,7 +1,5 @@
 """Launching Triton kernels with block sizes that were measured, from a short list, on the machine at hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

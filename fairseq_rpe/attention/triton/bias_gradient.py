@@ -1,0 +1,166 @@
+"""Triton kernels of a bias's gradient: sums of dS over all pairs that read a number, dS being the gradient of a score.
+
+With uniform positions a column of a table is a distance, so its gradient is a sum along a diagonal, as is that of a
+curve's far. All square tiles at the same block distance t from the diagonal hold the same diagonals in the same places:
+one program adds up these tiles entry by entry and sums along diagonals once, at the end. That recomputes two products
+of the backward pass, and needs no atomics and no n² buffer; sums are taken in a fixed order.
+
+The other gradients come from programs that each walk along the keys of a block of queries.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import LOG2E
+from .tiles import CURVE, DISTANCE, INTERPRETED, LENGTHS, POSITIONS, on_curve, queries_of, query_gradients, query_rows
+from .tuning import run
+
+
+@triton.jit(do_not_specialize=LENGTHS[:3])
+def diagonal_sums(
+    q, k, v, grad, lse, delta, sums, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Of dS, or on a curve of d far in base 2.
+
+    One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
+    t = tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    rows = tl.arange(0, SIZE)
+    queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    per_row = (batch * tl.num_programs(1) + head) * n
+    table_row, padding_row = table + head * columns, padding + batch * m
+    tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
+    for first in range(tl.maximum(t * SIZE - (m - n), 0) // SIZE * SIZE, n, SIZE):
+        i, at, row = queries_of(first, at_q + batch * at_q_b, n, m, BIAS, SIZE)
+        j = first + (m - n) - t * SIZE + rows
+        q_block, grad_block, lse_block, delta_block = query_rows(
+            queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
+        )
+        ds, _ = query_gradients(
+            q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k, padding_row, m,
+            columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, True,
+        )  # fmt: skip
+        if BIAS >= CURVE:
+            visible = (j[None, :] >= 0) & (j[None, :] <= at[:, None])
+            _, _, slope, _ = on_curve(
+                at[:, None], j[None, :], row[:, None], at_k, table_row, visible, BIAS - CURVE, True
+            )  # fmt: skip
+            ds *= slope * row[:, None]
+        tile += ds
+    diagonal = rows[:, None] - rows[None, :] + SIZE
+    at_sum = sums + ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + t) * (2 * SIZE)
+    for x in range(0, 2 * SIZE):
+        tl.store(at_sum + x, tl.sum(tl.where(diagonal == x, tile, 0.0)))
+
+
+@triton.jit(do_not_specialize=LENGTHS[:3])
+def walked_sums(
+    q, k, v, grad, lse, delta, sums, of_near, table, at_q, at_k, padding,
+    q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of a head: into a table at arbitrary positions, or into a curve's pieces and ``near``.
+
+    Table: sums (H, columns), added up in whatever order the atomics come; no of_near.
+
+    Curve: bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]) with x = far[i-j]·near[i] in piece p. So dS goes to
+    value[p], dS·(x - middle[p]) to slope[p], into sums (B, H, blocks, K, 2), and dS·slope[p]·far[i-j] to near[i], into
+    of_near (B, H, n) in base 2. A tile meets few pieces, neighbours of each other, and sums dS for each of them, into
+    places of the program's own: no two programs add to one number, so sums are taken in a fixed order.
+    """
+    start = tl.program_id(0) * SIZE
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, SIZE)
+    offset, per_head = batch * q_b + head * q_h, batch * tl.num_programs(1) + head
+    q_block, grad_block, lse_block, delta_block = query_rows(
+        q + offset, grad + offset, lse + per_head * n, delta + per_head * n, i, q_n, n, WIDTH, BLOCK_D
+    )
+    keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
+    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    mine = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
+    total = tl.zeros([SIZE], dtype=tl.float32)
+    for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
+        j = first + tl.arange(0, SIZE)
+        ds, _ = query_gradients(
+            q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k_row,
+            padding_row, m, columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, True,
+        )  # fmt: skip
+        visible = j[None, :] <= at[:, None]
+        if BIAS == POSITIONS:
+            column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)[None, :]
+            column = tl.minimum(tl.maximum(column, 0), columns - 1)
+            tl.atomic_add(sums + head * columns + column, ds, mask=(i < n)[:, None] & visible)
+        else:
+            piece, place, slope, _ = on_curve(
+                at[:, None], j[None, :], row[:, None], at_k_row, table_row, visible, BIAS - CURVE, True
+            )  # fmt: skip
+            far = tl.load(at_k_row + (at[:, None] - j[None, :]), mask=visible, other=0.0)
+            total += tl.sum(ds * slope * far, 1)
+            nearest = tl.min(tl.where(ds != 0, piece, columns))
+            for p in range(nearest, tl.max(tl.where(ds != 0, piece, 0)) + 4, 4):
+                here = tl.where(piece == p, ds, 0.0)
+                # of one thread, one after the other: a load and a store would need a barrier
+                tl.atomic_add(mine + p // 2, tl.sum(here), sem="relaxed")
+                tl.atomic_add(mine + p // 2 + 1, tl.sum(here * place), sem="relaxed")
+    if BIAS >= CURVE:
+        tl.store(of_near + per_head * n + i, total, mask=i < n)
+
+
+def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of the tensors that the bias is made of; None for those that are not needed.
+
+    shared: the kernels' arguments, with grad, lse and delta. needed, tensors: as ``TritonAttention`` takes them.
+    """
+    found: list[Tensor | None] = [None] * len(tensors)
+    if not any(needed):
+        return found
+    q, bias = shared["q"], shared["BIAS"]
+    size, options = _squares(shared)
+    blocks = triton.cdiv(shared["n"], size)
+    if bias == DISTANCE.value:
+        found[0] = _distance_sums(shared)
+    elif bias == POSITIONS.value:
+        found[0] = q.new_zeros(tensors[0].shape, dtype=torch.float32)
+        run(walked_sums, lambda meta: blocks, shared, sums=found[0], of_near=None, **options)
+    elif needed[0] or needed[1] or needed[3]:
+        value, _, _, near, _, _ = tensors
+        of_pieces = q.new_zeros(*q.shape[:2], blocks, shared["columns"] // 4, 2, dtype=torch.float32)
+        of_near = q.new_empty(q.shape[:3], dtype=torch.float32)
+        run(walked_sums, lambda meta: blocks, shared, sums=of_pieces, of_near=of_near, **options)
+        found[:2] = of_pieces.sum((0, 2))[:, : value.shape[1]].unbind(2)
+        found[3] = of_near.sum(1).sum_to_size(near.shape) / LOG2E
+    if bias >= CURVE.value and needed[2]:
+        found[2] = _distance_sums(shared).sum(0) / LOG2E
+    given = zip(found, tensors, needed, strict=True)
+    return [x.to(like.dtype) if wanted else None for x, like, wanted in given]
+
+
+def _distance_sums(shared: dict[str, Any]) -> Tensor:
+    """(H, m) float32 sums along diagonals."""
+    q, m = shared["q"], shared["m"]
+    batch, heads, _, _ = q.shape
+    size, options = _squares(shared)
+    blocks = triton.cdiv(m, size) + 1
+    sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
+    run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
+    # neighbouring block distances share half of their distances, and the first begins ``size`` before distance 0
+    parts = sums.sum(0)
+    whole = parts.new_zeros(heads, blocks + 1, size)
+    whole[:, :-1] += parts[..., :size]
+    whole[:, 1:] += parts[..., size:]
+    return whole.flatten(1)[:, size : size + m]
+
+
+def _squares(shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The side of square tiles, and the options of a kernel that works on them."""
+    row = shared["BLOCK_D"] * shared["q"].element_size()
+    size = 16 if INTERPRETED else 64 if row <= 256 else 32
+    return size, {"SIZE": size, "num_warps": 4, "num_stages": 2 if row <= 128 else 1}
