@@ -4,8 +4,6 @@ No tokenizer here joins across the place where a word ends, so that the ids of a
 row. That is checked for a sentencepiece model when it is loaded, and holds for the others by their definition.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
-from fairseq_rpe.data.tokenizer import BYTE_SYMBOL, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
+from fairseq_rpe.data.tokenizer import BYTES, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
 
 EOS = FAIRSEQ_SPECIALS.index("</s>")
 UNK = FAIRSEQ_SPECIALS.index("<unk>")
@@ -87,7 +85,7 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
     tokenizer = Tokenizer.load(folder / "spm.model")
     if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
         raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
-    plain = [symbol.replace("▁", " ") for symbol in tokenizer.symbols if not BYTE_SYMBOL.fullmatch(symbol)]
+    plain = [symbol.replace("▁", " ") for symbol in tokenizer.symbols[BYTES:]]
     find = _whole(plain, _BPE_WORD, _LONG_BPE_WORD)
     find_ascii = _whole([piece for piece in plain if piece.isascii()], _ASCII_BPE_WORD, _LONG_BPE_WORD)
     if find is None or find_ascii is None:
@@ -101,20 +99,18 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
             return findall(text)
         return [word for i, part in enumerate(parts) for word in ([part] if i % 2 else findall(part))]
 
-    return Encoder(len(symbols), words_of, lambda word: _spell(tokenizer, table, word))
+    def spell(word: str) -> list[int]:
+        places = tokenizer.encode(word)
+        if b"".join(map(table.__getitem__, places)) != word.encode():
+            raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
+        return [place + len(FAIRSEQ_SPECIALS) for place in places]
+
+    return Encoder(len(symbols), words_of, spell)
 
 
 def _whole(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str] | None:
     """The first pattern that takes every piece for one word: then no piece can join two of its words."""
     return next((pattern for pattern in patterns if all(map(pattern.fullmatch, pieces))), None)
-
-
-def _spell(tokenizer: Tokenizer, table: Sequence[bytes], word: str) -> list[int]:
-    """Dictionary ids of a word, checked to stand for its bytes."""
-    places = tokenizer.encode_word(word)
-    if b"".join(map(table.__getitem__, places)) != word.encode():
-        raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
-    return [place + len(FAIRSEQ_SPECIALS) for place in places]
 
 
 def load_decoder(kind: str, folder: Path) -> Callable[[Sequence[int]], bytes]:
