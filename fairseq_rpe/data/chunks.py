@@ -1,7 +1,5 @@
 """Documents as pieces of bounded size, cut where no tokenizer notices, several of them to a chunk."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """The documents of a corpus, divided into its splits by a hash."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter
@@ -52,14 +50,12 @@ class DividedDocuments:
             sizes: Counter[str] = Counter()
             for document in reader:
                 sizes[document.place] += document.size
-            left_out, room = set(), options.max_bytes
+            room = options.max_bytes
             # Not the hash of the split, in whose order all validation files come first.
             for place in sorted(sizes, key=lambda place: (unit_hash("order", options.seed, place), place)):
-                if sizes[place] > room:
-                    left_out.add(place)
-                else:
-                    room -= sizes[place]
-            reader.entries = [entry for entry in entries if entry.place not in left_out]
+                if sizes[place] <= room:
+                    room -= sizes.pop(place)
+            reader.entries = [entry for entry in entries if entry.place not in sizes]
         return reader
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
@@ -78,20 +74,12 @@ class DividedDocuments:
         return [((stat := entry.path.stat()).st_size, stat.st_mtime_ns) for entry in entries]
 
     def check_unchanged(self) -> None:
-        """Refuse sources that changed since the first look: the passes may have read different text.
-
-        Raises:
-            UserError: if they did.
-        """
+        """Refuse sources that changed since the first look: the passes may have read different text."""
         if self._stamps() != self._stamp:
             raise UserError("the source files changed while they were read: run this again when they are at rest")
 
     def check_splits(self, documents: dict[str, int]) -> None:
-        """Refuse splits without text.
-
-        Raises:
-            UserError: if a split has none of the ``documents``, which are counted by split.
-        """
+        """Refuse splits that have none of the ``documents``, which are counted by split."""
         more = "a larger --max-bytes" if self._options.max_bytes else "--valid and --test"
         for split in SPLITS:
             if not documents.get(split):

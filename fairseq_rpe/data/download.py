@@ -4,22 +4,17 @@ The package pooch tries again, with growing pauses, and checks. It cannot go on 
 begins anew.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, replace_with
 from fairseq_rpe.data.destination import scratch, writing
-
-if TYPE_CHECKING:
-    from requests import Response
 
 # Some hosts refuse Python's own name; an unpacked answer would not have the length that is told.
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; fairseq-rpe)", "Accept-Encoding": "identity"}
@@ -62,7 +57,7 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         raise UserError(f"{path.name} needs the package pooch: pip install pooch, or {by_hand}") from None
     pooch.get_logger().setLevel(logging.WARNING)
 
-    def check(response: Response, **_: object) -> None:
+    def check(response: Any, **_: object) -> None:
         code, headers = response.status_code, response.headers
         if 400 <= code < 500 and code not in _WORTH_RETRYING:
             raise _Hopeless(f"HTTP status {code}")

@@ -15,8 +15,7 @@ from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
 from fairseq_rpe.data.tokenizer import BYTES, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
 
-EOS = FAIRSEQ_SPECIALS.index("</s>")
-UNK = FAIRSEQ_SPECIALS.index("<unk>")
+BOS, EOS, UNK = (FAIRSEQ_SPECIALS.index(symbol) for symbol in ("<s>", "</s>", "<unk>"))
 # fairseq's best_fitting_int_dtype
 _SHORT_BELOW = 65500
 

@@ -7,8 +7,6 @@ the order; otherwise it is the order of the ids.
 Bytes, merges and back are of the package tokenizers. Words are found here, as their ids are looked up in a table.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +43,7 @@ def find_files(folder: Path) -> dict[str, Path]:
 
 def dictionary_symbols(folder: Path) -> list[str]:
     """The dictionary of the vocabulary in ``folder``, without fairseq's four specials."""
-    return [*(str(number) for number in sorted(_read_vocabulary(folder).values())), *_ADDED]
+    return [*map(str, sorted(_read_vocabulary(folder).values())), *_ADDED]
 
 
 def _read_vocabulary(folder: Path) -> dict[str, int]:
@@ -55,8 +53,7 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
         raise UserError("GPT-2's BPE needs the package tokenizers: pip install tokenizers") from None
     path = folder / "vocab.json"
     try:
-        vocabulary = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {str(symbol): int(number) for symbol, number in vocabulary.items()}
+        numbers = {symbol: int(number) for symbol, number in json.loads(path.read_text(encoding="utf-8")).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} is no GPT-2 vocabulary ({error}): get it again") from None
     if missing := sorted(set(ByteLevel.alphabet()) - numbers.keys()):
@@ -98,9 +95,7 @@ class Gpt2:
         """Dictionary ids of a word, checked to stand for it."""
         numbers = self._tokenizer.encode(word).ids
         if self._tokenizer.decode(numbers) != word:
-            raise UserError(
-                f"GPT-2's BPE changes {word[:40]!r}: its vocab.json and merges.txt are not of one vocabulary"
-            )
+            raise UserError(f"GPT-2's BPE changes {word[:40]!r}: its vocab.json and merges.txt do not fit")
         return [self._ids[number] for number in numbers]
 
     def decode(self, ids: Sequence[int]) -> bytes:

@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub as local files: parquet, JSON lines and text, never a loading script."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,19 +10,16 @@ _ENDINGS = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.xz", "*.jsonl.zst", "
 
 
 def local(source: str) -> Path:
-    """The path of a source; one of the hub is downloaded first, into the hub's own cache.
-
-    Args:
-        source: a path, or ``hub:OWNER/NAME`` with a folder of that data set after a slash.
-
-    Raises:
-        UserError: without network or permission, and if the data set has no files that can be read.
-    """
+    """The path of a source; one of the hub is fetched first."""
     return fetch(source) if source.startswith("hub:") else Path(source)
 
 
 def fetch(source: str) -> Path:
-    """The folder with the files of ``hub:OWNER/NAME[/FOLDER]``; see :func:`local`."""
+    """Download ``hub:OWNER/NAME[/FOLDER]`` into the hub's own cache; returns the folder with its files.
+
+    Raises:
+        UserError: without network or permission, and if the data set has no files that can be read.
+    """
     match = _SOURCE.fullmatch(source)
     if match is None:
         raise UserError(f"{source} is no data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")

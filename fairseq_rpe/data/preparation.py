@@ -1,7 +1,5 @@
 """What to prepare, out of which text, and where."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

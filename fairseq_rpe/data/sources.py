@@ -1,7 +1,5 @@
 """Known corpora: where they are, how they are divided, and what a right copy counts."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +22,7 @@ class Known:
     """A corpus that has a name.
 
     Attributes:
-        about: one sentence for the user, with what it stands for.
+        about: one sentence for the user.
         hub: data sets of the hub that it consists of.
         archives: file name and addresses of an archive with the same, best first.
         divided: whether to divide its documents even if files are named after splits.
@@ -126,29 +124,24 @@ def choose(known: Known, local: Sequence[Path], downloads: Path, archive: bool =
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")
-    if local or not (known.hub or archive):
-        return {**known.options, **_own_files(known, local)}
-    if archive:
-        paths = [download(urls, downloads / name) for name, urls in known.archives.items()]
-    else:
-        paths = [fetch(source) for source in known.hub]
-    return {**known.options, **_by_split(known, paths, find_entries(paths)[0])}
-
-
-def _own_files(known: Known, local: Sequence[Path]) -> dict[str, Any]:
+    own, include, exclude = dict(known.options), known.include, known.exclude
     if local:
-        return _by_split(known, local, find_entries(local, known.include, known.exclude, known.keep_binary)[0])
-    library = Path(sysconfig.get_path("stdlib"))
-    entries, _ = find_entries([library], known.include, _NOT_LIBRARY, known.keep_binary)
-    return {"skip_invalid": True, "train": tuple(entries)}
+        paths = local
+    elif archive:
+        paths, include = [download(urls, downloads / name) for name, urls in known.archives.items()], ()
+    elif known.hub:
+        paths, include = [fetch(source) for source in known.hub], ()
+    else:
+        paths, exclude, own["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
+    entries, _ = find_entries(paths, include, exclude, known.keep_binary)
+    return {**own, **_by_split(known, paths, entries)}
 
 
 def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, tuple[Entry, ...]]:
     """Files by the split in their names; all under ``train`` if they are to be divided by document."""
     named: dict[str, list[Entry]] = {split: [] for split in SPLITS}
     for entry in entries:
-        found = _IN_NAME.findall(entry.name.lower())
-        if found:
+        if found := _IN_NAME.findall(entry.name.lower()):
             named[_SPLIT_NAMES[found[-1]]].append(entry)
     if known.divided or not any(named.values()):
         return {"train": tuple(entries)}
@@ -158,15 +151,12 @@ def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> 
     return {split: tuple(files) for split, files in named.items()}
 
 
-def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> bool:
-    """Say whether the counts of a prepared corpus are the published ones; returns it, too."""
-    right = True
+def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> None:
+    """Say whether the counts of a prepared corpus are the published ones."""
     for what, published in known.counts.items():
         for split, expected in published.items():
             found = splits[split][what]
             if found == expected:
                 say(f"{split}: {found} {what}, as published")
             else:
-                right = False
                 say(f"warning: {split} has {found} {what} instead of the published {expected}: this is another text")
-    return right
