@@ -42,10 +42,27 @@ def _check_replaceable(dest: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(dest: Path) -> Iterator[None]:
-    """Tell a failing disk in one line: any ``OSError`` inside becomes a :class:`UserError`."""
+def scratch(dest: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
+
+    What a killed process left there is removed first; a second process waits for the first.
+
+    Raises:
+        UserError: for any ``OSError`` inside.
+    """
+    parent, prefix = dest.parent, f".{dest.name}.prepare-"
+    folder = parent / f"{prefix}{os.getpid()}"
     try:
-        yield
+        parent.mkdir(parents=True, exist_ok=True)
+        with lock(parent, f"waiting for another preparation in {parent}", wait=True):
+            for name in os.listdir(parent):
+                if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
+                    shutil.rmtree(parent / name, ignore_errors=True)
+            try:
+                folder.mkdir()
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     except BrokenPipeError:
         # The reader of our output has gone; the disk is fine.
         raise
@@ -53,27 +70,6 @@ def writing(dest: Path) -> Iterator[None]:
         if error.errno == errno.ENOSPC:
             raise UserError(f"no space left for {dest}: free some or use another disk") from error
         raise UserError(f"cannot write {dest} ({error}): give another --dest") from error
-
-
-@contextlib.contextmanager
-def scratch(dest: Path) -> Iterator[Path]:
-    """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
-
-    What a killed process left there is removed first; a second process waits for the first.
-    """
-    parent = dest.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with lock(parent, f"waiting for another preparation in {parent}", wait=True):
-        prefix = f".{dest.name}.prepare-"
-        for name in os.listdir(parent):
-            if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
-                shutil.rmtree(parent / name, ignore_errors=True)
-        folder = parent / f"{prefix}{os.getpid()}"
-        try:
-            folder.mkdir()
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _publish(built: Path, dest: Path, old: Path) -> None:
@@ -103,23 +99,22 @@ def make_once(
         UserError: if ``dest`` holds something else or cannot be written; it is then untouched.
     """
     place = dest.resolve()
-    if manifest := _up_to_date(place, key):
-        say(f"{dest} is up to date")
-        return manifest
-    with writing(dest):
-        _check_replaceable(place)
+    manifest = _up_to_date(place, key)
+    if not manifest:
         with scratch(place) as folder:
             # Another process may have made it while this one waited.
-            if manifest := _up_to_date(place, key):
-                say(f"{dest} is up to date")
+            manifest = _up_to_date(place, key)
+            if not manifest:
+                _check_replaceable(place)
+                made = folder / "made"
+                made.mkdir()
+                manifest = {**key, **build(made)}
+                write_json(made / MANIFEST, manifest)
+                _check_replaceable(place)
+                _publish(made, place, folder / "replaced")
+                for name, count in manifest["splits"].items():
+                    say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
+                say(f"wrote {dest}")
                 return manifest
-            made = folder / "made"
-            made.mkdir()
-            manifest = {**key, **build(made)}
-            write_json(made / MANIFEST, manifest)
-            _check_replaceable(place)
-            _publish(made, place, folder / "replaced")
-            for name, count in manifest["splits"].items():
-                say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
-            say(f"wrote {dest}")
-            return manifest
+    say(f"{dest} is up to date")
+    return manifest

@@ -26,6 +26,7 @@ class Document:
         place: of its file in the folder or archive that it was found in.
         digest: sha256 of its text.
         size: bytes of its text in UTF-8.
+        characters: of its text.
         blank: whether there is nothing but white space.
         blocks: gives its text in blocks, again and again.
     """
@@ -33,6 +34,7 @@ class Document:
     place: str
     digest: str
     size: int
+    characters: int
     blank: bool
     blocks: Callable[[], Iterator[str]]
 
@@ -89,18 +91,18 @@ class Reader:
 
 
 def _document(name: str, place: str, blocks: Callable[[], Iterator[str]]) -> Document:
-    digest, size, blank = hashlib.sha256(), 0, True
+    digest, size, characters, blank = hashlib.sha256(), 0, 0, True
     for block in blocks():
         try:
             content = block.encode()
         except UnicodeEncodeError as error:
-            raise UserError(
-                f"{name} has half a surrogate pair at character {error.start}, which is no text: repair or remove it"
-            ) from None
+            at = f"half a surrogate pair at character {error.start}"
+            raise UserError(f"{name} has {at}, which is no text: repair or remove it") from None
         digest.update(content)
         size += len(content)
+        characters += len(block)
         blank = blank and not block.strip()
-    return Document(place, digest.hexdigest(), size, blank, blocks)
+    return Document(place, digest.hexdigest(), size, characters, blank, blocks)
 
 
 def _decoded(entry: Entry) -> Iterator[str]:
@@ -111,9 +113,8 @@ def _decoded(entry: Entry) -> Iterator[str]:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             at = done + len(block) - len(error.object) + error.start
-            raise _NotUtf8(
-                f"{entry} is not UTF-8 at byte {at}: convert it, leave it out or give --skip-invalid"
-            ) from None
+            remedy = "convert it, leave it out or give --skip-invalid"
+            raise _NotUtf8(f"{entry} is not UTF-8 at byte {at}: {remedy}") from None
         done += len(block)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, replace_with
-from fairseq_rpe.data.destination import scratch, writing
+from fairseq_rpe.data.destination import scratch
 
 # Some hosts refuse Python's own name; an unpacked answer would not have the length that is told.
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; fairseq-rpe)", "Accept-Encoding": "identity"}
@@ -40,7 +40,7 @@ def download(urls: Sequence[str], path: Path, sha256: str | None = None, tries: 
         UserError: if no address has it, or ``path`` is there with another checksum.
     """
     if not path.exists():
-        with writing(path), scratch(path) as folder:
+        with scratch(path) as folder:
             # Another process may have got it while this one waited.
             if not path.exists():
                 _get(urls, path, folder, sha256, tries, timeout)

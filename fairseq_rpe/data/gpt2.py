@@ -95,7 +95,8 @@ class Gpt2:
         """Dictionary ids of a word, checked to stand for it."""
         numbers = self._tokenizer.encode(word).ids
         if self._tokenizer.decode(numbers) != word:
-            raise UserError(f"GPT-2's BPE changes {word[:40]!r}: its vocab.json and merges.txt do not fit")
+            fault = "its vocab.json and merges.txt are not of one vocabulary"
+            raise UserError(f"GPT-2's BPE changes {word[:40]!r}: {fault}")
         return [self._ids[number] for number in numbers]
 
     def decode(self, ids: Sequence[int]) -> bytes:

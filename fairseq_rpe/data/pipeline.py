@@ -2,7 +2,8 @@
 
 import contextlib
 import importlib.metadata
-from collections import Counter, deque
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from fairseq_rpe.data.chunks import Piece, cut, gather
 from fairseq_rpe.data.destination import make_once
 from fairseq_rpe.data.division import DividedDocuments
 from fairseq_rpe.data.encoders import load_encoder
-from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary
+from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary, write_dictionary
+from fairseq_rpe.data.gpt2 import dictionary_symbols
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.stream import SplitWriter, encode_chunks
-from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, Given, WordLearner, given_vocabulary
+from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, WordLearner, given_vocabulary
 
 # Raised when the same sources and options give other files than before.
 _FORMAT = 1
@@ -44,19 +46,24 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
         "format": _FORMAT,
         "digest": source.digest,
         "options": options.key(),
-        "given_vocabulary": {name: file_digest(path) for name, path in given.files.items()} if given else None,
+        "given_vocabulary": {name: file_digest(path) for name, path in given[1].items()} if given else None,
     }
     return make_once(options.dest, key, lambda made: _build(options, source, given, made, say), say)
 
 
 def _build(
-    options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
+    options: PrepareOptions,
+    source: DividedDocuments,
+    given: tuple[str, dict[str, Path]] | None,
+    made: Path,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    if given:
-        kind, size = given.kind, None
-        given.write(made)
-    else:
-        kind, size = options.tokenizer, _learn(options, source, made, say)
+    kind, files = given or (options.tokenizer, {})
+    size = None if given else _learn(options, source, made, say)
+    for name, path in files.items():
+        shutil.copyfile(path, made / name)
+    if kind == "gpt2" and "dict.txt" not in files:
+        write_dictionary(made / "dict.txt", dictionary_symbols(made))
     types = len(read_dictionary(made / "dict.txt"))
     say(f"encoding with a vocabulary of {types} symbols")
     counts = _encode(options, source, kind, made, size)
@@ -80,27 +87,19 @@ def _build(
 
 def _learn(options: PrepareOptions, source: DividedDocuments, made: Path, say: Callable[[str], None]) -> int:
     """Learn the vocabulary from the train split; returns the number of characters of all splits."""
-    learner = (
-        WordLearner(options.vocab_size)
-        if options.tokenizer == "words"
-        else BpeLearner(options.vocab_size or DEFAULT_BPE_TYPES, options.sample_bytes)
-    )
-    documents = dict.fromkeys(SPLITS, 0)
-    size = 0
+    if options.tokenizer == "words":
+        learner = WordLearner(options.vocab_size)
+    else:
+        learner = BpeLearner(options.vocab_size or DEFAULT_BPE_TYPES, options.sample_bytes)
+    documents, size = dict.fromkeys(SPLITS, 0), 0
     with tqdm(desc="reading", **_BAR) as bar:
-
-        def count(characters: int) -> None:
-            nonlocal size
-            size += characters
-            bar.update(characters)
-
         for split, document in source:
             documents[split] += not document.blank
-            blocks = _counted(document.blocks(), count)
+            size += document.characters
             if split == "train":
-                learner.read(blocks)
+                learner.read(_counted(document.blocks(), bar))
             else:
-                deque(blocks, maxlen=0)
+                bar.update(document.characters)
     source.check_splits(documents)
     say(f"read {sum(documents.values())} documents, {size} characters; learning the vocabulary")
     learner.write(made)
@@ -117,15 +116,14 @@ def _encode(
 
         def pieces() -> Iterator[tuple[str, Piece]]:
             for split, document in source:
-                for piece in cut(_counted(document.blocks(), bar.update)):
-                    yield split, piece
+                yield from ((split, piece) for piece in cut(_counted(document.blocks(), bar)))
 
         for split, encoded in encode_chunks(gather(pieces()), kind, made, options.workers, options.boundaries):
             writers[split].add(encoded)
     return {split: writer.counts for split, writer in writers.items()}
 
 
-def _counted(blocks: Iterator[str], count: Callable[[int], object]) -> Iterator[str]:
+def _counted(blocks: Iterator[str], bar: tqdm) -> Iterator[str]:
     for block in blocks:
-        count(len(block))
+        bar.update(len(block))
         yield block

@@ -21,7 +21,6 @@ from fairseq_rpe.data.folder import read_manifest, read_split, write_index
 
 _WAITING_PER_WORKER = 4
 
-
 # Token ids of a chunk, (tokens,), where BOS stands before each document if there are boundaries; and its counts: of
 # documents, bytes, lines, words (separated by white space, and each line end is one more), tokens and unknown ones.
 Encoded = tuple[np.ndarray, Counter[str]]
@@ -42,20 +41,11 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
             documents=int(piece.first),
             bytes=len(content),
             lines=lines,
-            words=_count_words(piece.text, content) + lines - piece.in_word,
+            words=len(piece.text.split()) + lines - piece.in_word,
             tokens=len(tokens) + boundary,
             unknown=int((tokens == UNK).sum()),
         )
     return np.concatenate(ids), counts
-
-
-def _count_words(text: str, content: bytes) -> int:
-    """``len(text.split())``, faster for ASCII, whose bytes ``content`` are."""
-    if not text.isascii():
-        return len(text.split())
-    codes = np.frombuffer(content, np.uint8)
-    blank = (codes == 32) | ((codes >= 9) & (codes <= 13)) | ((codes >= 28) & (codes <= 31))
-    return int((~blank[1:] & blank[:-1]).sum()) + int(len(codes) > 0 and not blank[0])
 
 
 _encode: Callable[[Sequence[Piece]], Encoded]
@@ -70,8 +60,7 @@ def _start_worker(kind: str, folder: Path, boundaries: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(1)
 

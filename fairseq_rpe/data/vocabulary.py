@@ -1,18 +1,16 @@
 """Vocabularies: learned from a stream of text (a sample for sentencepiece, counts for whole words) or given."""
 
 import hashlib
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data import gpt2
 from fairseq_rpe.data.chunks import cut
 from fairseq_rpe.data.folder import read_manifest, write_dictionary
+from fairseq_rpe.data.gpt2 import find_files
 from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, train_tokenizer
 
 # The files of each kind of tokenizer beside its dictionary.
@@ -87,42 +85,24 @@ class WordLearner:
         write_dictionary(folder / "dict.txt", words)
 
 
-@dataclass(frozen=True)
-class Given:
-    """A vocabulary that is not learned.
+def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> tuple[str, dict[str, Path]] | None:
+    """The kind of tokenizer of a prepared corpus, or of a folder with GPT-2's vocabulary, and where its files are.
 
-    Attributes:
-        kind: of its tokenizer, a key of :data:`VOCABULARY_FILES`.
-        files: where each file of a prepared corpus comes from.
-    """
-
-    kind: str
-    files: dict[str, Path]
-
-    def write(self, folder: Path) -> None:
-        """Copy it; a GPT-2 vocabulary without a dictionary gets one."""
-        for name, path in self.files.items():
-            shutil.copyfile(path, folder / name)
-        if "dict.txt" not in self.files:
-            write_dictionary(folder / "dict.txt", gpt2.dictionary_symbols(folder))
-
-
-def given_vocabulary(corpus: Path | None, gpt2_folder: Path | None) -> Given | None:
-    """The vocabulary of a prepared corpus or of GPT-2, ``None`` if neither is named.
+    ``None`` if neither is named. A vocabulary of GPT-2 may come without ``dict.txt``.
 
     Raises:
-        UserError: if files are missing.
+        UserError: if other files are missing.
     """
-    if gpt2_folder is not None:
-        return Given("gpt2", gpt2.find_files(gpt2_folder))
+    if gpt2 is not None:
+        return "gpt2", find_files(gpt2)
     if corpus is None:
         return None
     manifest = read_manifest(corpus)
     if not manifest:
         raise UserError(f"--vocab-from {corpus} is no prepared corpus: name a folder made by fairseq-rpe prepare")
     kind = manifest.get("tokenizer", {}).get("kind", "bpe")
-    names = ("dict.txt", *VOCABULARY_FILES[kind])
-    for name in names:
-        if not (corpus / name).is_file():
+    files = {name: corpus / name for name in ("dict.txt", *VOCABULARY_FILES[kind])}
+    for name, path in files.items():
+        if not path.is_file():
             raise UserError(f"--vocab-from {corpus} has no {name}: prepare it again")
-    return Given(kind, {name: corpus / name for name in names})
+    return kind, files
