@@ -1,14 +1,12 @@
 """``prepare``, ``prepare-known`` and ``prepare-stdlib``: a corpus from any text, a published one, code."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.hub import local
+from fairseq_rpe.data.download import local
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, TOKENIZERS, PrepareOptions
 from fairseq_rpe.data.sources import KNOWN, choose, compare, gpt2_vocabulary

@@ -1,27 +1,21 @@
 """Documents as pieces of bounded size, cut where no tokenizer notices, several of them to a chunk."""
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 PIECE = 1 << 18  # characters
 
 _WORD_START = re.compile(r"(?<=\S) (?=\S)")
-_Key = TypeVar("_Key")
 
 
 class Piece(NamedTuple):
-    """A part of a document.
+    """A part of a document."""
 
-    Attributes:
-        text: its characters; the last part of a document ends with a newline.
-        first: whether the document begins with it.
-        in_word: whether its first word began in the part before.
-    """
-
-    text: str
-    first: bool = True
-    in_word: bool = False
+    text: str  # the last part of a document ends with a newline
+    first: bool = True  # whether the document begins with it
+    in_word: bool = False  # whether its first word began in the part before
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -51,14 +45,14 @@ def _place(text: str, size: int) -> int:
     return word.start() if word else size
 
 
-def gather(pieces: Iterable[tuple[_Key, Piece]], size: int = PIECE) -> Iterator[tuple[_Key, list[Piece]]]:
-    """Chunks of about ``size`` characters, each of pieces of one key; the order within a key is kept."""
-    chunks: dict[_Key, list[Piece]] = {}
-    sizes: dict[_Key, int] = {}
-    for key, piece in pieces:
-        chunks.setdefault(key, []).append(piece)
-        sizes[key] = sizes.get(key, 0) + len(piece.text)
-        if sizes[key] >= size:
-            yield key, chunks.pop(key)
-            sizes[key] = 0
+def gather(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:
+    """Chunks of about ``size`` characters, each of pieces of one split; the order within a split is kept."""
+    chunks: defaultdict[str, list[Piece]] = defaultdict(list)
+    sizes = Counter[str]()
+    for split, piece in pieces:
+        chunks[split].append(piece)
+        sizes[split] += len(piece.text)
+        if sizes[split] >= size:
+            yield split, chunks.pop(split)
+            del sizes[split]
     yield from chunks.items()

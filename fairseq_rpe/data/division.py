@@ -59,15 +59,11 @@ class DividedDocuments:
         return reader
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
-        for split, reader in self._readers.items():
+        valid, train = self._options.valid_fraction, self._options.valid_fraction + self._options.test_fraction
+        for given, reader in self._readers.items():
             for document in reader:
-                yield split or self._split_of(document), document
-
-    def _split_of(self, document: Document) -> str:
-        options = self._options
-        number = unit_hash("split", options.seed, document.place if self._by_path else document.digest)
-        valid, test = options.valid_fraction, options.test_fraction
-        return "valid" if number < valid else "test" if number < valid + test else "train"
+                number = unit_hash("split", self._options.seed, document.place if self._by_path else document.digest)
+                yield given or ("valid" if number < valid else "test" if number < train else "train"), document
 
     def _stamps(self) -> list[tuple[int, int]]:
         entries = (entry for reader in self._readers.values() for entry in reader.entries)

@@ -20,23 +20,14 @@ _PARQUET_ROWS = 64
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
+    """One document."""
 
-    Attributes:
-        place: of its file in the folder or archive that it was found in.
-        digest: sha256 of its text.
-        size: bytes of its text in UTF-8.
-        characters: of its text.
-        blank: whether there is nothing but white space.
-        blocks: gives its text in blocks, again and again.
-    """
-
-    place: str
-    digest: str
-    size: int
+    place: str  # of its file in the folder or archive that it was found in
+    digest: str  # sha256 of its text
+    size: int  # bytes of its text in UTF-8
     characters: int
-    blank: bool
-    blocks: Callable[[], Iterator[str]]
+    blank: bool  # whether there is nothing but white space
+    blocks: Callable[[], Iterator[str]]  # gives its text, again and again
 
 
 class _NotUtf8(UserError):
@@ -45,23 +36,14 @@ class _NotUtf8(UserError):
 
 @dataclass
 class Reader:
-    """The documents of files, in order.
-
-    Attributes:
-        entries: what to read; a text file is one document, a row of ``.jsonl`` or ``.parquet`` another.
-        text_field: the field of a row that holds its text.
-        rows_are_lines: take all rows of a file as the lines of one document.
-        skip_invalid: leave out text files that are not UTF-8, instead of refusing them.
-        keep_blank: give documents without text, too.
-        skipped: how many documents the last pass left out, by reason.
-    """
+    """The documents of files, in order: a text file is one, a row of ``.jsonl`` or ``.parquet`` another."""
 
     entries: Sequence[Entry]
-    text_field: str = "text"
-    rows_are_lines: bool = False
-    skip_invalid: bool = False
-    keep_blank: bool = False
-    skipped: Counter[str] = field(default_factory=Counter)
+    text_field: str = "text"  # of a row
+    rows_are_lines: bool = False  # take all rows of a file as the lines of one document
+    skip_invalid: bool = False  # leave out text files that are not UTF-8, instead of refusing them
+    keep_blank: bool = False  # give documents without text, too
+    skipped: Counter[str] = field(default_factory=Counter)  # by the last pass, by reason
 
     def __iter__(self) -> Iterator[Document]:
         self.skipped.clear()

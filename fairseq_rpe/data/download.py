@@ -1,11 +1,12 @@
 """Downloads that end with the right file under its name, or with one line that says what to put there by hand.
 
-The package pooch tries again, with growing pauses, and checks. It cannot go on where a transfer stopped: every try
-begins anew.
+Single files are got with the package pooch, which tries again, with growing pauses, and checks, but cannot go on where
+a transfer stopped. Data sets of the Hugging Face hub are parquet, JSON lines and text: loading scripts are never run.
 """
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from fairseq_rpe.data.destination import scratch
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; fairseq-rpe)", "Accept-Encoding": "identity"}
 _BLOCK = 1 << 16
 _WORTH_RETRYING = frozenset({408, 425, 429})
+_SOURCE = re.compile(r"hub:([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)")
+_ENDINGS = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.xz", "*.jsonl.zst", "*.txt")
 
 
 class _Hopeless(Exception):
@@ -83,3 +86,40 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         replace_with(path, partial(os.replace, found))
         return
     raise UserError(f"cannot download {path.name} ({'; '.join(reasons)}): {by_hand}")
+
+
+def local(source: str) -> Path:
+    """The path of a source; of ``hub:OWNER/NAME[/FOLDER]`` it is downloaded first, into the hub's own cache.
+
+    Raises:
+        UserError: without network or permission, and if the data set has no files that can be read.
+    """
+    if not source.startswith("hub:"):
+        return Path(source)
+    match = _SOURCE.fullmatch(source)
+    if match is None:
+        raise UserError(f"{source} is no data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
+    name, folder = match[1], match[2].strip("/")
+    by_hand = "or get its files in another way and give their folder instead"
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    except ImportError:
+        raise UserError(
+            f"{source} needs the package huggingface_hub: pip install huggingface_hub pyarrow, {by_hand}"
+        ) from None
+    patterns = [f"{folder}/{ending}" if folder else ending for ending in _ENDINGS]
+    try:
+        place = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns)) / folder
+    except GatedRepoError:
+        raise UserError(
+            f"{source} is gated: accept its terms on its page and log in with 'hf auth login', {by_hand}"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{source} does not exist or is private: check the name, {by_hand}") from None
+    except Exception as error:  # the errors of its HTTP library have no common base
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        raise UserError(f"{source} cannot be downloaded ({reason}): run this again, {by_hand}") from None
+    if not any(next(place.rglob(ending), None) for ending in _ENDINGS):
+        raise UserError(f"{source} has no parquet, .jsonl or .txt files (loading scripts are not run): {by_hand[3:]}")
+    return place

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -83,8 +85,7 @@ def find_entries(
         if not path.exists():
             raise UserError(f"{path} does not exist: give a folder or file with text")
         several = path.is_dir() or path.suffix == ".zip"
-        inside = _inside(path, exclude) if several else iter([Entry(path)])
-        for entry in inside:
+        for entry in _inside(path, exclude) if several else [Entry(path)]:
             if several and include and not _matches(entry.name, include):
                 continue
             if (several and keep_binary) or not _is_binary(entry):
@@ -191,11 +192,9 @@ _OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_
 def digest_entries(entries: Sequence[Entry], places: bool) -> str:
     """sha256 over the files as they are on the disk, their formats and the members' names, or all ``places``."""
     digest = hashlib.sha256()
-    last = None
-    for entry in entries:
-        if entry.path != last:
-            with readable(entry.path):
-                digest.update(bytes.fromhex(file_digest(entry.path)))
-            last = entry.path
-        digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
+    for path, members in groupby(entries, key=attrgetter("path")):
+        with readable(path):
+            digest.update(bytes.fromhex(file_digest(path)))
+        for entry in members:
+            digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
     return digest.hexdigest()

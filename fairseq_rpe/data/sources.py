@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.download import download
+from fairseq_rpe.data.download import download, local
 from fairseq_rpe.data.folder import SPLITS
-from fairseq_rpe.data.hub import fetch
 from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
 
 _SPLIT_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
@@ -19,29 +18,17 @@ _IN_NAME = re.compile(r"(?<![a-z])(train|valid|validation|val|test)(?![a-z])")
 
 @dataclass(frozen=True)
 class Known:
-    """A corpus that has a name.
+    """A corpus that has a name."""
 
-    Attributes:
-        about: one sentence for the user.
-        hub: data sets of the hub that it consists of.
-        archives: file name and addresses of an archive with the same, best first.
-        divided: whether to divide its documents even if files are named after splits.
-        include: patterns of file names in local folders.
-        exclude: patterns of names that are left out there.
-        keep_binary: whether all files there that fit are text.
-        options: by the names of :class:`fairseq_rpe.data.preparation.PrepareOptions`.
-        counts: published numbers that a right copy has, by split.
-    """
-
-    about: str
-    hub: tuple[str, ...] = ()
-    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    divided: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = UNWANTED
-    keep_binary: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    about: str  # one sentence for the user
+    hub: tuple[str, ...] = ()  # data sets of the hub that it consists of
+    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # file name: addresses, best first
+    divided: bool = False  # divide its documents even if files are named after splits
+    include: tuple[str, ...] = ()  # patterns of file names in local folders
+    exclude: tuple[str, ...] = UNWANTED  # patterns of names that are left out there
+    keep_binary: bool = False  # all files there that fit are text
+    options: Mapping[str, Any] = field(default_factory=dict)  # by the names of PrepareOptions
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # published ones of a right copy, by split
 
 
 def _wikitext(variant: str, *more: str, tokenizer: str = "bpe") -> Known:
@@ -110,12 +97,12 @@ def gpt2_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def choose(known: Known, local: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
+def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
     """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
 
     Args:
         known: the corpus.
-        local: folders and files to take it from; none for a download, or the installed library.
+        own: folders and files to take it from; none for a download, or the installed library.
         downloads: where archives are kept.
         archive: download an archive instead of the hub's files.
 
@@ -124,17 +111,17 @@ def choose(known: Known, local: Sequence[Path], downloads: Path, archive: bool =
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")
-    own, include, exclude = dict(known.options), known.include, known.exclude
-    if local:
-        paths = local
+    options, include, exclude = dict(known.options), known.include, known.exclude
+    if own:
+        paths = own
     elif archive:
         paths, include = [download(urls, downloads / name) for name, urls in known.archives.items()], ()
     elif known.hub:
-        paths, include = [fetch(source) for source in known.hub], ()
+        paths, include = [local(source) for source in known.hub], ()
     else:
-        paths, exclude, own["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
+        paths, exclude, options["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
     entries, _ = find_entries(paths, include, exclude, known.keep_binary)
-    return {**own, **_by_split(known, paths, entries)}
+    return {**options, **_by_split(known, paths, entries)}
 
 
 def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, tuple[Entry, ...]]:
