@@ -29,20 +29,15 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
             rest += block[start : start + size]
             last = rest[-1]
             while len(rest) > size:
-                at = _place(rest, size)
+                # At least half a piece, at most one.
+                at = rest.rfind("\n", size // 2, size) + 1
+                if not at:
+                    word = _WORD_START.search(rest, size // 2, size)
+                    at = word.start() if word else size
                 yield Piece(rest[:at], first, in_word)
                 in_word = not rest[at - 1].isspace() and not rest[at].isspace()
                 rest, first = rest[at:], False
     yield Piece(rest if last == "\n" else rest + "\n", first, in_word)
-
-
-def _place(text: str, size: int) -> int:
-    """Where to cut: at least half a piece, at most one."""
-    newline = text.rfind("\n", size // 2, size)
-    if newline >= 0:
-        return newline + 1
-    word = _WORD_START.search(text, size // 2, size)
-    return word.start() if word else size
 
 
 def gather(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:

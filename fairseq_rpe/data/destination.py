@@ -29,11 +29,9 @@ def _up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _check_replaceable(dest: Path) -> None:
     """Refuse a destination with anything in it that this command did not make."""
-    if not os.path.lexists(dest):
-        return
-    if not dest.is_dir():
+    if os.path.lexists(dest) and not dest.is_dir():
         raise UserError(f"{dest} is a file: give another --dest")
-    names = sorted(os.listdir(dest))
+    names = sorted(os.listdir(dest)) if dest.is_dir() else []
     if names and not read_manifest(dest):
         raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
     foreign = [name for name in names if name not in _FILES]

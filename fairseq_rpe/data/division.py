@@ -35,9 +35,8 @@ class DividedDocuments:
         self._binary = sum(binary for _, binary in found.values())
         self._readers = {split: self._reader(entries) for split, (entries, _) in found.items()}
         self._stamp = self._stamps()
-        self.digest = {
-            split or "all": digest_entries(reader.entries, self._by_path) for split, reader in self._readers.items()
-        }
+        readers = self._readers.items()
+        self.digest = {split or "all": digest_entries(reader.entries, self._by_path) for split, reader in readers}
 
     def _reader(self, entries: Sequence[Entry]) -> Reader:
         options = self._options

@@ -100,26 +100,24 @@ def local(source: str) -> Path:
     if match is None:
         raise UserError(f"{source} is no data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
     name, folder = match[1], match[2].strip("/")
-    by_hand = "or get its files in another way and give their folder instead"
+    by_hand = "get its files in another way and give their folder instead"
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ImportError:
-        raise UserError(
-            f"{source} needs the package huggingface_hub: pip install huggingface_hub pyarrow, {by_hand}"
-        ) from None
+        remedy = f"pip install huggingface_hub pyarrow, or {by_hand}"
+        raise UserError(f"{source} needs the package huggingface_hub: {remedy}") from None
     patterns = [f"{folder}/{ending}" if folder else ending for ending in _ENDINGS]
     try:
         place = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns)) / folder
     except GatedRepoError:
-        raise UserError(
-            f"{source} is gated: accept its terms on its page and log in with 'hf auth login', {by_hand}"
-        ) from None
+        fault = "is gated: accept its terms on its page and log in with 'hf auth login'"
     except RepositoryNotFoundError:
-        raise UserError(f"{source} does not exist or is private: check the name, {by_hand}") from None
+        fault = "does not exist or is private: check the name"
     except Exception as error:  # the errors of its HTTP library have no common base
-        reason = (str(error) or type(error).__name__).partition("\n")[0]
-        raise UserError(f"{source} cannot be downloaded ({reason}): run this again, {by_hand}") from None
-    if not any(next(place.rglob(ending), None) for ending in _ENDINGS):
-        raise UserError(f"{source} has no parquet, .jsonl or .txt files (loading scripts are not run): {by_hand[3:]}")
-    return place
+        fault = f"cannot be downloaded ({(str(error) or type(error).__name__).splitlines()[0]}): run this again"
+    else:
+        if any(next(place.rglob(ending), None) for ending in _ENDINGS):
+            return place
+        raise UserError(f"{source} has no parquet, .jsonl or .txt files (loading scripts are not run): {by_hand}")
+    raise UserError(f"{source} {fault}, or {by_hand}")

@@ -28,11 +28,7 @@ _COPY = 1 << 18
 
 
 def check_folder(data: Path, *splits: str) -> None:
-    """Refuse a folder that is not binarised, or whose dictionary was exchanged.
-
-    Raises:
-        UserError: naming what is missing.
-    """
+    """Refuse a folder that is not binarised, or whose dictionary was exchanged, naming what is missing."""
     if os.pathsep in str(data):
         raise UserError(f"'{data}' contains '{os.pathsep}', where fairseq splits paths: rename the folder")
     if not data.is_dir():

@@ -24,11 +24,7 @@ _NEWLINE = "\u010a"
 
 
 def find_files(folder: Path) -> dict[str, Path]:
-    """The files of a GPT-2 vocabulary by the names they have in a prepared corpus.
-
-    Raises:
-        UserError: if one is missing.
-    """
+    """The files of a GPT-2 vocabulary by the names they have in a prepared corpus; refused if one is missing."""
     found = {}
     for name, names in _NAMES.items():
         paths = [folder / n for n in names if (folder / n).is_file()]

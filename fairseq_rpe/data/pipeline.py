@@ -20,7 +20,7 @@ from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, r
 from fairseq_rpe.data.gpt2 import dictionary_symbols
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.stream import SplitWriter, encode_chunks
-from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, WordLearner, given_vocabulary
+from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, Given, WordLearner, given_vocabulary
 
 # Raised when the same sources and options give other files than before.
 _FORMAT = 1
@@ -52,11 +52,7 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
 
 
 def _build(
-    options: PrepareOptions,
-    source: DividedDocuments,
-    given: tuple[str, dict[str, Path]] | None,
-    made: Path,
-    say: Callable[[str], None],
+    options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     kind, files = given or (options.tokenizer, {})
     size = None if given else _learn(options, source, made, say)

@@ -51,11 +51,7 @@ class PrepareOptions:
     workers: int = 2  # processes; changes nothing but the time
 
     def check(self) -> None:
-        """Refuse what does not go together, and numbers out of range.
-
-        Raises:
-            UserError: naming the option.
-        """
+        """Refuse what does not go together, and numbers out of range, naming the option."""
         if not self.train:
             raise UserError("no text is given: name folders or files")
         if bool(self.valid) != bool(self.test):

@@ -105,8 +105,6 @@ class SplitWriter:
     first line, so that no other item is like that. Without, each line is an item, as ``fairseq-preprocess`` has it.
 
     Args:
-        folder: where to write.
-        split: name of the split.
         dtype: number type of the ids, ``<u2`` or ``<u4``.
         boundaries: whether the documents were encoded with boundaries.
     """

@@ -77,11 +77,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The tokenizer saved at ``path`` (``spm.model``).
-
-        Raises:
-            UserError: if there is none, or it was not made by :func:`train_tokenizer`.
-        """
+        """The tokenizer saved at ``path`` (``spm.model``)."""
         try:
             return cls(path.read_bytes())
         except FileNotFoundError:
@@ -103,14 +99,11 @@ class Tokenizer:
 
 
 def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
-    """Train a BPE on all of ``lines``; the same lines give the same bytes.
+    """Train a BPE on all of ``lines``; the same lines give the same bytes, a serialised sentencepiece model.
 
     Args:
         lines: text without newlines.
         vocab_size: symbols of the fairseq dictionary, its four specials and the 256 bytes included.
-
-    Returns:
-        The serialised sentencepiece model.
 
     Raises:
         UserError: if the vocabulary is too small for the characters or too large for the text.

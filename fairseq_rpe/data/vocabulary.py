@@ -85,8 +85,12 @@ class WordLearner:
         write_dictionary(folder / "dict.txt", words)
 
 
-def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> tuple[str, dict[str, Path]] | None:
-    """The kind of tokenizer of a prepared corpus, or of a folder with GPT-2's vocabulary, and where its files are.
+# The kind of its tokenizer, a key of VOCABULARY_FILES, and where each file comes from.
+Given = tuple[str, dict[str, Path]]
+
+
+def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
+    """The vocabulary of a prepared corpus, or of a folder with GPT-2's.
 
     ``None`` if neither is named. A vocabulary of GPT-2 may come without ``dict.txt``.
 

@@ -720,6 +720,7 @@ def cases(tmp_path: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]
         "surrogate": ({"train": write("f.jsonl", b'{"text": "a\\ud800"}\n')}, "half a surrogate pair at character 1"),
         "cut gz": ({"train": write("g.txt.gz", gzip.compress(b"abc" * 999)[:-9])}, "g.txt.gz is cut short or damaged"),
         "cut xz": ({"train": write("h.txt.xz", lzma.compress(b"abc" * 999)[:-9])}, "h.txt.xz is cut short or damaged"),
+        "no bz2": ({"train": write("l.txt.bz2", b"BZ nonsense")}, "l.txt.bz2 is cut short or damaged"),
         "no zip": ({"train": write("i.zip", b"PK nonsense")}, "i.zip is cut short or damaged"),
         "archive": ({"train": (zipped,)}, "a.parquet is parquet inside an archive: unpack"),
         "one document": ({"train": write("j.txt", b"just this")}, "the valid split of 1 documents would be empty"),
