@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "fairseq_rpe/__init__.py
 README = ROOT / "README.md"
 # Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
-CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20", "zstandard>=0.22"]
+CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20"]
 SLURM = ["submitit>=1.5"]
 
 setup(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.hub import local
+from fairseq_rpe.data.download import local
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, TOKENIZERS, PrepareOptions
 from fairseq_rpe.data.sources import KNOWN, choose, compare, gpt2_vocabulary

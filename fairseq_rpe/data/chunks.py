@@ -1,29 +1,21 @@
 """Documents as pieces of bounded size, cut where no tokenizer notices, several of them to a chunk."""
 
-from __future__ import annotations
-
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 PIECE = 1 << 18  # characters
 
 _WORD_START = re.compile(r"(?<=\S) (?=\S)")
-_Key = TypeVar("_Key")
 
 
 class Piece(NamedTuple):
-    """A part of a document.
+    """A part of a document."""
 
-    Attributes:
-        text: its characters; the last part of a document ends with a newline.
-        first: whether the document begins with it.
-        in_word: whether its first word began in the part before.
-    """
-
-    text: str
-    first: bool = True
-    in_word: bool = False
+    text: str  # the last part of a document ends with a newline
+    first: bool = True  # whether the document begins with it
+    in_word: bool = False  # whether its first word began in the part before
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -37,30 +29,25 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
             rest += block[start : start + size]
             last = rest[-1]
             while len(rest) > size:
-                at = _place(rest, size)
+                # At least half a piece, at most one.
+                at = rest.rfind("\n", size // 2, size) + 1
+                if not at:
+                    word = _WORD_START.search(rest, size // 2, size)
+                    at = word.start() if word else size
                 yield Piece(rest[:at], first, in_word)
                 in_word = not rest[at - 1].isspace() and not rest[at].isspace()
                 rest, first = rest[at:], False
     yield Piece(rest if last == "\n" else rest + "\n", first, in_word)
 
 
-def _place(text: str, size: int) -> int:
-    """Where to cut: at least half a piece, at most one."""
-    newline = text.rfind("\n", size // 2, size)
-    if newline >= 0:
-        return newline + 1
-    word = _WORD_START.search(text, size // 2, size)
-    return word.start() if word else size
-
-
-def gather(pieces: Iterable[tuple[_Key, Piece]], size: int = PIECE) -> Iterator[tuple[_Key, list[Piece]]]:
-    """Chunks of about ``size`` characters, each of pieces of one key; the order within a key is kept."""
-    chunks: dict[_Key, list[Piece]] = {}
-    sizes: dict[_Key, int] = {}
-    for key, piece in pieces:
-        chunks.setdefault(key, []).append(piece)
-        sizes[key] = sizes.get(key, 0) + len(piece.text)
-        if sizes[key] >= size:
-            yield key, chunks.pop(key)
-            sizes[key] = 0
+def gather(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:
+    """Chunks of about ``size`` characters, each of pieces of one split; the order within a split is kept."""
+    chunks: defaultdict[str, list[Piece]] = defaultdict(list)
+    sizes = Counter[str]()
+    for split, piece in pieces:
+        chunks[split].append(piece)
+        sizes[split] += len(piece.text)
+        if sizes[split] >= size:
+            yield split, chunks.pop(split)
+            del sizes[split]
     yield from chunks.items()

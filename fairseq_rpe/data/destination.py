@@ -1,47 +1,38 @@
 """The destination folder: recognised as our own, built beside it, replaced in one step."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock
-from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest, write_manifest
+from fairseq_rpe.core.files import lock, write_json
+from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest
 
 _FILES = (MANIFEST, "dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
 
 
-def up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
+def _up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     """The manifest of ``folder`` if it was made with ``key`` and all its files are unchanged."""
     manifest = read_manifest(folder)
-    if manifest is None or any(manifest.get(name) != value for name, value in key.items()):
-        return None
     files = manifest.get("files")
+    if any(manifest.get(name) != value for name, value in key.items()):
+        return None
     try:
         return manifest if files and files == describe_files(folder, files) else None
     except (OSError, TypeError):
         return None
 
 
-def check_replaceable(dest: Path) -> None:
-    """Refuse a destination with anything in it that this command did not make.
-
-    Raises:
-        UserError: naming what is in the way.
-    """
-    if not os.path.lexists(dest):
-        return
-    if not dest.is_dir():
+def _check_replaceable(dest: Path) -> None:
+    """Refuse a destination with anything in it that this command did not make."""
+    if os.path.lexists(dest) and not dest.is_dir():
         raise UserError(f"{dest} is a file: give another --dest")
-    names = sorted(os.listdir(dest))
-    if names and read_manifest(dest) is None:
+    names = sorted(os.listdir(dest)) if dest.is_dir() else []
+    if names and not read_manifest(dest):
         raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
     foreign = [name for name in names if name not in _FILES]
     if foreign:
@@ -49,14 +40,27 @@ def check_replaceable(dest: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(dest: Path) -> Iterator[None]:
-    """Tell a failing disk in one line.
+def scratch(dest: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
+
+    What a killed process left there is removed first; a second process waits for the first.
 
     Raises:
         UserError: for any ``OSError`` inside.
     """
+    parent, prefix = dest.parent, f".{dest.name}.prepare-"
+    folder = parent / f"{prefix}{os.getpid()}"
     try:
-        yield
+        parent.mkdir(parents=True, exist_ok=True)
+        with lock(parent, f"waiting for another preparation in {parent}", wait=True):
+            for name in os.listdir(parent):
+                if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
+                    shutil.rmtree(parent / name, ignore_errors=True)
+            try:
+                folder.mkdir()
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     except BrokenPipeError:
         # The reader of our output has gone; the disk is fine.
         raise
@@ -66,34 +70,8 @@ def writing(dest: Path) -> Iterator[None]:
         raise UserError(f"cannot write {dest} ({error}): give another --dest") from error
 
 
-@contextlib.contextmanager
-def scratch(dest: Path) -> Iterator[Path]:
-    """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
-
-    What a killed process left there is removed first; a second process waits for the first.
-    """
-    parent = dest.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with lock(parent, f"waiting for another preparation in {parent}", wait=True):
-        _remove_leftovers(dest)
-        folder = parent / f".{dest.name}.prepare-{os.getpid()}"
-        try:
-            folder.mkdir()
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_leftovers(dest: Path) -> None:
-    ours = re.compile(re.escape(f".{dest.name}.prepare-") + r"\d+")
-    for name in os.listdir(dest.parent):
-        if ours.fullmatch(name):
-            shutil.rmtree(dest.parent / name, ignore_errors=True)
-
-
-def publish(built: Path, dest: Path, folder: Path) -> None:
-    """Rename ``built`` to ``dest``; what was there goes to ``folder``, and back if that fails."""
-    old = folder / "replaced"
+def _publish(built: Path, dest: Path, old: Path) -> None:
+    """Rename ``built`` to ``dest``; what was there goes to ``old``, and back if that fails."""
     try:
         if dest.exists():
             dest.rename(old)
@@ -119,23 +97,22 @@ def make_once(
         UserError: if ``dest`` holds something else or cannot be written; it is then untouched.
     """
     place = dest.resolve()
-    manifest = up_to_date(place, key)
-    if manifest is None:
-        with writing(dest):
-            check_replaceable(place)
-            with scratch(place) as folder:
-                # Another process may have made it while this one waited.
-                manifest = up_to_date(place, key)
-                if manifest is None:
-                    made = folder / "made"
-                    made.mkdir()
-                    manifest = {**key, **build(made)}
-                    write_manifest(made, manifest)
-                    check_replaceable(place)
-                    publish(made, place, folder)
-                    for name, count in manifest["splits"].items():
-                        say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
-                    say(f"wrote {dest}")
-                    return manifest
+    manifest = _up_to_date(place, key)
+    if not manifest:
+        with scratch(place) as folder:
+            # Another process may have made it while this one waited.
+            manifest = _up_to_date(place, key)
+            if not manifest:
+                _check_replaceable(place)
+                made = folder / "made"
+                made.mkdir()
+                manifest = {**key, **build(made)}
+                write_json(made / MANIFEST, manifest)
+                _check_replaceable(place)
+                _publish(made, place, folder / "replaced")
+                for name, count in manifest["splits"].items():
+                    say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
+                say(f"wrote {dest}")
+                return manifest
     say(f"{dest} is up to date")
     return manifest

@@ -1,7 +1,5 @@
 """The documents of a corpus, divided into its splits by a hash."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter
@@ -37,9 +35,8 @@ class DividedDocuments:
         self._binary = sum(binary for _, binary in found.values())
         self._readers = {split: self._reader(entries) for split, (entries, _) in found.items()}
         self._stamp = self._stamps()
-        self.digest = {
-            split or "all": digest_entries(reader.entries, self._by_path) for split, reader in self._readers.items()
-        }
+        readers = self._readers.items()
+        self.digest = {split or "all": digest_entries(reader.entries, self._by_path) for split, reader in readers}
 
     def _reader(self, entries: Sequence[Entry]) -> Reader:
         options = self._options
@@ -52,46 +49,32 @@ class DividedDocuments:
             sizes: Counter[str] = Counter()
             for document in reader:
                 sizes[document.place] += document.size
-            left_out, room = set(), options.max_bytes
+            room = options.max_bytes
             # Not the hash of the split, in whose order all validation files come first.
             for place in sorted(sizes, key=lambda place: (unit_hash("order", options.seed, place), place)):
-                if sizes[place] > room:
-                    left_out.add(place)
-                else:
-                    room -= sizes[place]
-            reader.entries = [entry for entry in entries if entry.place not in left_out]
+                if sizes[place] <= room:
+                    room -= sizes.pop(place)
+            reader.entries = [entry for entry in entries if entry.place not in sizes]
         return reader
 
     def __iter__(self) -> Iterator[tuple[str, Document]]:
-        for split, reader in self._readers.items():
+        valid, train = self._options.valid_fraction, self._options.valid_fraction + self._options.test_fraction
+        for given, reader in self._readers.items():
             for document in reader:
-                yield split or self._split_of(document), document
-
-    def _split_of(self, document: Document) -> str:
-        options = self._options
-        number = unit_hash("split", options.seed, document.place if self._by_path else document.digest)
-        valid, test = options.valid_fraction, options.test_fraction
-        return "valid" if number < valid else "test" if number < valid + test else "train"
+                number = unit_hash("split", self._options.seed, document.place if self._by_path else document.digest)
+                yield given or ("valid" if number < valid else "test" if number < train else "train"), document
 
     def _stamps(self) -> list[tuple[int, int]]:
         entries = (entry for reader in self._readers.values() for entry in reader.entries)
         return [((stat := entry.path.stat()).st_size, stat.st_mtime_ns) for entry in entries]
 
     def check_unchanged(self) -> None:
-        """Refuse sources that changed since the first look: the passes may have read different text.
-
-        Raises:
-            UserError: if they did.
-        """
+        """Refuse sources that changed since the first look: the passes may have read different text."""
         if self._stamps() != self._stamp:
             raise UserError("the source files changed while they were read: run this again when they are at rest")
 
     def check_splits(self, documents: dict[str, int]) -> None:
-        """Refuse splits without text.
-
-        Raises:
-            UserError: if a split has none of the ``documents``, which are counted by split.
-        """
+        """Refuse splits that have none of the ``documents``, which are counted by split."""
         more = "a larger --max-bytes" if self._options.max_bytes else "--valid and --test"
         for split in SPLITS:
             if not documents.get(split):

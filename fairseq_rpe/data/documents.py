@@ -1,18 +1,17 @@
 """Documents out of source files: text, JSON lines and parquet rows, streaming and validated."""
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.sourcefiles import Entry, read_blocks, readable
+from fairseq_rpe.data.sourcefiles import Entry, opened, read_blocks, readable
 
 # A JSON line has to be in memory as a whole; text files have no limit.
 MAX_JSON_LINE = 1 << 28
@@ -21,21 +20,14 @@ _PARQUET_ROWS = 64
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
+    """One document."""
 
-    Attributes:
-        place: of its file in the folder or archive that it was found in.
-        digest: sha256 of its text.
-        size: bytes of its text in UTF-8.
-        blank: whether there is nothing but white space.
-        blocks: gives its text in blocks, again and again.
-    """
-
-    place: str
-    digest: str
-    size: int
-    blank: bool
-    blocks: Callable[[], Iterator[str]]
+    place: str  # of its file in the folder or archive that it was found in
+    digest: str  # sha256 of its text
+    size: int  # bytes of its text in UTF-8
+    characters: int
+    blank: bool  # whether there is nothing but white space
+    blocks: Callable[[], Iterator[str]]  # gives its text, again and again
 
 
 class _NotUtf8(UserError):
@@ -44,23 +36,14 @@ class _NotUtf8(UserError):
 
 @dataclass
 class Reader:
-    """The documents of files, in order.
-
-    Attributes:
-        entries: what to read; a text file is one document, a row of ``.jsonl`` or ``.parquet`` another.
-        text_field: the field of a row that holds its text.
-        rows_are_lines: take all rows of a file as the lines of one document.
-        skip_invalid: leave out text files that are not UTF-8, instead of refusing them.
-        keep_blank: give documents without text, too.
-        skipped: how many documents the last pass left out, by reason.
-    """
+    """The documents of files, in order: a text file is one, a row of ``.jsonl`` or ``.parquet`` another."""
 
     entries: Sequence[Entry]
-    text_field: str = "text"
-    rows_are_lines: bool = False
-    skip_invalid: bool = False
-    keep_blank: bool = False
-    skipped: Counter[str] = field(default_factory=Counter)
+    text_field: str = "text"  # of a row
+    rows_are_lines: bool = False  # take all rows of a file as the lines of one document
+    skip_invalid: bool = False  # leave out text files that are not UTF-8, instead of refusing them
+    keep_blank: bool = False  # give documents without text, too
+    skipped: Counter[str] = field(default_factory=Counter)  # by the last pass, by reason
 
     def __iter__(self) -> Iterator[Document]:
         self.skipped.clear()
@@ -82,84 +65,60 @@ class Reader:
         if entry.kind == "text":
             yield str(entry), partial(_decoded, entry)
             return
-        rows = partial({"jsonl": _json_rows, "parquet": _parquet_rows}[entry.kind], entry, self.text_field)
+        rows = partial(_json_rows if entry.kind == "jsonl" else _parquet_rows, entry, self.text_field)
         if self.rows_are_lines:
             yield str(entry), lambda: (text if text.endswith("\n") else text + "\n" for _, text in rows())
         else:
-            yield from ((name, partial(_once, text)) for name, text in rows())
-
-
-def _once(text: str) -> Iterator[str]:
-    yield text
+            yield from ((name, partial(iter, [text])) for name, text in rows())
 
 
 def _document(name: str, place: str, blocks: Callable[[], Iterator[str]]) -> Document:
-    digest, size, blank = hashlib.sha256(), 0, True
+    digest, size, characters, blank = hashlib.sha256(), 0, 0, True
     for block in blocks():
         try:
             content = block.encode()
         except UnicodeEncodeError as error:
-            raise UserError(
-                f"{name} has half a surrogate pair at character {error.start}, which is no text: repair or remove it"
-            ) from None
+            at = f"half a surrogate pair at character {error.start}"
+            raise UserError(f"{name} has {at}, which is no text: repair or remove it") from None
         digest.update(content)
         size += len(content)
+        characters += len(block)
         blank = blank and not block.strip()
-    return Document(place, digest.hexdigest(), size, blank, blocks)
+    return Document(place, digest.hexdigest(), size, characters, blank, blocks)
 
 
 def _decoded(entry: Entry) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
-    for block in _with_end(read_blocks(entry)):
+    for block in chain(read_blocks(entry), [b""]):
         try:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             at = done + len(block) - len(error.object) + error.start
-            raise _NotUtf8(
-                f"{entry} is not UTF-8 at byte {at}: convert it, leave it out or give --skip-invalid"
-            ) from None
+            remedy = "convert it, leave it out or give --skip-invalid"
+            raise _NotUtf8(f"{entry} is not UTF-8 at byte {at}: {remedy}") from None
         done += len(block)
 
 
-def _with_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    yield from filter(None, blocks)
-    yield b""
-
-
-def _lines(entry: Entry) -> Iterator[tuple[int, bytes]]:
-    """Offset and content of each line."""
-    parts: list[bytes] = []
-    offset = size = number = 0
-    for block in _with_end(read_blocks(entry)):
-        *ended, rest = block.split(b"\n") if block else (b"", b"")
-        for end in ended:
-            line = b"".join((*parts, end))
-            parts, size, number = [], 0, number + 1
-            yield offset, line
-            offset += len(line) + 1
-        parts.append(rest)
-        size += len(rest)
-        if size > MAX_JSON_LINE:
-            raise UserError(
-                f"{entry} line {number + 1} is over {MAX_JSON_LINE >> 20} MiB: give that document as a text file"
-            )
-
-
 def _json_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
-    for number, (offset, line) in enumerate(_lines(entry), start=1):
-        if not line.strip():
-            continue
-        name = f"{entry} line {number}"
-        try:
-            row = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8 at byte {offset + error.start}: convert the file") from None
-        except ValueError as error:
-            raise UserError(f"{name} is no JSON ({error}): repair or remove it") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{name} is no JSON object: repair or remove it")
-        yield name, _text(name, row, key)
+    end = 0
+    with opened(entry) as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_JSON_LINE + 1), b""), start=1):
+            begin, end = end, end + len(line)
+            name = f"{entry} line {number}"
+            if len(line) > MAX_JSON_LINE:
+                raise UserError(f"{name} is over {MAX_JSON_LINE >> 20} MiB: give that document as a text file")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode().rstrip())
+            except UnicodeDecodeError as error:
+                raise UserError(f"{name} is not UTF-8 at byte {begin + error.start}: convert the file") from None
+            except ValueError as error:
+                raise UserError(f"{name} is no JSON ({error}): repair or remove it") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{name} is no JSON object: repair or remove it")
+            yield name, _text(name, row, key)
 
 
 def _text(name: str, row: dict[str, Any], key: str) -> str:

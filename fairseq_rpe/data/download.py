@@ -1,30 +1,28 @@
 """Downloads that end with the right file under its name, or with one line that says what to put there by hand.
 
-The package pooch tries again, with growing pauses, and checks. It cannot go on where a transfer stopped: every try
-begins anew.
+Single files are got with the package pooch, which tries again, with growing pauses, and checks, but cannot go on where
+a transfer stopped. Data sets of the Hugging Face hub are parquet, JSON lines and text: loading scripts are never run.
 """
-
-from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, replace_with
-from fairseq_rpe.data.destination import scratch, writing
-
-if TYPE_CHECKING:
-    from requests import Response
+from fairseq_rpe.data.destination import scratch
 
 # Some hosts refuse Python's own name; an unpacked answer would not have the length that is told.
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; fairseq-rpe)", "Accept-Encoding": "identity"}
 _BLOCK = 1 << 16
 _WORTH_RETRYING = frozenset({408, 425, 429})
+_SOURCE = re.compile(r"hub:([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)")
+_ENDINGS = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.xz", "*.jsonl.zst", "*.txt")
 
 
 class _Hopeless(Exception):
@@ -45,7 +43,7 @@ def download(urls: Sequence[str], path: Path, sha256: str | None = None, tries: 
         UserError: if no address has it, or ``path`` is there with another checksum.
     """
     if not path.exists():
-        with writing(path), scratch(path) as folder:
+        with scratch(path) as folder:
             # Another process may have got it while this one waited.
             if not path.exists():
                 _get(urls, path, folder, sha256, tries, timeout)
@@ -62,7 +60,7 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         raise UserError(f"{path.name} needs the package pooch: pip install pooch, or {by_hand}") from None
     pooch.get_logger().setLevel(logging.WARNING)
 
-    def check(response: Response, **_: object) -> None:
+    def check(response: Any, **_: object) -> None:
         code, headers = response.status_code, response.headers
         if 400 <= code < 500 and code not in _WORTH_RETRYING:
             raise _Hopeless(f"HTTP status {code}")
@@ -88,3 +86,38 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         replace_with(path, partial(os.replace, found))
         return
     raise UserError(f"cannot download {path.name} ({'; '.join(reasons)}): {by_hand}")
+
+
+def local(source: str) -> Path:
+    """The path of a source; of ``hub:OWNER/NAME[/FOLDER]`` it is downloaded first, into the hub's own cache.
+
+    Raises:
+        UserError: without network or permission, and if the data set has no files that can be read.
+    """
+    if not source.startswith("hub:"):
+        return Path(source)
+    match = _SOURCE.fullmatch(source)
+    if match is None:
+        raise UserError(f"{source} is no data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
+    name, folder = match[1], match[2].strip("/")
+    by_hand = "get its files in another way and give their folder instead"
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    except ImportError:
+        remedy = f"pip install huggingface_hub pyarrow, or {by_hand}"
+        raise UserError(f"{source} needs the package huggingface_hub: {remedy}") from None
+    patterns = [f"{folder}/{ending}" if folder else ending for ending in _ENDINGS]
+    try:
+        place = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns)) / folder
+    except GatedRepoError:
+        fault = "is gated: accept its terms on its page and log in with 'hf auth login'"
+    except RepositoryNotFoundError:
+        fault = "does not exist or is private: check the name"
+    except Exception as error:  # the errors of its HTTP library have no common base
+        fault = f"cannot be downloaded ({(str(error) or type(error).__name__).splitlines()[0]}): run this again"
+    else:
+        if any(next(place.rglob(ending), None) for ending in _ENDINGS):
+            return place
+        raise UserError(f"{source} has no parquet, .jsonl or .txt files (loading scripts are not run): {by_hand}")
+    raise UserError(f"{source} {fault}, or {by_hand}")

@@ -4,8 +4,6 @@ No tokenizer here joins across the place where a word ends, so that the ids of a
 row. That is checked for a sentencepiece model when it is loaded, and holds for the others by their definition.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +12,10 @@ import numpy as np
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import read_dictionary
-from fairseq_rpe.data.gpt2 import PATTERN, Gpt2
-from fairseq_rpe.data.tokenizer import BYTE_SYMBOL, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
+from fairseq_rpe.data.gpt2 import PATTERN, load_gpt2
+from fairseq_rpe.data.tokenizer import BYTES, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
 
-EOS = FAIRSEQ_SPECIALS.index("</s>")
-UNK = FAIRSEQ_SPECIALS.index("<unk>")
+BOS, EOS, UNK = (FAIRSEQ_SPECIALS.index(symbol) for symbol in ("<s>", "</s>", "<unk>"))
 # fairseq's best_fitting_int_dtype
 _SHORT_BELOW = 65500
 
@@ -32,24 +29,10 @@ _CACHED_WORDS = 1 << 18
 _CACHED_LENGTH = 64
 
 
-class _Words(dict[str, bytes]):
-    """The ids of words, spelled when first looked up; never more than ``_CACHED_WORDS`` of them."""
-
-    def __init__(self, spell: Callable[[str], Sequence[int]], dtype: str) -> None:
-        super().__init__()
-        self._spell, self._dtype = spell, dtype
-
-    def __missing__(self, word: str) -> bytes:
-        ids = np.array(self._spell(word), self._dtype).tobytes()
-        if len(word) <= _CACHED_LENGTH:
-            if len(self) == _CACHED_WORDS:
-                self.clear()
-            self[word] = ids
-        return ids
-
-
-class Encoder:
+class Encoder(dict[str, bytes]):
     """Token ids of text; a newline is fairseq's end of line.
+
+    The ids of words are kept, so that each is spelled once; never more than ``_CACHED_WORDS`` of them.
 
     Args:
         types: symbols of the dictionary, fairseq's specials included.
@@ -58,13 +41,21 @@ class Encoder:
     """
 
     def __init__(self, types: int, find: Callable[[str], list[str]], spell: Callable[[str], Sequence[int]]) -> None:
+        super().__init__()
         self.dtype = "<u2" if types < _SHORT_BELOW else "<u4"
-        self._find = find
-        self._words = _Words(lambda word: (EOS,) if word == "\n" else spell(word), self.dtype)
+        self._find, self._spell = find, spell
+
+    def __missing__(self, word: str) -> bytes:
+        ids = np.array((EOS,) if word == "\n" else self._spell(word), self.dtype).tobytes()
+        if len(word) <= _CACHED_LENGTH:
+            if len(self) == _CACHED_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) ids of ``text``."""
-        return np.frombuffer(b"".join(map(self._words.__getitem__, self._find(text))), dtype=self.dtype)
+        return np.frombuffer(b"".join(map(self.__getitem__, self._find(text))), dtype=self.dtype)
 
 
 def load_encoder(kind: str, folder: Path) -> Encoder:
@@ -83,11 +74,11 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
         known = {word: number for number, word in enumerate(symbols) if word not in FAIRSEQ_SPECIALS}
         return Encoder(len(symbols), re.compile(r"\n|\S+").findall, lambda word: (known.get(word, UNK),))
     if kind == "gpt2":
-        return Encoder(len(symbols), PATTERN.findall, Gpt2(folder, symbols).spell)
+        return Encoder(len(symbols), PATTERN.findall, load_gpt2(folder, symbols)[0])
     tokenizer = Tokenizer.load(folder / "spm.model")
     if [*FAIRSEQ_SPECIALS, *tokenizer.symbols] != symbols:
         raise UserError(f"{folder}/dict.txt is not of the same corpus as its spm.model: take both from one folder")
-    plain = [symbol.replace("▁", " ") for symbol in tokenizer.symbols if not BYTE_SYMBOL.fullmatch(symbol)]
+    plain = [symbol.replace("▁", " ") for symbol in tokenizer.symbols[BYTES:]]
     find = _whole(plain, _BPE_WORD, _LONG_BPE_WORD)
     find_ascii = _whole([piece for piece in plain if piece.isascii()], _ASCII_BPE_WORD, _LONG_BPE_WORD)
     if find is None or find_ascii is None:
@@ -101,7 +92,13 @@ def load_encoder(kind: str, folder: Path) -> Encoder:
             return findall(text)
         return [word for i, part in enumerate(parts) for word in ([part] if i % 2 else findall(part))]
 
-    return Encoder(len(symbols), words_of, lambda word: _spell(tokenizer, table, word))
+    def spell(word: str) -> list[int]:
+        places = tokenizer.encode(word)
+        if b"".join(map(table.__getitem__, places)) != word.encode():
+            raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
+        return [place + len(FAIRSEQ_SPECIALS) for place in places]
+
+    return Encoder(len(symbols), words_of, spell)
 
 
 def _whole(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str] | None:
@@ -109,18 +106,10 @@ def _whole(pieces: Sequence[str], *patterns: re.Pattern[str]) -> re.Pattern[str]
     return next((pattern for pattern in patterns if all(map(pattern.fullmatch, pieces))), None)
 
 
-def _spell(tokenizer: Tokenizer, table: Sequence[bytes], word: str) -> list[int]:
-    """Dictionary ids of a word, checked to stand for its bytes."""
-    places = tokenizer.encode_word(word)
-    if b"".join(map(table.__getitem__, places)) != word.encode():
-        raise UserError(f"the tokenizer changes {word[:40]!r}: use the sentencepiece that this project pins")
-    return [place + len(FAIRSEQ_SPECIALS) for place in places]
-
-
 def load_decoder(kind: str, folder: Path) -> Callable[[Sequence[int]], bytes]:
     """From token ids of a prepared corpus to their text; a word of the kind ``words`` comes with a space after it."""
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "gpt2":
-        return Gpt2(folder, symbols).decode
+        return load_gpt2(folder, symbols)[1]
     table = [symbol_bytes(s) if kind == "bpe" or s in FAIRSEQ_SPECIALS else s.encode() + b" " for s in symbols]
     return lambda ids: b"".join(map(table.__getitem__, ids))

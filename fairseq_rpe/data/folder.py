@@ -1,11 +1,10 @@
 """A data folder: fairseq's dictionary and memory-mapped splits, and ``corpus.json``, which says how it was made."""
 
-from __future__ import annotations
-
 import json
 import os
+import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,11 +28,7 @@ _COPY = 1 << 18
 
 
 def check_folder(data: Path, *splits: str) -> None:
-    """Refuse a folder that is not binarised, or whose dictionary was exchanged.
-
-    Raises:
-        UserError: naming what is missing.
-    """
+    """Refuse a folder that is not binarised, or whose dictionary was exchanged, naming what is missing."""
     if os.pathsep in str(data):
         raise UserError(f"'{data}' contains '{os.pathsep}', where fairseq splits paths: rename the folder")
     if not data.is_dir():
@@ -41,7 +36,7 @@ def check_folder(data: Path, *splits: str) -> None:
     for name in ("dict.txt", *(f"{s}.{end}" for s in splits for end in ("idx", "bin"))):
         if not (data / name).is_file():
             raise UserError(f"{data} has no {name}: it is not a binarised data folder with {' and '.join(splits)}")
-    made = ((read_manifest(data) or {}).get("files") or {}).get("dict.txt")
+    made = (read_manifest(data).get("files") or {}).get("dict.txt")
     if made is not None and made != describe_files(data, ["dict.txt"])["dict.txt"]:
         raise UserError(f"{data}/dict.txt is not the one that the corpus was made with: prepare {data} again")
 
@@ -63,8 +58,7 @@ def check_block(data: Path, split: str, length: int) -> int:
 
 def digest(data: Path) -> str:
     """One digest for dictionary and all splits: equal digests mean equal numbers."""
-    names = sorted(p for p in data.iterdir() if p.suffix in (".idx", ".bin"))
-    return file_digest(data / "dict.txt", *names)
+    return file_digest(data / "dict.txt", *sorted(p for p in data.iterdir() if p.suffix in (".idx", ".bin")))
 
 
 def _read_index(path: Path) -> tuple[str, np.ndarray]:
@@ -87,8 +81,7 @@ def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
         items = sizes.seek(0, os.SEEK_END) // 4
         index.write(_MAGIC + _HEADER.pack(1, codes[dtype], items))
         sizes.seek(0)
-        while block := sizes.read(_COPY):
-            index.write(block)
+        shutil.copyfileobj(sizes, index)
         sizes.seek(0)
         address = 0
         while block := sizes.read(_COPY):
@@ -126,15 +119,10 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
     return {name: {"bytes": (folder / name).stat().st_size, "sha256": file_digest(folder / name)} for name in names}
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``corpus.json``."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What ``corpus.json`` says, ``None`` unless it is there and was written by one of these commands."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What ``corpus.json`` says, nothing unless it is there and was written by one of these commands."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("made_by") in _OURS else None
+        return {}
+    return manifest if isinstance(manifest, dict) and manifest.get("made_by") in _OURS else {}

@@ -7,16 +7,13 @@ the order; otherwise it is the order of the ids.
 Bytes, merges and back are of the package tokenizers. Words are found here, as their ids are looked up in a table.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import regex
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS
 
 # GPT-2's own, but that a newline is by itself: every line is cut as if it were alone.
 PATTERN = regex.compile(r"""\n|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+""")
@@ -27,25 +24,20 @@ _NEWLINE = "\u010a"
 
 
 def find_files(folder: Path) -> dict[str, Path]:
-    """The files of a GPT-2 vocabulary by the names they have in a prepared corpus.
-
-    Raises:
-        UserError: if one is missing.
-    """
+    """The files of a GPT-2 vocabulary by the names they have in a prepared corpus; refused if one is missing."""
     found = {}
     for name, names in _NAMES.items():
         paths = [folder / n for n in names if (folder / n).is_file()]
         if not paths:
             raise UserError(f"--gpt2 {folder} has no {' or '.join(names)}: put GPT-2's vocabulary there")
         found[name] = paths[0]
-    if (folder / "dict.txt").is_file():
-        found["dict.txt"] = folder / "dict.txt"
-    return found
+    given = folder / "dict.txt"
+    return {**found, given.name: given} if given.is_file() else found
 
 
 def dictionary_symbols(folder: Path) -> list[str]:
     """The dictionary of the vocabulary in ``folder``, without fairseq's four specials."""
-    return [*(str(number) for number in sorted(_read_vocabulary(folder).values())), *_ADDED]
+    return [*map(str, sorted(_read_vocabulary(folder).values())), *_ADDED]
 
 
 def _read_vocabulary(folder: Path) -> dict[str, int]:
@@ -55,8 +47,7 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
         raise UserError("GPT-2's BPE needs the package tokenizers: pip install tokenizers") from None
     path = folder / "vocab.json"
     try:
-        vocabulary = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {str(symbol): int(number) for symbol, number in vocabulary.items()}
+        numbers = {symbol: int(number) for symbol, number in json.loads(path.read_text(encoding="utf-8")).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{path} is no GPT-2 vocabulary ({error}): get it again") from None
     if missing := sorted(set(ByteLevel.alphabet()) - numbers.keys()):
@@ -64,45 +55,36 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
     return numbers
 
 
-class Gpt2:
-    """Spells words of :data:`PATTERN` with a GPT-2 vocabulary, and gives texts back.
-
-    Args:
-        folder: with ``vocab.json`` and ``merges.txt``.
-        symbols: of the dictionary, fairseq's specials included.
+def load_gpt2(
+    folder: Path, symbols: Sequence[str]
+) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], bytes]]:
+    """From a word of :data:`PATTERN` to its ids in the dictionary of ``symbols``, and from ids back to their text.
 
     Raises:
-        UserError: if files are damaged or of another vocabulary than the dictionary, or ``tokenizers`` is missing.
+        UserError: if the vocabulary in ``folder`` is damaged or another than that of the dictionary, or ``tokenizers``
+            is missing; by the first function if merges and vocabulary do not fit.
     """
+    vocabulary = _read_vocabulary(folder)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    def __init__(self, folder: Path, symbols: Sequence[str]) -> None:
-        vocabulary = _read_vocabulary(folder)
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    places = {symbol: place for place, symbol in enumerate(symbols)}
+    lacking = [number for number in vocabulary.values() if str(number) not in places]
+    if lacking:
+        raise UserError(f"{folder}/dict.txt is of another vocabulary than its vocab.json: it has no {lacking[0]}")
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    except Exception as error:  # the library raises nothing more special
+        raise UserError(f"{folder}/merges.txt does not fit its vocab.json ({error}): get both again") from None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = {number: places[str(number)] for number in vocabulary.values()}
+    numbers = {place: number for number, place in ids.items()} | {places["</s>"]: vocabulary[_NEWLINE]}
 
-        ids = {symbol: number for number, symbol in enumerate(symbols)}
-        lacking = [number for number in vocabulary.values() if str(number) not in ids]
-        if lacking:
-            raise UserError(f"{folder}/dict.txt is of another vocabulary than its vocab.json: it has no {lacking[0]}")
-        try:
-            bpe = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-        except Exception as error:  # the library raises nothing more special
-            raise UserError(f"{folder}/merges.txt does not fit its vocab.json ({error}): get both again") from None
-        self._tokenizer = Tokenizer(bpe)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        self._tokenizer.decoder = decoders.ByteLevel()
-        self._ids = {number: ids[str(number)] for number in vocabulary.values()}
-        self._numbers = {place: number for number, place in self._ids.items()}
-        self._numbers[FAIRSEQ_SPECIALS.index("</s>")] = vocabulary[_NEWLINE]
+    def spell(word: str) -> list[int]:
+        found = tokenizer.encode(word).ids
+        if tokenizer.decode(found) != word:
+            fault = "its vocab.json and merges.txt are not of one vocabulary"
+            raise UserError(f"GPT-2's BPE changes {word[:40]!r}: {fault}")
+        return [ids[number] for number in found]
 
-    def spell(self, word: str) -> Sequence[int]:
-        """Dictionary ids of a word, checked to stand for it."""
-        numbers = self._tokenizer.encode(word).ids
-        if self._tokenizer.decode(numbers) != word:
-            raise UserError(
-                f"GPT-2's BPE changes {word[:40]!r}: its vocab.json and merges.txt are not of one vocabulary"
-            )
-        return [self._ids[number] for number in numbers]
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of dictionary ids."""
-        return self._tokenizer.decode([self._numbers[place] for place in ids if place in self._numbers]).encode()
+    return spell, lambda ids: tokenizer.decode([numbers[place] for place in ids if place in numbers]).encode()

@@ -1,31 +1,30 @@
 """Any text to a binarised corpus: documents divided, a vocabulary learned, encoded, described."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
-from collections import deque
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tqdm import tqdm
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.data.chunks import Piece, cut, gather
 from fairseq_rpe.data.destination import make_once
 from fairseq_rpe.data.division import DividedDocuments
 from fairseq_rpe.data.encoders import load_encoder
-from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary
+from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary, write_dictionary
+from fairseq_rpe.data.gpt2 import dictionary_symbols
 from fairseq_rpe.data.preparation import PrepareOptions
-from fairseq_rpe.data.stream import Counts, SplitWriter, encode_chunks
+from fairseq_rpe.data.stream import SplitWriter, encode_chunks
 from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, Given, WordLearner, given_vocabulary
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 # Raised when the same sources and options give other files than before.
 _FORMAT = 1
-
+_BAR: dict[str, Any] = {"unit": "char", "unit_scale": True, "disable": None}
 DEFAULT_BPE_TYPES = 16384
 _LIBRARIES = {"bpe": ("sentencepiece",), "gpt2": ("tokenizers",), "words": ()}
 
@@ -47,7 +46,7 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
         "format": _FORMAT,
         "digest": source.digest,
         "options": options.key(),
-        "given_vocabulary": given.digests() if given else None,
+        "given_vocabulary": {name: file_digest(path) for name, path in given[1].items()} if given else None,
     }
     return make_once(options.dest, key, lambda made: _build(options, source, given, made, say), say)
 
@@ -55,29 +54,28 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
 def _build(
     options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    kind = given.kind if given else options.tokenizer
-    size = None
-    if given:
-        given.write(made)
-    else:
-        size = _learn(options, source, made, say)
+    kind, files = given or (options.tokenizer, {})
+    size = None if given else _learn(options, source, made, say)
+    for name, path in files.items():
+        shutil.copyfile(path, made / name)
+    if kind == "gpt2" and "dict.txt" not in files:
+        write_dictionary(made / "dict.txt", dictionary_symbols(made))
     types = len(read_dictionary(made / "dict.txt"))
     say(f"encoding with a vocabulary of {types} symbols")
     counts = _encode(options, source, kind, made, size)
     source.check_unchanged()
     # Each line end counts as a word.
-    source.check_splits({split: count.documents if count.words > count.lines else 0 for split, count in counts.items()})
+    source.check_splits({s: count["documents"] * (count["words"] > count["lines"]) for s, count in counts.items()})
     for split, count in counts.items():
-        if kind != "words" and count.unknown:
-            raise UserError(f"the {split} split has {count.unknown} unknown tokens: the vocabulary lacks some bytes")
-    skipped = source.skipped()
-    if skipped:
+        if kind != "words" and count["unknown"]:
+            raise UserError(f"the {split} split has {count['unknown']} unknown tokens: the vocabulary lacks some bytes")
+    if skipped := source.skipped():
         say("left out: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items()))
     return {
         "made_by": MADE_BY,
         "tokenizer": {"kind": kind, "types": types},
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES[kind]},
-        "splits": {split: asdict(count) for split, count in counts.items()},
+        "splits": {split: dict(count) for split, count in counts.items()},
         "skipped": skipped,
         "files": describe_files(made, ("dict.txt", *VOCABULARY_FILES[kind], *BINARIES)),
     }
@@ -85,27 +83,19 @@ def _build(
 
 def _learn(options: PrepareOptions, source: DividedDocuments, made: Path, say: Callable[[str], None]) -> int:
     """Learn the vocabulary from the train split; returns the number of characters of all splits."""
-    learner = (
-        WordLearner(options.vocab_size)
-        if options.tokenizer == "words"
-        else BpeLearner(options.vocab_size or DEFAULT_BPE_TYPES, options.sample_bytes)
-    )
-    documents = dict.fromkeys(SPLITS, 0)
-    size = 0
-    with _progress("reading", None) as bar:
-
-        def count(characters: int) -> None:
-            nonlocal size
-            size += characters
-            bar.update(characters)
-
+    if options.tokenizer == "words":
+        learner = WordLearner(options.vocab_size)
+    else:
+        learner = BpeLearner(options.vocab_size or DEFAULT_BPE_TYPES, options.sample_bytes)
+    documents, size = dict.fromkeys(SPLITS, 0), 0
+    with tqdm(desc="reading", **_BAR) as bar:
         for split, document in source:
             documents[split] += not document.blank
-            blocks = _counted(document.blocks(), count)
+            size += document.characters
             if split == "train":
-                learner.read(blocks)
+                learner.read(_counted(document.blocks(), bar))
             else:
-                deque(blocks, maxlen=0)
+                bar.update(document.characters)
     source.check_splits(documents)
     say(f"read {sum(documents.values())} documents, {size} characters; learning the vocabulary")
     learner.write(made)
@@ -114,29 +104,22 @@ def _learn(options: PrepareOptions, source: DividedDocuments, made: Path, say: C
 
 def _encode(
     options: PrepareOptions, source: DividedDocuments, kind: str, made: Path, size: int | None
-) -> dict[str, Counts]:
+) -> dict[str, Counter[str]]:
     dtype = load_encoder(kind, made).dtype
     with contextlib.ExitStack() as stack:
         writers = {s: stack.enter_context(SplitWriter(made, s, dtype, options.boundaries)) for s in SPLITS}
-        bar = stack.enter_context(_progress("encoding", size))
+        bar = stack.enter_context(tqdm(desc="encoding", total=size, **_BAR))
 
         def pieces() -> Iterator[tuple[str, Piece]]:
             for split, document in source:
-                for piece in cut(_counted(document.blocks(), bar.update)):
-                    yield split, piece
+                yield from ((split, piece) for piece in cut(_counted(document.blocks(), bar)))
 
         for split, encoded in encode_chunks(gather(pieces()), kind, made, options.workers, options.boundaries):
             writers[split].add(encoded)
     return {split: writer.counts for split, writer in writers.items()}
 
 
-def _progress(what: str, total: int | None) -> tqdm[None]:
-    from tqdm import tqdm
-
-    return tqdm(desc=what, total=total, unit="char", unit_scale=True, disable=None)
-
-
-def _counted(blocks: Iterator[str], count: Callable[[int], object]) -> Iterator[str]:
+def _counted(blocks: Iterator[str], bar: tqdm) -> Iterator[str]:
     for block in blocks:
-        count(len(block))
+        bar.update(len(block))
         yield block

@@ -1,7 +1,5 @@
 """What to prepare, out of which text, and where."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,60 +23,35 @@ _LATER = {"divide_by": "text", "boundaries": True, "max_bytes": None}
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to prepare and where.
+    """What to prepare and where."""
 
-    Attributes:
-        dest: folder of the corpus.
-        train: folders and files to read; all text if ``valid`` and ``test`` are empty, else the train split.
-        valid: the same for the valid split.
-        test: the same for the test split.
-        include: patterns for file names in folders, such as ``*.py``; none takes all.
-        text_field: field of ``.jsonl`` and ``.parquet`` rows with the text.
-        rows_are_lines: rows are lines of one document per file instead of documents.
-        skip_invalid: leave out text files that are not UTF-8.
-        divide_by: what decides the split of a document: ``text``, or the ``path`` of its file in the source, in whose
-            order the documents then are.
-        boundaries: mark where documents meet; otherwise they follow one another line by line, empty lines included,
-            as ``fairseq-preprocess`` would have all text in one file.
-        max_bytes: upper bound for the text, in bytes of whole files; ``None`` takes everything.
-        tokenizer: one of :data:`TOKENIZERS`.
-        vocab_size: symbols of the dictionary; ``None`` is 16,384 for ``bpe`` and all words for ``words``.
-        sample_bytes: how much text ``bpe`` learns from at most; ``None`` learns from all of it.
-        gpt2: folder with the vocabulary of ``gpt2``.
-        vocab_from: take tokenizer and dictionary of this prepared corpus instead.
-        seed: decides which document goes into which split.
-        valid_fraction: expected share of documents, in (0, 1), of the valid split.
-        test_fraction: the same for the test split.
-        workers: processes; changes nothing but the time.
-    """
-
-    dest: Path
+    dest: Path  # folder of the corpus
+    # Folders and files to read: all text in the first if the others are empty.
     train: tuple[Path | Entry, ...]
     valid: tuple[Path | Entry, ...] = ()
     test: tuple[Path | Entry, ...] = ()
-    include: tuple[str, ...] = ()
-    text_field: str = "text"
-    rows_are_lines: bool = False
-    skip_invalid: bool = False
+    include: tuple[str, ...] = ()  # patterns for file names in folders, such as *.py; none takes all
+    text_field: str = "text"  # of .jsonl and .parquet rows
+    rows_are_lines: bool = False  # of one document per file, instead of documents
+    skip_invalid: bool = False  # leave out text files that are not UTF-8
+    # What decides the split of a document: "text", or the "path" of its file in the source, which is their order then.
     divide_by: str = "text"
+    # Mark where documents meet; otherwise they follow one another line by line, empty lines included, as
+    # fairseq-preprocess would have all text in one file.
     boundaries: bool = True
-    max_bytes: int | None = None
-    tokenizer: str = "bpe"
-    vocab_size: int | None = None
-    sample_bytes: int | None = 20_000_000
-    gpt2: Path | None = None
-    vocab_from: Path | None = None
-    seed: int = 1
-    valid_fraction: float = 0.05
+    max_bytes: int | None = None  # upper bound for the text, in bytes of whole files; None takes everything
+    tokenizer: str = "bpe"  # one of TOKENIZERS
+    vocab_size: int | None = None  # symbols of the dictionary; None is 16,384 for bpe and all words for words
+    sample_bytes: int | None = 20_000_000  # how much text bpe learns from at most; None learns from all of it
+    gpt2: Path | None = None  # folder with the vocabulary of gpt2
+    vocab_from: Path | None = None  # take tokenizer and dictionary of this prepared corpus instead
+    seed: int = 1  # decides which document goes into which split
+    valid_fraction: float = 0.05  # expected share of documents, in (0, 1)
     test_fraction: float = 0.05
-    workers: int = 2
+    workers: int = 2  # processes; changes nothing but the time
 
     def check(self) -> None:
-        """Refuse what does not go together, and numbers out of range.
-
-        Raises:
-            UserError: naming the option.
-        """
+        """Refuse what does not go together, and numbers out of range, naming the option."""
         if not self.train:
             raise UserError("no text is given: name folders or files")
         if bool(self.valid) != bool(self.test):

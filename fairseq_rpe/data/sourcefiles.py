@@ -1,12 +1,11 @@
 """Source files of any corpus: found in folders, opened whatever their compression, read in bounded blocks."""
 
-from __future__ import annotations
-
 import bz2
 import contextlib
 import fnmatch
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import zipfile
@@ -14,6 +13,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,11 +22,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 
 _BLOCK = 1 << 20
-_ZSTD_BLOCK = 1 << 14  # compressed bytes, which may be a hundred times that
 _BINARY_SAMPLE = 8192
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_COMPRESSED = (*_OPENERS, ".zst")
-_DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile)
+_DAMAGE = (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 # Hidden files and folders, and what tools put beside sources.
 UNWANTED = (".*", "__pycache__", "node_modules")
 
@@ -50,16 +48,16 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its file name, without folders."""
-        return self.path.name if self.member is None else self.member.rsplit("/", 1)[-1]
+        return (self.member or self.path.name).rsplit("/", 1)[-1]
 
     @property
     def kind(self) -> str:
         """``jsonl``, ``parquet`` or ``text``, by its name."""
         name = self.name.lower()
-        for ending in _COMPRESSED:
+        for ending in _OPENERS:
             name = name.removesuffix(ending)
-        return {".jsonl": "jsonl", ".parquet": "parquet"}.get(os.path.splitext(name)[1], "text")
+        ending = os.path.splitext(name)[1]
+        return ending[1:] if ending in (".jsonl", ".parquet") else "text"
 
 
 def find_entries(
@@ -87,8 +85,7 @@ def find_entries(
         if not path.exists():
             raise UserError(f"{path} does not exist: give a folder or file with text")
         several = path.is_dir() or path.suffix == ".zip"
-        inside = _inside(path, exclude) if several else iter([Entry(path)])
-        for entry in inside:
+        for entry in _inside(path, exclude) if several else [Entry(path)]:
             if several and include and not _matches(entry.name, include):
                 continue
             if (several and keep_binary) or not _is_binary(entry):
@@ -108,15 +105,15 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _inside(path: Path, exclude: Sequence[str]) -> Iterator[Entry]:
-    if path.is_dir():
-        with readable(path):
+    with readable(path):
+        if path.is_dir():
             for folder, subfolders, names in os.walk(path, onerror=_raise):
                 subfolders[:] = sorted(n for n in subfolders if not _matches(n, exclude))
                 files = (Path(folder, n) for n in sorted(names) if not _matches(n, exclude))
                 yield from (Entry(file, root=path) for file in files if file.is_file())
-        return
-    with readable(path), zipfile.ZipFile(path) as archive:
-        names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
+            return
+        with zipfile.ZipFile(path) as archive:
+            names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
     for entry in (Entry(path, name) for name in names):
         if entry.kind == "parquet":
             raise UserError(f"{entry} is parquet inside an archive: unpack {path} and give the folder")
@@ -130,7 +127,8 @@ def _raise(error: OSError) -> None:
 def _is_binary(entry: Entry) -> bool:
     if entry.kind == "parquet":
         return False
-    return b"\0" in next(read_blocks(entry), b"")[:_BINARY_SAMPLE]
+    with opened(entry) as file:
+        return b"\0" in file.read(_BINARY_SAMPLE)
 
 
 @contextlib.contextmanager
@@ -142,30 +140,33 @@ def readable(what: Entry | Path) -> Iterator[None]:
     """
     try:
         yield
-    except _DAMAGE as error:
-        raise UserError(f"{what} is cut short or damaged ({error}): get it again") from None
-    except OSError as error:
+    except (*_DAMAGE, OSError) as error:
+        # The errors of the system have a number, those of the formats have none.
+        if getattr(error, "errno", None) is None:
+            raise UserError(f"{what} is cut short or damaged ({error}): get it again") from None
         raise UserError(f"cannot read {error.filename or what} ({error.strerror or error}): change that") from None
 
 
-def read_blocks(entry: Entry) -> Iterator[bytes]:
-    """The decompressed bytes in blocks of about 1 MiB.
+@contextlib.contextmanager
+def opened(entry: Entry) -> Iterator[BinaryIO]:
+    """The decompressed bytes.
 
     Raises:
-        UserError: if the file cannot be read or is cut short.
+        UserError: if the file cannot be read or is cut short, also while it is read.
     """
     with readable(entry), contextlib.ExitStack() as stack:
-        file: BinaryIO
         if entry.member is None:
             file = stack.enter_context(open(entry.path, "rb"))
         else:
             file = stack.enter_context(_archive(entry.path, entry.path.stat().st_mtime_ns).open(entry.member))
-        ending = os.path.splitext(entry.name.lower())[1]
-        if ending == ".zst":
-            yield from _zstd(file, entry)
-            return
-        if ending in _OPENERS:
-            file = stack.enter_context(_OPENERS[ending](file))
+        if opener := _OPENERS.get(os.path.splitext(entry.name.lower())[1]):
+            file = stack.enter_context(opener(file))
+        yield file
+
+
+def read_blocks(entry: Entry) -> Iterator[bytes]:
+    """The decompressed bytes in blocks of 1 MiB."""
+    with opened(entry) as file:
         while block := file.read(_BLOCK):
             yield block
 
@@ -176,34 +177,24 @@ def _archive(path: Path, changed: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def _zstd(file: BinaryIO, entry: Entry) -> Iterator[bytes]:
+def _open_zstd(file: BinaryIO) -> BinaryIO:
+    # zstandard's own reader ends a file cut short as if it were whole.
     try:
-        import zstandard
+        import pyarrow
     except ImportError:
-        raise UserError(f"{entry} needs the package zstandard: pip install zstandard") from None
-    # Not its stream_reader, which ends a file cut short as if it were whole.
-    decoder = None
-    try:
-        while block := file.read(_ZSTD_BLOCK):
-            while block:
-                if decoder is None or decoder.eof:
-                    decoder = zstandard.ZstdDecompressor().decompressobj()
-                yield decoder.decompress(block)
-                block = decoder.unused_data
-    except zstandard.ZstdError as error:
-        raise EOFError(error) from None
-    if decoder is not None and not decoder.eof:
-        raise EOFError("no end of its last frame")
+        raise UserError(f"{file.name} needs the package pyarrow: pip install pyarrow") from None
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BLOCK)
+
+
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd}
 
 
 def digest_entries(entries: Sequence[Entry], places: bool) -> str:
     """sha256 over the files as they are on the disk, their formats and the members' names, or all ``places``."""
     digest = hashlib.sha256()
-    last = None
-    for entry in entries:
-        if entry.path != last:
-            with readable(entry.path):
-                digest.update(bytes.fromhex(file_digest(entry.path)))
-            last = entry.path
-        digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
+    for path, members in groupby(entries, key=attrgetter("path")):
+        with readable(path):
+            digest.update(bytes.fromhex(file_digest(path)))
+        for entry in members:
+            digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
     return digest.hexdigest()

@@ -1,7 +1,5 @@
 """Known corpora: where they are, how they are divided, and what a right copy counts."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.download import download
+from fairseq_rpe.data.download import download, local
 from fairseq_rpe.data.folder import SPLITS
-from fairseq_rpe.data.hub import fetch
 from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
 
 _SPLIT_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
@@ -21,29 +18,17 @@ _IN_NAME = re.compile(r"(?<![a-z])(train|valid|validation|val|test)(?![a-z])")
 
 @dataclass(frozen=True)
 class Known:
-    """A corpus that has a name.
+    """A corpus that has a name."""
 
-    Attributes:
-        about: one sentence for the user, with what it stands for.
-        hub: data sets of the hub that it consists of.
-        archives: file name and addresses of an archive with the same, best first.
-        divided: whether to divide its documents even if files are named after splits.
-        include: patterns of file names in local folders.
-        exclude: patterns of names that are left out there.
-        keep_binary: whether all files there that fit are text.
-        options: by the names of :class:`fairseq_rpe.data.preparation.PrepareOptions`.
-        counts: published numbers that a right copy has, by split.
-    """
-
-    about: str
-    hub: tuple[str, ...] = ()
-    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    divided: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = UNWANTED
-    keep_binary: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    about: str  # one sentence for the user
+    hub: tuple[str, ...] = ()  # data sets of the hub that it consists of
+    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # file name: addresses, best first
+    divided: bool = False  # divide its documents even if files are named after splits
+    include: tuple[str, ...] = ()  # patterns of file names in local folders
+    exclude: tuple[str, ...] = UNWANTED  # patterns of names that are left out there
+    keep_binary: bool = False  # all files there that fit are text
+    options: Mapping[str, Any] = field(default_factory=dict)  # by the names of PrepareOptions
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # published ones of a right copy, by split
 
 
 def _wikitext(variant: str, *more: str, tokenizer: str = "bpe") -> Known:
@@ -112,12 +97,12 @@ def gpt2_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def choose(known: Known, local: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
+def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
     """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
 
     Args:
         known: the corpus.
-        local: folders and files to take it from; none for a download, or the installed library.
+        own: folders and files to take it from; none for a download, or the installed library.
         downloads: where archives are kept.
         archive: download an archive instead of the hub's files.
 
@@ -126,29 +111,24 @@ def choose(known: Known, local: Sequence[Path], downloads: Path, archive: bool =
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")
-    if local or not (known.hub or archive):
-        return {**known.options, **_own_files(known, local)}
-    if archive:
-        paths = [download(urls, downloads / name) for name, urls in known.archives.items()]
+    options, include, exclude = dict(known.options), known.include, known.exclude
+    if own:
+        paths = own
+    elif archive:
+        paths, include = [download(urls, downloads / name) for name, urls in known.archives.items()], ()
+    elif known.hub:
+        paths, include = [local(source) for source in known.hub], ()
     else:
-        paths = [fetch(source) for source in known.hub]
-    return {**known.options, **_by_split(known, paths, find_entries(paths)[0])}
-
-
-def _own_files(known: Known, local: Sequence[Path]) -> dict[str, Any]:
-    if local:
-        return _by_split(known, local, find_entries(local, known.include, known.exclude, known.keep_binary)[0])
-    library = Path(sysconfig.get_path("stdlib"))
-    entries, _ = find_entries([library], known.include, _NOT_LIBRARY, known.keep_binary)
-    return {"skip_invalid": True, "train": tuple(entries)}
+        paths, exclude, options["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
+    entries, _ = find_entries(paths, include, exclude, known.keep_binary)
+    return {**options, **_by_split(known, paths, entries)}
 
 
 def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, tuple[Entry, ...]]:
     """Files by the split in their names; all under ``train`` if they are to be divided by document."""
     named: dict[str, list[Entry]] = {split: [] for split in SPLITS}
     for entry in entries:
-        found = _IN_NAME.findall(entry.name.lower())
-        if found:
+        if found := _IN_NAME.findall(entry.name.lower()):
             named[_SPLIT_NAMES[found[-1]]].append(entry)
     if known.divided or not any(named.values()):
         return {"train": tuple(entries)}
@@ -158,15 +138,12 @@ def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> 
     return {split: tuple(files) for split, files in named.items()}
 
 
-def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> bool:
-    """Say whether the counts of a prepared corpus are the published ones; returns it, too."""
-    right = True
+def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> None:
+    """Say whether the counts of a prepared corpus are the published ones."""
     for what, published in known.counts.items():
         for split, expected in published.items():
             found = splits[split][what]
             if found == expected:
                 say(f"{split}: {found} {what}, as published")
             else:
-                right = False
                 say(f"warning: {split} has {found} {what} instead of the published {expected}: this is another text")
-    return right

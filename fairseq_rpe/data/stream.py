@@ -1,147 +1,72 @@
 """Pieces of documents to fairseq's binary format: encoded by several processes, written in order, in bounded memory."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Self
 
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.chunks import Piece
-from fairseq_rpe.data.encoders import EOS, UNK, Encoder, load_decoder, load_encoder
+from fairseq_rpe.data.encoders import BOS, EOS, UNK, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import read_manifest, read_split, write_index
 
 _WAITING_PER_WORKER = 4
 
-
-@dataclass
-class Counts:
-    """What a part of a corpus has; ``words`` are separated by white space, and each line end is one more."""
-
-    documents: int = 0
-    bytes: int = 0
-    lines: int = 0
-    words: int = 0
-    tokens: int = 0
-    unknown: int = 0
-
-    def add(self, other: Counts) -> None:
-        """Add those of another part."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-
-class Encoded(NamedTuple):
-    """A chunk of pieces in fairseq's format.
-
-    Attributes:
-        ids: of all tokens, (tokens,), in the number type of the dictionary.
-        sizes: tokens of each item, (items,).
-        joins: whether the first item, of empty lines, belongs to the last item before this chunk.
-        counts: of this chunk.
-    """
-
-    ids: np.ndarray
-    sizes: np.ndarray
-    joins: bool
-    counts: Counts
+# Token ids of a chunk, (tokens,), where BOS stands before each document if there are boundaries; and its counts: of
+# documents, bytes, lines, words (separated by white space, and each line end is one more), tokens and unknown ones.
+Encoded = tuple[np.ndarray, Counter[str]]
 
 
 def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = True) -> Encoded:
-    """Encode pieces of one split.
-
-    With boundaries, a document begins with an item of nothing but a line end, as fairseq's ``--sample-break-mode
-    complete_doc`` knows documents apart. An empty line inside a document is in the item of the line before it, so that
-    no other item is like that. The writer drops the first of these items: there are as many as gaps between documents.
-    Without, each line is an item, as ``fairseq-preprocess`` has it.
-    """
-    ids, sizes = [np.zeros(0, encoder.dtype)], [np.zeros(0, "<i4")]
-    joins = unfinished = False
-    counts = Counts()
+    """Encode pieces of one split."""
+    ids, counts = [], Counter[str]()
     for piece in pieces:
         tokens = encoder.encode(piece.text)
-        items = _item_sizes(tokens, boundaries)
-        blank = bool(len(tokens)) and tokens[0] == EOS
-        if boundaries and piece.first:
-            ids.append(np.array([EOS], encoder.dtype))
-            sizes.append(np.ones(1, "<i4"))
-            if blank and len(items) > 1:
-                items = np.concatenate(([items[0] + items[1]], items[2:]))
-        elif (boundaries and blank and len(sizes[-1])) or unfinished:
-            sizes[-1][-1] += items[:1].sum()
-            items = items[1:]
-        elif boundaries and blank:
-            joins = True
-        if len(items):
-            sizes.append(items.astype("<i4"))
-        unfinished = not boundaries and bool(tokens[-1] != EOS if len(tokens) else unfinished)
+        boundary = boundaries and piece.first
+        if boundary:
+            ids.append(np.array([BOS], encoder.dtype))
         ids.append(tokens)
         content = piece.text.encode()
         lines = content.count(b"\n")
-        counts.add(
-            Counts(
-                documents=int(piece.first),
-                bytes=len(content),
-                lines=lines,
-                words=_count_words(piece.text, content) + lines - piece.in_word,
-                tokens=len(tokens) + (boundaries and piece.first),
-                unknown=int((tokens == UNK).sum()),
-            )
+        counts.update(
+            documents=int(piece.first),
+            bytes=len(content),
+            lines=lines,
+            words=len(piece.text.split()) + lines - piece.in_word,
+            tokens=len(tokens) + boundary,
+            unknown=int((tokens == UNK).sum()),
         )
-    return Encoded(np.concatenate(ids), np.concatenate(sizes), joins, counts)
+    return np.concatenate(ids), counts
 
 
-def _count_words(text: str, content: bytes) -> int:
-    """``len(text.split())``, faster for ASCII, whose bytes ``content`` are."""
-    if not text.isascii():
-        return len(text.split())
-    codes = np.frombuffer(content, np.uint8)
-    blank = (codes == 32) | ((codes >= 9) & (codes <= 13)) | ((codes >= 28) & (codes <= 31))
-    return int((~blank[1:] & blank[:-1]).sum()) + int(len(codes) > 0 and not blank[0])
-
-
-def _item_sizes(tokens: np.ndarray, boundaries: bool) -> np.ndarray:
-    """Tokens of each line; with boundaries, empty lines are part of the line before, or one item at the beginning."""
-    if not len(tokens):
-        return np.zeros(0, np.int64)
-    ended = tokens[:-1] == EOS
-    if boundaries:
-        ended &= tokens[1:] != EOS
-    return np.diff(np.flatnonzero(ended) + 1, prepend=0, append=len(tokens))
-
-
-_encoder: Encoder | None = None
-_boundaries = True
+_encode: Callable[[Sequence[Piece]], Encoded]
 
 
 def _start_worker(kind: str, folder: Path, boundaries: bool) -> None:
-    global _encoder, _boundaries
+    global _encode
     # The parent is told, and it ends this process in its own time; if it is killed, nobody else would.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder, _boundaries = load_encoder(kind, folder), boundaries
+    _encode = partial(encode_chunk, load_encoder(kind, folder), boundaries=boundaries)
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(1)
 
 
 def _work(pieces: Sequence[Piece]) -> Encoded:
-    assert _encoder is not None
-    return encode_chunk(_encoder, pieces, _boundaries)
+    return _encode(pieces)
 
 
 def encode_chunks(
@@ -175,60 +100,63 @@ def encode_chunks(
 class SplitWriter:
     """Writes ``{split}.bin`` and ``{split}.idx`` chunk by chunk; the index of lines is never in memory.
 
+    With boundaries, an item of nothing but a line end is between two documents, as fairseq's ``--sample-break-mode
+    complete_doc`` knows them apart. An empty line inside a document is in the item of the line before it, or of the
+    first line, so that no other item is like that. Without, each line is an item, as ``fairseq-preprocess`` has it.
+
     Args:
-        folder: where to write.
-        split: name of the split.
         dtype: number type of the ids, ``<u2`` or ``<u4``.
         boundaries: whether the documents were encoded with boundaries.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, boundaries: bool = True) -> None:
-        self.counts = Counts()
+        self.counts = Counter[str]()
         self._path = folder / f"{split}.idx"
         self._dtype = dtype
         self._bin = open(folder / f"{split}.bin", "wb")
         self._sizes = open(folder / f"{split}.sizes", "wb+")
-        self._last = 0
         self._boundaries, self._extra = boundaries, int(boundaries)
-        self._unfinished = False
+        # The last token that is no line end, and the last one; how many are in the item that is not ended.
+        self._last, self._open = np.full(2, BOS, dtype), 0
 
     def add(self, encoded: Encoded) -> None:
         """Append a chunk."""
-        # The boundary before the first document.
-        extra, self._extra = self._extra, 0
-        ids, sizes = encoded.ids[extra:], encoded.sizes[extra:]
-        self.counts.add(encoded.counts)
-        self.counts.tokens -= extra
-        self._bin.write(ids.tobytes())
-        if encoded.joins or self._unfinished:
-            self._last += int(sizes[:1].sum())
-            sizes = sizes[1:]
-        if len(sizes):
-            self._flush_last()
-            self._sizes.write(sizes[:-1].tobytes())
-            self._last = int(sizes[-1])
-        if len(ids):
-            self._unfinished = not self._boundaries and bool(ids[-1] != EOS)
+        # The boundary before the first document is left out.
+        tokens = np.concatenate((self._last, encoded[0][self._extra :]))
+        self.counts.update(encoded[1])
+        self.counts["tokens"] -= self._extra
+        self._extra = 0
+        words = tokens[np.maximum.accumulate(np.where(tokens == EOS, 0, np.arange(len(tokens))))]
+        ids, before = tokens[2:], tokens[1:-1]
+        starts = before == EOS
+        if self._boundaries:
+            starts &= (ids != EOS) & (words[1:-1] != BOS)
+        begins = np.flatnonzero(starts | (before == BOS) | (ids == BOS))
+        self._last = np.array([words[-1], tokens[-1]])
+        self._bin.write(np.where(ids == BOS, EOS, ids).astype(self._dtype).tobytes())
+        if len(begins):
+            self._write_sizes(np.diff(begins, prepend=-self._open))
+            self._open = -int(begins[-1])
+        self._open += len(ids)
 
-    def _flush_last(self) -> None:
-        if self._last:
-            self._sizes.write(np.array([self._last], "<i4").tobytes())
+    def _write_sizes(self, sizes: np.ndarray) -> None:
+        self._sizes.write(sizes[sizes > 0].astype("<i4").tobytes())
 
-    def __enter__(self) -> SplitWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._bin.close()
         with self._sizes:
             if kind is None:
-                self._flush_last()
+                self._write_sizes(np.array([self._open]))
                 write_index(self._path, self._sizes, self._dtype)
         Path(self._sizes.name).unlink()
 
 
 def decode_documents(folder: Path, split: str) -> list[bytes]:
     """The text of each document of a prepared split, with a newline at its end; all in one without boundaries."""
-    manifest = read_manifest(folder) or {}
+    manifest = read_manifest(folder)
     # Corpora that name no tokenizer are of the standard library, from before it was one of the others.
     kind = manifest.get("tokenizer", {}).get("kind", "bpe")
     boundaries = "tokenizer" in manifest and manifest.get("options", {}).get("boundaries", True)

@@ -1,11 +1,10 @@
 """A byte-exact sentencepiece BPE whose pieces are safe symbols of a fairseq dictionary."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 import sentencepiece
 
@@ -13,11 +12,12 @@ from fairseq_rpe.core.errors import UserError
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MIN_VOCAB_SIZE = 300
+BYTES = 256  # the first symbols of a vocabulary are those of the bytes
 
 # sentencepiece counts its own <unk>, the dictionary the four specials instead.
 _SPECIALS_BEYOND_PIECES = len(FAIRSEQ_SPECIALS) - 1
 _SPACE = "▁"
-BYTE_SYMBOL = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_SYMBOL = re.compile(r"<0x([0-9A-F]{2})>")
 _RESERVED = "<0x[0-9A-Fa-f]{2}>|</s>|<s>|<unk>|<pad>|madeupword[0-9]{4}"
 # Text that looks like a symbol of fairseq's or a byte piece; a group, for splitting.
 _RESERVED_RUN = re.compile(f"((?:{_RESERVED})+)")
@@ -33,14 +33,9 @@ def symbol_bytes(symbol: str) -> bytes:
     """The bytes that a dictionary symbol stands for; ``</s>`` is the line end, ``<unk>`` U+FFFD."""
     if symbol in FAIRSEQ_SPECIALS:
         return {"</s>": b"\n", "<unk>": "\N{REPLACEMENT CHARACTER}".encode()}.get(symbol, b"")
-    if match := BYTE_SYMBOL.fullmatch(symbol):
+    if match := _BYTE_SYMBOL.fullmatch(symbol):
         return bytes.fromhex(match[1])
     return symbol.replace(_SPACE, " ").encode()
-
-
-def decode(symbols: Iterable[str]) -> str:
-    """The text of dictionary symbols; stray byte pieces, which only a model can emit, become U+FFFD."""
-    return b"".join(map(symbol_bytes, symbols)).decode("utf-8", errors="replace")
 
 
 def split_reserved(text: str) -> list[str]:
@@ -50,13 +45,16 @@ def split_reserved(text: str) -> list[str]:
 
 
 class Tokenizer:
-    """Cuts lines into dictionary symbols such that ``decode(encode(line)) == line`` for every line.
+    """Cuts text into dictionary symbols that stand for it byte by byte.
 
     Text that could not be a plain dictionary symbol (tabs and other white space, ``▁``, ``</s>``, ...)
     is spelled in byte pieces ``<0xNN>`` and never shown to sentencepiece.
 
     Args:
         model: a serialised sentencepiece model, as from :func:`train_tokenizer`.
+
+    Attributes:
+        symbols: of the fairseq dictionary in order, without fairseq's four specials.
 
     Raises:
         UserError: if the model was not trained by :func:`train_tokenizer`.
@@ -67,72 +65,45 @@ class Tokenizer:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
             raise UserError("the tokenizer is no sentencepiece model: make it with prepare-stdlib") from None
-        self._symbols: list[str] = [self._pieces.id_to_piece(i) for i in range(self._pieces.vocab_size())]
-        self._places = {symbol: place for place, symbol in enumerate(self.symbols)}
-        self._check()
+        # sentencepiece has its own <unk> before all symbols.
+        self.symbols: list[str] = [self._pieces.id_to_piece(i) for i in range(1, self._pieces.vocab_size())]
+        table = [symbol_bytes(symbol) for symbol in self.symbols]
+        unsafe = [s for s in self.symbols[BYTES:] if _UNSAFE.search(s.replace(_SPACE, " "))]
+        sample = "  def  f(x):  "
+        exact = table[:BYTES] == [bytes([number]) for number in range(BYTES)]
+        if unsafe or not exact or b"".join(table[place] for place in self.encode(sample)) != sample.encode():
+            why = f"has the piece {unsafe[0]!r}" if exact and unsafe else "does not keep every byte"
+            raise UserError(f"the sentencepiece model {why}: make the tokenizer with prepare-stdlib")
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer saved at ``path`` (``spm.model``).
-
-        Raises:
-            UserError: if there is none, or it was not made by :func:`train_tokenizer`.
-        """
+    def load(cls, path: Path) -> Self:
+        """The tokenizer saved at ``path`` (``spm.model``)."""
         try:
             return cls(path.read_bytes())
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: make it with prepare-stdlib") from None
 
-    @property
-    def symbols(self) -> list[str]:
-        """The symbols of the fairseq dictionary in order, without fairseq's four specials."""
-        return self._symbols[1:]
-
-    def encode(self, line: str) -> list[str]:
-        """The dictionary symbols of one line, none for an empty one.
+    def encode(self, text: str) -> list[int]:
+        """Positions in :attr:`symbols` of the symbols of a text without newlines.
 
         Raises:
-            ValueError: if ``line`` contains a newline, which is the end-of-line symbol in fairseq.
+            ValueError: if it has one, which is the end-of-line symbol in fairseq.
         """
-        if "\n" in line:
+        if "\n" in text:
             raise ValueError("a line to encode contains a newline")
-        symbols: list[str] = []
+        places: list[int] = []
         # Splitting with a group alternates: safe, unsafe, safe, ...
-        for i, text in enumerate(_UNSAFE.split(line)):
-            symbols += _spell(text) if i % 2 else [self._symbols[j] for j in self._pieces.encode(text, out_type=int)]
-        return symbols
-
-    def encode_word(self, word: str) -> list[int]:
-        """Positions in :attr:`symbols` of the symbols of a short text, the fast way."""
-        if _UNSAFE.search(word):
-            return [self._places[symbol] for symbol in self.encode(word)]
-        # sentencepiece has its own <unk> before all symbols.
-        return [i - 1 for i in self._pieces.encode(word, out_type=int)]
-
-    def _check(self) -> None:
-        plain = [s for i, s in enumerate(self._symbols) if i and not self._pieces.is_byte(i)]
-        unsafe = [s for s in plain if _UNSAFE.search(s.replace(_SPACE, " "))]
-        sample = "  def  f(x):  "
-        exact = len(self._symbols) - len(plain) == 257 and decode(self.encode(sample)) == sample
-        if unsafe or not exact:
-            why = f"has the piece {unsafe[0]!r}" if unsafe else "does not keep every byte"
-            raise UserError(f"the sentencepiece model {why}: make the tokenizer with prepare-stdlib")
-
-
-def _spell(text: str) -> list[str]:
-    return [f"<0x{byte:02X}>" for byte in text.encode()]
+        for i, part in enumerate(_UNSAFE.split(text)):
+            places += part.encode() if i % 2 else (j - 1 for j in self._pieces.encode(part, out_type=int))
+        return places
 
 
 def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
-    """Train a BPE on all of ``lines``; the same lines give the same bytes.
+    """Train a BPE on all of ``lines``; the same lines give the same bytes, a serialised sentencepiece model.
 
     Args:
         lines: text without newlines.
-        vocab_size: number of symbols of the fairseq dictionary, its four specials and the
-            256 byte pieces included.
-
-    Returns:
-        The serialised sentencepiece model.
+        vocab_size: symbols of the fairseq dictionary, its four specials and the 256 bytes included.
 
     Raises:
         UserError: if the vocabulary is too small for the characters or too large for the text.

@@ -1,8 +1,6 @@
 """Loss in units that do not depend on the tokenizer: bits per byte and perplexity per word."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fairseq_rpe.data.folder import read_manifest
@@ -45,9 +43,6 @@ class Units:
 
 def read_units(folder: Path, subset: str) -> Units | None:
     """The units of a split of a prepared corpus, ``None`` if they were not recorded when it was prepared."""
-    manifest = read_manifest(folder)
-    split = manifest.get("splits", {}).get(subset) if manifest else None
-    names = ("tokens", "bytes", "words", "documents")
-    if not isinstance(split, dict) or not all(isinstance(split.get(name), int) and split[name] > 0 for name in names):
-        return None
-    return Units(**{name: split[name] for name in names})
+    split = read_manifest(folder).get("splits", {}).get(subset, {})
+    counts = {field.name: split.get(field.name) for field in fields(Units)}
+    return Units(**counts) if all(isinstance(count, int) and count > 0 for count in counts.values()) else None

@@ -1,28 +1,20 @@
 """Vocabularies: learned from a stream of text (a sample for sentencepiece, counts for whole words) or given."""
 
-from __future__ import annotations
-
 import hashlib
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.data import gpt2
 from fairseq_rpe.data.chunks import cut
 from fairseq_rpe.data.folder import read_manifest, write_dictionary
+from fairseq_rpe.data.gpt2 import find_files
 from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, train_tokenizer
 
 # The files of each kind of tokenizer beside its dictionary.
-VOCABULARY_FILES: dict[str, tuple[str, ...]] = {
-    "bpe": ("spm.model",),
-    "gpt2": ("vocab.json", "merges.txt"),
-    "words": (),
-}
+VOCABULARY_FILES = {"bpe": ("spm.model",), "gpt2": ("vocab.json", "merges.txt"), "words": ()}
 
 # Whole words are for texts whose rare words are <unk> already; a web crawl has no end of them.
 MOST_WORDS = 4_000_000
@@ -31,7 +23,7 @@ _PADDING = 8
 
 
 class BpeLearner:
-    """Learns a byte-exact sentencepiece BPE from parts of the text that a hash of each part chooses.
+    """Learns ``spm.model``, a byte-exact sentencepiece BPE, from parts of the text that a hash of each part chooses.
 
     The choice depends on the text alone. Whenever the parts are too many, half of all hashes drop out.
 
@@ -48,7 +40,6 @@ class BpeLearner:
         self._size = 0
 
     def read(self, blocks: Iterable[str]) -> None:
-        """Look at a document of the train split."""
         for piece in cut(blocks, self._part):
             number = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest(), "big")
             if number < self._limit:
@@ -60,7 +51,6 @@ class BpeLearner:
                 self._size = sum(len(text) for _, text in self._parts)
 
     def write(self, folder: Path) -> None:
-        """Write ``spm.model`` and ``dict.txt``."""
         model = train_tokenizer((line for _, text in self._parts for line in text.split("\n")), self._vocab_size)
         (folder / "spm.model").write_bytes(model)
         write_dictionary(folder / "dict.txt", Tokenizer(model).symbols)
@@ -78,68 +68,45 @@ class WordLearner:
         self._counts: Counter[str] = Counter()
 
     def read(self, blocks: Iterable[str]) -> None:
-        """Look at a document of the train split."""
         for piece in cut(blocks):
             self._counts.update(piece.text.split())
             if len(self._counts) > MOST_WORDS:
                 raise UserError(f"the text has more than {MOST_WORDS} different words: use --tokenizer bpe")
 
     def write(self, folder: Path) -> None:
-        """Write ``dict.txt``."""
         for special in FAIRSEQ_SPECIALS:
             del self._counts[special]
         words = sorted(self._counts, key=lambda word: (-self._counts[word], word))
         if self._vocab_size is not None:
             words = words[: self._vocab_size - len(FAIRSEQ_SPECIALS)]
-        known, number = set(words), 0
-        while (len(words) + len(FAIRSEQ_SPECIALS)) % _PADDING:
-            symbol = f"madeupword{number:04d}"
-            number += 1
-            if symbol not in known:
-                words.append(symbol)
+        known = set(words)
+        unused = (symbol for i in count() if (symbol := f"madeupword{i:04d}") not in known)
+        words += islice(unused, -(len(words) + len(FAIRSEQ_SPECIALS)) % _PADDING)
         write_dictionary(folder / "dict.txt", words)
 
 
-@dataclass(frozen=True)
-class Given:
-    """A vocabulary that is not learned.
-
-    Attributes:
-        kind: of its tokenizer, a key of :data:`VOCABULARY_FILES`.
-        files: where each file of a prepared corpus comes from.
-    """
-
-    kind: str
-    files: dict[str, Path]
-
-    def digests(self) -> dict[str, str]:
-        """The sha256 of each file."""
-        return {name: file_digest(path) for name, path in self.files.items()}
-
-    def write(self, folder: Path) -> None:
-        """Copy it; a GPT-2 vocabulary without a dictionary gets one."""
-        for name, path in self.files.items():
-            shutil.copyfile(path, folder / name)
-        if "dict.txt" not in self.files:
-            write_dictionary(folder / "dict.txt", gpt2.dictionary_symbols(folder))
+# The kind of its tokenizer, a key of VOCABULARY_FILES, and where each file comes from.
+Given = tuple[str, dict[str, Path]]
 
 
-def given_vocabulary(corpus: Path | None, gpt2_folder: Path | None) -> Given | None:
-    """The vocabulary of a prepared corpus or of GPT-2, ``None`` if neither is named.
+def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
+    """The vocabulary of a prepared corpus, or of a folder with GPT-2's.
+
+    ``None`` if neither is named. A vocabulary of GPT-2 may come without ``dict.txt``.
 
     Raises:
-        UserError: if files are missing.
+        UserError: if other files are missing.
     """
-    if gpt2_folder is not None:
-        return Given("gpt2", gpt2.find_files(gpt2_folder))
+    if gpt2 is not None:
+        return "gpt2", find_files(gpt2)
     if corpus is None:
         return None
     manifest = read_manifest(corpus)
-    if manifest is None:
+    if not manifest:
         raise UserError(f"--vocab-from {corpus} is no prepared corpus: name a folder made by fairseq-rpe prepare")
     kind = manifest.get("tokenizer", {}).get("kind", "bpe")
-    names = ("dict.txt", *VOCABULARY_FILES[kind])
-    for name in names:
-        if not (corpus / name).is_file():
+    files = {name: corpus / name for name in ("dict.txt", *VOCABULARY_FILES[kind])}
+    for name, path in files.items():
+        if not path.is_file():
             raise UserError(f"--vocab-from {corpus} has no {name}: prepare it again")
-    return Given(kind, {name: corpus / name for name in names})
+    return kind, files

@@ -93,7 +93,8 @@ def test_fairseq_preprocess_makes_the_same_files(source: Path, made: Path, tmp_p
     command += ["--srcdict", str(made / "dict.txt"), "--destdir", str(tmp_path / "theirs")]
     for split in SPLITS:
         lines = decode_documents(made, split)[0].decode().split("\n")[:-1]
-        (tmp_path / split).write_text("".join(" ".join(tokenizer.encode(line)) + "\n" for line in lines))
+        pieces = ([tokenizer.symbols[place] for place in tokenizer.encode(line)] for line in lines)
+        (tmp_path / split).write_text("".join(" ".join(symbols) + "\n" for symbols in pieces))
         command += [f"--{split}pref", str(tmp_path / split)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
