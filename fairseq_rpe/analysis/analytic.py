@@ -1,7 +1,5 @@
 """An analytic expression in complex boxes, its integral and its derivatives, enclosed by flint's balls."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

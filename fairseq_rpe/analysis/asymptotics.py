@@ -5,8 +5,6 @@ replaced by an inequality. ``sympy.limit`` cannot take its place: of 71 formulas
 the 8 that oscillate or have min or max; nor does it say from which n on its answer holds.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

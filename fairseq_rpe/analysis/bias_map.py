@@ -1,7 +1,5 @@
 """An additive bias as numbers to look at: of queries and keys, for some of its heads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

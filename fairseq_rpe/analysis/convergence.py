@@ -9,8 +9,6 @@ Distances n = i - j >= 0 are in tokens, log-biases are natural logarithms, and B
 ('converges', '2.54149408254', '10')
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from fractions import Fraction

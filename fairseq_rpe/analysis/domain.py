@@ -1,7 +1,5 @@
 """Is a formula a real number below +∞ at every n = 0, 1, 2, …? Shown with intervals, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -8,8 +8,6 @@ Flint's balls do not serve here: none is [0, x], [2^100, 2^1000000] or [-∞, x]
 logarithms of such ranges are lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

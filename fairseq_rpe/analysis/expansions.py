@@ -8,8 +8,6 @@ with exact coefficients (intervals where something oscillates) and a number C. S
 decided raises :class:`Unknown`, what needs a larger T raises :class:`Later`.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

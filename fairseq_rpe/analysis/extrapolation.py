@@ -1,7 +1,5 @@
 """Length extrapolation as a yes or no: Definition 0.1 of "Exploring Transformer Extrapolation" (arXiv 2307.10156)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -18,8 +18,6 @@ Example: y = (0, -1, -1) at u = (0, 1/3, 2/3) has slopes -3 and 0, so f(u) = -3Â
 That parameters exist does not say that training finds them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

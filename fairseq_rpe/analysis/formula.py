@@ -1,7 +1,5 @@
 """Formulas of the distance n, read without ``eval``."""
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

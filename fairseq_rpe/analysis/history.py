@@ -1,7 +1,5 @@
 """The bias over distance at several moments of a training, kept as JSON lines beside TensorBoard's events."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curves and Table 2 of "Improving Length Generalization via Position Index Warping", computed again for RoPE."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Verdicts and receptive fields of all heads of some encodings, as tables and curves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Ranges of an expression over many ranges of n at a time, in double precision."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from fractions import Fraction

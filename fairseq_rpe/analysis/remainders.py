@@ -1,7 +1,5 @@
 """What Σ exp f(n) still holds far out, from the expansion of f."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

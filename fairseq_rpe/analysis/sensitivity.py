@@ -4,8 +4,6 @@ Source: "Improving Length Generalization via Position Index Warping", Eq. 3, 4, 
 unit norm and with the same norm in each block of two. Everything is float64; positions and distances may be fractional.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """How fast attention is with each encoding and backend on this machine, against attention without a bias."""
 
-from __future__ import annotations
-
 import os
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """Does Σ exp f(n) converge? Decided from the expansion of f."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ of a series with a bound on what is left out, so R has Cauchy's bound, which nee
 complex box. Where f is not analytic, or oscillates too fast, a million terms are added up and the rest stays open.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The theoretical receptive field of a convergent series, from its sum and its tails as intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
