@@ -14,7 +14,7 @@ from typing import Any
 
 import sympy
 
-from .enclosures import Intervals, iv, number, sign
+from .enclosures import intervals, iv, number, sign
 
 Monomial = tuple[sympy.Expr, ...]
 Coefficient = tuple[sympy.Expr, sympy.Expr]
@@ -117,7 +117,7 @@ class Arithmetic:
                 if k >= len(self.logs) or (k and self.logs[k - 1].a <= 0):
                     raise Later
                 total += number(power) * self.logs[k]
-        return Intervals.exp(total)
+        return intervals.exp(total)
 
     def slope(self, m: Monomial, k: int) -> Any:
         """The largest size, from here on, of d ln m / d ln L_k less its own a_k; L_k is the k-fold logarithm."""

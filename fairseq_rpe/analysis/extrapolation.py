@@ -27,11 +27,7 @@ class Deviation:
 
 
 def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
-    """How perplexity changes beyond the training length.
-
-    Args:
-        ppl: perplexity by evaluation length in tokens; lengths below ``trained_at`` do not count.
-        trained_at: m, the training length.
+    """How ``ppl``, perplexity by evaluation length in tokens, changes beyond the training length m, ``trained_at``.
 
     Raises:
         UserError: nothing was evaluated at the training length, or nothing beyond it.
@@ -53,9 +49,7 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
 def agreeing(converging: Sequence[float], diverging: Sequence[float]) -> tuple[float, float] | None:
     """Every δ at which exactly the methods whose series converges extrapolate: low < δ <= high, or None.
 
-    Args:
-        converging: deviations of the methods whose Σ exp(bias) converges.
-        diverging: deviations of the others.
+    ``converging``: deviations of the methods whose Σ exp(bias) converges; ``diverging``: of the others.
 
     >>> agreeing([0.03, 0.01], [0.07, 0.5])
     (0.03, 0.07)

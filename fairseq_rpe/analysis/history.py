@@ -1,13 +1,13 @@
 """The bias over distance at several moments of a training, kept as JSON lines beside TensorBoard's events."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..core import UserError
+from ..core.files import atomic_write
 
 FILE = "profiles.jsonl"
 _POINTS = 64
@@ -30,12 +30,9 @@ def distances(length: int) -> list[int]:
 
 
 class History:
-    """A file of looks, written as a whole each time, so that a reader never sees a part of one.
+    """A file of looks in ``folder``; ``length`` is the training length in tokens.
 
-    Args:
-        folder: where the file lies.
-        start: updates done before the first new look; what the file holds from there on is dropped.
-        length: training length in tokens.
+    ``start``: updates done before the first new look; what the file holds from there on is dropped.
     """
 
     def __init__(self, folder: str | Path, start: int, length: int) -> None:
@@ -46,10 +43,7 @@ class History:
         """Keep ``profiles``, place -> (H, n) log-bias over distances 0 … n-1, as those after ``step`` updates."""
         bias = {place: profile[:, self.at].tolist() for place, profile in profiles.items()}
         self.looks.append({"step": step, "distances": self.at, "bias": bias})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{FILE}")
-        temporary.write_text("".join(json.dumps(look) + "\n" for look in self.looks), encoding="utf-8")
-        os.replace(temporary, self.path)
+        atomic_write(self.path, "".join(json.dumps(look) + "\n" for look in self.looks))
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
@@ -61,10 +55,10 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
         UserError: the file is damaged.
     """
     path = Path(folder) / FILE
-    if not path.exists():
-        return []
     try:
         looks = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [{"step": look["step"], "distances": look["distances"], "bias": look["bias"]} for look in looks]
+        return [{key: look[key] for key in ("step", "distances", "bias")} for look in looks]
+    except FileNotFoundError:
+        return []
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): delete it") from None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_difference, total_differences, warped
+from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_differences, warped
 
 # (training length, c) -> skew -> what the paper prints for tests of 2 and of 4 times that length
 TABLE_2 = {
@@ -26,13 +26,10 @@ Curve = tuple[Tensor, Tensor]  # x and y
 
 @dataclass(frozen=True)
 class Setting:
-    """What is computed.
+    """What is computed: ``width`` of RoPE's heads, even, None is the limit of a wide head; ``base`` of RoPE's angles.
 
-    Attributes:
-        train_length: tokens; the table and the differences have the paper's 20 and 500.
-        width: of RoPE's heads, even; None is the limit of a wide head.
-        base: of RoPE's angles.
-        exponential: differences are of exp(raw attention), as in the paper's figures, or of raw attention.
+    ``train_length`` is in tokens; the table and the differences have the paper's 20 and 500. ``exponential``:
+    differences are of exp(raw attention), as in the paper's figures, or of raw attention.
     """
 
     train_length: int = 512
@@ -56,7 +53,7 @@ class Setting:
     def raw(self, n: Tensor) -> Tensor:
         """Raw attention of RoPE (Eq. 3), in parts: it takes width / 2 numbers for each distance."""
         parts = n.flatten().split(_CHUNK // (self.width or 256))
-        return torch.cat([rope_raw(part, self.width, self.base) for part in parts]).reshape(n.shape)
+        return torch.cat([rope_raw(part, self.width, self.base) for part in parts]).view_as(n)
 
     def sensitivity(self, positions: Tensor) -> Tensor:
         return sensitivity(positions, self.raw, self.exponential)
@@ -64,10 +61,14 @@ class Setting:
     def differences(self, skew: str, train_length: int, tests: Sequence[int], reach: int) -> Tensor:
         return total_differences(skew, train_length, tests, reach, self.raw, self.exponential)
 
+    def sums(self, skew: str, train_length: int, reach: int) -> tuple[float, ...]:
+        """Total differences at ``TIMES``."""
+        return tuple(self.differences(skew, train_length, [t * train_length for t in TIMES], reach).tolist())
+
 
 @dataclass(frozen=True)
 class Row:
-    """Total differences (Eq. 9) of one training length and skew at each of ``TIMES``, beside the paper's."""
+    """Total differences (Eq. 9) of one training length and skew at ``TIMES``, beside the paper's."""
 
     train_length: int
     reach: int
@@ -84,7 +85,7 @@ class Row:
 def table(setting: Setting) -> list[Row]:
     """Table 2."""
     return [
-        Row(length, reach, skew, tuple(_sums(setting, skew, length, reach)), printed)
+        Row(length, reach, skew, setting.sums(skew, length, reach), printed)
         for (length, reach), published in TABLE_2.items()
         for skew, printed in published.items()
     ]
@@ -122,12 +123,10 @@ def attention(setting: Setting) -> Attention:
 
 @dataclass(frozen=True)
 class Falling:
-    """Sensitivity (Eq. 6) of a text of ``times`` the training length, positions interpolated.
+    """Sensitivity (Eq. 6) of a text of ``times`` the training length, interpolated; ``tail``: its last tokens.
 
-    Attributes:
-        size: its absolute value over positions, or that averaged over one wave where there are enough of them.
-        single: the value of each position, where ``size`` is averaged.
-        tail: the sensitivity itself at the last tokens.
+    ``size`` is its absolute value over positions, or that averaged over one wave where there are enough of them; then
+    ``single`` is that of each position.
     """
 
     times: int
@@ -165,12 +164,13 @@ def tails(setting: Setting) -> list[Tail]:
     """One for each skew, with the total differences at ``TIMES``."""
     length, reach = setting.train_length, setting.reach
     shown = min(reach, _SHOWN) + 2
-    found = []
-    for skew in SKEWS:
-        positions = {1: warped(skew, length), **{t: interpolated(length, t * length) for t in TIMES}}
-        at = {t: setting.sensitivity(p[-shown:]) for t, p in positions.items()}
-        found.append(Tail(skew, reach, tuple(_sums(setting, skew, length, reach)), at))
-    return found
+    tests = {t: setting.sensitivity(interpolated(length, t * length)[-shown:]) for t in TIMES}
+
+    def tail(skew: str) -> Tail:
+        trained = setting.sensitivity(warped(skew, length)[-shown:])
+        return Tail(skew, reach, setting.sums(skew, length, reach), {1: trained, **tests})
+
+    return [tail(skew) for skew in SKEWS]
 
 
 def warps(setting: Setting) -> Mapping[str, Tensor]:
@@ -210,10 +210,6 @@ def wave(times: int) -> Tensor:
     weights = torch.ones(whole + 2, dtype=torch.float64)
     weights[[0, -1]] = (turn - whole) / 2
     return weights / turn
-
-
-def _sums(setting: Setting, skew: str, length: int, reach: int) -> list[float]:
-    return [total_difference(skew, length, t * length, reach, setting.raw, setting.exponential) for t in TIMES]
 
 
 def _thinned(x: Tensor, y: Tensor) -> Curve:

@@ -7,7 +7,7 @@ import sympy
 
 from .analytic import ball, interval, precisely
 from .asymptotics import Scale
-from .enclosures import Intervals, Undefined, iv, number
+from .enclosures import Undefined, intervals, iv, number
 from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, level, sure_sign, times
 from .summation import ORDERS, Thin, thin
 
@@ -55,10 +55,10 @@ def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     def tail(t: Any) -> Any:
         here = Scale(t, scale.order)
         slack = sum((c * here.size(m) for m, c in minor), iv.mpf(0)).b
-        model = Intervals.exp(sum((number(c[0]) * here.size(m) for m, c in main.items()), iv.mpf(0)))
+        model = intervals.exp(sum((number(c[0]) * here.size(m) for m, c in main.items()), iv.mpf(0)))
         area = _integral(rates, t, a == 0 and p == 1, a == 0 and p == 1 and q == 1)
         wide = number(low) - slack, number(high) + slack
-        return iv.mpf([(Intervals.exp(wide[0]) * area).a, (Intervals.exp(wide[1]) * (area + model)).b])
+        return iv.mpf([(intervals.exp(wide[0]) * area).a, (intervals.exp(wide[1]) * (area + model)).b])
 
     falls = [(p, level(0)), (q, level(1)), (r, level(2))]
     if not power and any(sure_sign(v) < 0 for v, _ in falls) and _rate(e, scale, 1, 1)[0] <= -1:
@@ -132,9 +132,9 @@ def _slopes(e: Expansion, scale: Scale, k: int) -> Callable[[Any], Any] | None:
         def value(terms: Thin) -> Any:
             return sum((number(c) * here.size(m) for m, c in terms), iv.mpf(0))
 
-        high = Intervals.exp(value([*thin(e, 1), *extra])) / least + Intervals.exp(value(thin(e, 1)))
+        high = intervals.exp(value([*thin(e, 1), *extra])) / least + intervals.exp(value(thin(e, 1)))
         if most == iv.inf or not flat.a > 0:
             return iv.mpf([0, high.b])
-        return iv.mpf([(Intervals.exp(value([*thin(e, 0), *extra])) / most).a, high.b])
+        return iv.mpf([(intervals.exp(value([*thin(e, 0), *extra])) / most).a, high.b])
 
     return tail

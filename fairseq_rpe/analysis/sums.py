@@ -23,7 +23,7 @@ import sympy
 from flint import arb
 
 from .analytic import Weight, ball, interval, precisely
-from .enclosures import PRECISION, Intervals, Undefined, enclose, ends, iv, number, precision
+from .enclosures import PRECISION, Undefined, enclose, ends, intervals, iv, number, precision
 from .ranges import ranges
 from .remainders import beyond
 
@@ -70,7 +70,7 @@ class Smooth:
     @precisely
     def __init__(self, f: sympy.Expr, level: int, first: int) -> None:
         self.weight, self.first = Weight(f), first
-        terms = (ball(Intervals.exp(enclose(f, n))) for n in range(first))
+        terms = (ball(intervals.exp(enclose(f, n))) for n in range(first))
         self.partial = list(itertools.accumulate(terms, initial=arb(0)))
         self.blocks: list[Block] = []
         self._extend(f, level)
@@ -231,7 +231,7 @@ class Geometric:
     def __init__(self, c: sympy.Expr, k: sympy.Expr) -> None:
         self.c, self.k = c, k
         with self.digits():
-            self.total = Intervals.exp(number(c)) / (1 - Intervals.exp(-number(k)))
+            self.total = intervals.exp(number(c)) / (1 - intervals.exp(-number(k)))
 
     def digits(self) -> contextlib.AbstractContextManager[None]:
         """As many more bits as 1 - e^-k loses."""
@@ -243,7 +243,7 @@ class Finite:
 
     def __init__(self, c: sympy.Expr, keys: int) -> None:
         self.c, self.keys = c, keys
-        self.total = Intervals.exp(number(c)) * keys
+        self.total = intervals.exp(number(c)) * keys
 
 
 def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:

@@ -9,7 +9,7 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import Intervals, ends, iv, number, sign
+from .enclosures import ends, intervals, iv, number, sign
 from .sums import Finite, Geometric, Rough, Smooth, rational
 
 Sum = Smooth | Rough | Geometric | Finite
@@ -156,7 +156,7 @@ def _far(total: Smooth | Rough, side: Callable[[Any], int]) -> Trf:
         if high > _FARTHEST:
             return Trf(log10=(ends(low / iv.log(10))[0], mpmath.inf))
     if high.a < _WHOLE * math.log(2):
-        top = mpmath.libmp.to_int(Intervals.exp(high)._mpi_[1], "c")
+        top = mpmath.libmp.to_int(intervals.exp(high)._mpi_[1], "c")
         return _whole(total.tail, side, total.end - 1, top, total.end)
     least, most = _halved(total.far, side, low, high, -1), _halved(total.far, side, low, high, 1)
     return Trf(log10=(ends(least / iv.log(10))[0], ends(most / iv.log(10))[1]))
