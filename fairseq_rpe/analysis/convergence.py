@@ -28,7 +28,6 @@ from .summation import CONVERGES, DIVERGES, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
 
-__all__ = ["CONVERGES", "DIVERGES", "UNDECIDED", "HeadVerdict", "verdict", "verdict_of_formula"]
 LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it
 _DIGITS = 12
 
@@ -80,7 +79,7 @@ class HeadVerdict:
         exact = epsilon if isinstance(epsilon, Fraction) else Fraction(repr(epsilon))
         if not 0 < exact < 1:
             raise UserError(f"ε = {epsilon} is out of range: choose a number between 0 and 1")
-        return None if self.total is None else _trf(self.total, exact)
+        return None if self.total is None else trf(self.total, exact)
 
 
 def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> list[HeadVerdict]:
@@ -142,7 +141,7 @@ def _judge(weight: LogWeight) -> HeadVerdict:
         reason = f"geometric series: b_n = {start}e^(-k·n), k = {show(k)} > 0, B = {start}1/(1 - e^-k)"
         return HeadVerdict(CONVERGES, reason + note, Geometric(c, k))
     if found.verdict == CONVERGES:
-        return HeadVerdict(CONVERGES, found.reason + note, _summed(f, found.level))
+        return HeadVerdict(CONVERGES, found.reason + note, summed(f, found.level))
     return HeadVerdict(found.verdict, found.reason + note)
 
 
@@ -152,13 +151,3 @@ def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
         return None  # no power is written out: it may be a large one
     parts = sympy.Poly(f, N).all_coeffs()
     return (parts[1], -parts[0]) if len(parts) == 2 else None
-
-
-@functools.lru_cache(maxsize=256)
-def _summed(f: sympy.Expr, level: int) -> Sum | None:
-    return summed(f, level)
-
-
-@functools.lru_cache(maxsize=4096)
-def _trf(total: Sum, epsilon: Fraction) -> Trf:
-    return trf(total, epsilon)

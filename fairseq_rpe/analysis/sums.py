@@ -11,11 +11,11 @@ complex box. Where f is not analytic, or oscillates too fast, a million terms ar
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
@@ -44,8 +44,7 @@ class TooLong(ArithmeticError):
     """It does, but takes more blocks than are worth their time."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """∫ over [low, high] with its error, and how far R may be off."""
 
     low: int
@@ -54,13 +53,20 @@ class Block:
     rest: arb
 
 
-class Smooth:
-    """B and every tail of an analytic series.
+class _Tails:
+    """Tails of a series of which ``far`` says what is left from ln j on, and ``below`` the sum from j to ``end``."""
 
-    Args:
-        f: the log-weight; convergent.
-        level: what decided that.
-        first: number of terms that are added up one by one.
+    end: int
+    far: Callable[[Any], Any]
+    far_sum: Any
+
+    def tail(self, j: int) -> Any:
+        """Σ_{n >= j} b(n)."""
+        return self.far(iv.log(iv.mpf(j))) if j >= self.end else self.below(j) + self.far_sum
+
+
+class Smooth(_Tails):
+    """B and every tail of an analytic convergent series, whose ``first`` terms are added up one by one.
 
     Raises:
         NotSmooth: f is not analytic from ``first`` on.
@@ -79,18 +85,13 @@ class Smooth:
             list(itertools.accumulate((getattr(b, name) for b in self.blocks[::-1]), initial=arb(0)))[::-1]
             for name in ("area", "rest")
         )
-        self._tails: dict[int, Any] = {}
         self.total = interval(self.partial[-1] + self._tail(first)) + self.far_sum
 
-    def tail(self, j: int) -> Any:
-        """Σ_{n >= j} b(n)."""
-        if j not in self._tails:
-            self._tails[j] = self.far(iv.log(iv.mpf(j))) if j >= self.end else interval(self._tail(j)) + self.far_sum
-        return self._tails[j]
+    def below(self, j: int) -> Any:
+        return interval(self._tail(j))
 
     @precisely
     def _tail(self, j: int) -> arb:
-        """Of it, what is below the far end."""
         if j < self.first:
             return self.partial[-1] - self.partial[j] + self._tail(self.first)
         i = bisect.bisect_right(self.blocks, j, key=lambda b: b.low) - 1
@@ -178,7 +179,7 @@ class Smooth:
         return Block(low, high, area, rest) if rest + area.rad() < allowed else None
 
 
-class Rough:
+class Rough(_Tails):
     """B and tails of any convergent series from its first terms: as exact as what is known about the rest.
 
     Raises:
@@ -204,25 +205,18 @@ class Rough:
             np.concatenate([[0], np.cumsum(np.exp(side.astype(np.longdouble))) * (1 + sign * eps)])
             for side, sign in ((low, -1), (high, 1))
         )
-        self.total = self._between(0, ROUGH) + self.far_sum
+        self.total = self.tail(0)
 
-    def _between(self, start: int, stop: int) -> Any:
-        """Σ over start <= n < stop."""
-        low, high = (float(side[stop]) for side in (self.low, self.high))
-        if start:
-            low, high = low - float(self.high[start]), high - float(self.low[start])
+    def below(self, j: int) -> Any:
+        low, high = float(self.low[-1]), float(self.high[-1])
+        if j:
+            low, high = low - float(self.high[j]), high - float(self.low[j])
         slack = 1e-15 * abs(high)
         return iv.mpf([max(low - slack, 0.0), high + slack])
 
     def near(self, target: Any) -> int:
         """Where to look first for the j whose tail is ``target``: tails are at hand here, so anywhere."""
         return self.end // 2
-
-    def tail(self, j: int) -> Any:
-        """Σ_{n >= j} b(n)."""
-        if j >= self.end:
-            return self.far(iv.log(iv.mpf(j)))
-        return self._between(j, ROUGH) + self.far_sum
 
 
 class Geometric:
@@ -246,6 +240,7 @@ class Finite:
         self.total = intervals.exp(number(c)) * keys
 
 
+@functools.lru_cache(maxsize=256)
 def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:
     """The sum of a convergent series; None where no bound on it is known."""
     if beyond(f, iv.mpf(_FARTHEST) * iv.log(2), level) is None:
@@ -257,12 +252,6 @@ def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:
             continue
         except TooLong:
             break
-    try:
+    with contextlib.suppress(TooLong, Undefined):
         return Rough(f, level)
-    except (TooLong, Undefined):
-        return None
-
-
-def rational(epsilon: Fraction) -> Any:
-    """The interval of an exact fraction."""
-    return iv.mpf(epsilon.numerator) / epsilon.denominator
+    return None
