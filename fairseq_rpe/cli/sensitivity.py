@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli.options import positive_float, positive_int
-from fairseq_rpe.cli.report import align
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.table import Cell, Row, Table, number
 
 if TYPE_CHECKING:
     from fairseq_rpe.analysis.index_warping import Setting
@@ -69,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
     atomic_write(table, out.getvalue())
 
     columns = [f"{times}x {what}" for times in index_warping.TIMES for what in ("computed", "published")]
-    lines = [["training length", "skew", *columns], ["---"] * (2 + len(columns))]
-    lines += [[str(row.train_length), row.skew, *(f"{value:.3f}" for value in row.beside)] for row in rows]
-    print(align(lines))
+    lines = [
+        Row(str(row.train_length), [Cell(row.skew), *(number(value, ".3f") for value in row.beside)]) for row in rows
+    ]
+    print(Table("Sensitivity", ["training length", "skew", *columns], lines).markdown())
     print(f"Computed: {asked}.")
     print("The paper gives no head width, so the agreement to look for is a trend, not the digits:")
     for length, reach in dict.fromkeys((row.train_length, row.reach) for row in rows):

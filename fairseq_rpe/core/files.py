@@ -1,7 +1,5 @@
 """Files that are whole or absent: atomic writes, digests, JSON lines and locks."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Which checkpoint of a folder can be trusted, and what it holds."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
