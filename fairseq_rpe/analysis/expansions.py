@@ -9,6 +9,7 @@ decided raises :class:`Unknown`, what needs a larger T raises :class:`Later`.
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,13 @@ class Expansion:
     error: tuple[Monomial, Any] | None = None
 
     def ordered(self) -> list[tuple[Monomial, Coefficient]]:
-        """The terms, the largest first."""
+        """The largest term first."""
         return sorted(self.terms.items(), key=_by_size, reverse=True)
+
+    def apart(self) -> tuple[Coefficient, "Expansion"]:
+        """The constant and what is left."""
+        rest = Expansion({m: c for m, c in self.terms.items() if m != ONE}, self.error)
+        return self.terms.get(ONE, exactly(0)), rest
 
 
 def level(k: int) -> Monomial:
@@ -84,24 +90,23 @@ def product(a: Coefficient, b: Coefficient) -> Coefficient:
     return hull([sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b])
 
 
-def _added(terms: dict[Monomial, Coefficient], m: Monomial, c: Coefficient) -> Coefficient:
-    old = terms.get(m, (sympy.S.Zero, sympy.S.Zero))
-    if sympy.nan in (found := (old[0] + c[0], old[1] + c[1])):
-        raise Unknown("∞ - ∞")
-    return found
+def _sums(items: Iterable[tuple[Monomial, Coefficient]]) -> dict[Monomial, Coefficient]:
+    """Coefficients of the same monomial added up."""
+    terms: dict[Monomial, Coefficient] = {}
+    for m, c in items:
+        old = terms.get(m, exactly(0))
+        terms[m] = old[0] + c[0], old[1] + c[1]
+        if sympy.nan in terms[m]:
+            raise Unknown("∞ - ∞")
+    return terms
 
 
-def exactly(c: sympy.Expr) -> Coefficient:
-    return c, c
+def exactly(c: Any) -> Coefficient:
+    return (sympy.sympify(c),) * 2
 
 
 class Arithmetic:
-    """Sums and products of expansions that hold for n >= e^start.
-
-    Args:
-        start: T.
-        order: powers of a small quantity that are kept.
-    """
+    """Sums and products of expansions for n >= e^start; ``order``: powers of a small quantity that are kept."""
 
     def __init__(self, start: int, order: int) -> None:
         self.order = order
@@ -156,12 +161,9 @@ class Arithmetic:
 
     def tidy(self, terms: dict[Monomial, Coefficient], errors: list[tuple[Monomial, Any]]) -> Expansion:
         """Drop zeros, put what is below the largest error into it, and keep the number of terms small."""
-        kept = Expansion(
-            {m: c for m, c in terms.items() if c != (0, 0) and (c[0] != c[1] or sign(c[0]) != 0)}
-        ).ordered()
-        if len(kept) > _MOST:
-            errors = [*errors, *((m, self.weight(c)) for m, c in kept[_MOST:])]
-            kept = kept[:_MOST]
+        kept = Expansion({m: c for m, c in terms.items() if c[0] != c[1] or sign(c[0]) != 0}).ordered()
+        errors = [*errors, *((m, self.weight(c)) for m, c in kept[_MOST:])]
+        kept = kept[:_MOST]
         if not errors:
             return Expansion(dict(kept))
         top = max(errors, key=_by_size)[0]
@@ -186,17 +188,10 @@ class Arithmetic:
         return self.tidy({ONE: exactly(c)}, [])
 
     def add(self, a: Expansion, b: Expansion) -> Expansion:
-        terms = dict(a.terms)
-        for m, c in b.terms.items():
-            terms[m] = _added(terms, m, c)
-        return self.tidy(terms, [e.error for e in (a, b) if e.error])
+        return self.tidy(_sums([*a.terms.items(), *b.terms.items()]), [e.error for e in (a, b) if e.error])
 
     def mul(self, a: Expansion, b: Expansion) -> Expansion:
-        terms: dict[Monomial, Coefficient] = {}
-        for m, c in a.terms.items():
-            for k, d in b.terms.items():
-                key = times(m, k)
-                terms[key] = _added(terms, key, product(c, d))
+        terms = _sums((times(m, k), product(c, d)) for m, c in a.terms.items() for k, d in b.terms.items())
         errors = []
         for p, q in ((a, b), (b, a)):
             if q.error:
@@ -221,16 +216,14 @@ class Arithmetic:
         self.small(u)
         return m, c, u
 
-    def small(self, u: Expansion) -> Any:
+    def small(self, u: Expansion) -> None:
+        """Refuse what is not surely |u| <= 1/2 from here on."""
         top, c = self.bound(u)
         if top != ONE and not self.falls(top):
             raise Unknown("a small quantity is not small")
         size = c if top == ONE else c * self.size(top)
         if size.b > 0.5:
-            if compare(top, ONE) < 0:
-                raise Later
-            raise Unknown("a small quantity is not small")
-        return iv.mpf(size.b)
+            raise Unknown("a small quantity is not small") if top == ONE else Later
 
     def taylor(self, u: Expansion, coefficients: list[sympy.Expr], rest: Any) -> Expansion:
         """Σ_k coefficients[k]·u^k with |error| <= rest·|u|^len(coefficients)."""
@@ -238,10 +231,7 @@ class Arithmetic:
         for c in coefficients[1:]:
             power = self.mul(power, u)
             total = self.add(total, self.scaled(power, exactly(c)))
-        top, size = self.bound(u)
-        k = len(coefficients)
         if not u.terms and not u.error:
             return total
-        return self.tidy(
-            total.terms, [*([total.error] if total.error else []), (times(ONE, top, sympy.Integer(k)), rest * size**k)]
-        )
+        (top, size), k = self.bound(u), len(coefficients)
+        return self.add(total, Expansion({}, (times(ONE, top, sympy.Integer(k)), rest * size**k)))
