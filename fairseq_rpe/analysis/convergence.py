@@ -34,12 +34,10 @@ _DIGITS = 12
 
 @dataclass(frozen=True)
 class HeadVerdict:
-    """What is proved about one head.
+    """What is proved about one head: ``converges``, ``diverges`` or ``undecided``.
 
-    Attributes:
-        decision: ``converges``, ``diverges`` or ``undecided``.
-        reason: the test that decided and the parameters that it looked at, in one line.
-        total: B and its tails where a bound on them is known.
+    ``reason``: the test that decided and the parameters that it looked at, in one line; ``total``: B and its tails
+    where a bound on them is known.
     """
 
     decision: str
@@ -57,18 +55,17 @@ class HeadVerdict:
             return ""
         if isinstance(self.total, Finite) and self.total.c == 0:
             return str(self.total.keys)
-        low, high = (
-            mpmath.nstr(end, _DIGITS, strip_zeros=False, min_fixed=-5, max_fixed=_DIGITS + 1) for end in self.limit
-        )
-        if low == high:
-            return low
+        low, high = self.limit
+        fixed = {"strip_zeros": False, "min_fixed": -5, "max_fixed": _DIGITS + 1}
+        if (text := mpmath.nstr(low, _DIGITS, **fixed)) == mpmath.nstr(high, _DIGITS, **fixed):
+            return text
         with mpmath.workprec(120):
-            middle, half = (self.limit[0] + self.limit[1]) / 2, (self.limit[1] - self.limit[0]) / 2
+            middle, half = (low + high) / 2, (high - low) / 2
             if not mpmath.isfinite(half):
-                return f">= {mpmath.nstr(self.limit[0], 6)}"
+                return f">= {mpmath.nstr(low, 6)}"
             shown = min(_DIGITS, int(mpmath.log10(middle / half)) + 2)
             if shown < 4:
-                return f"{mpmath.nstr(self.limit[0], 3)} to {mpmath.nstr(self.limit[1], 3)}"
+                return f"{mpmath.nstr(low, 3)} to {mpmath.nstr(high, 3)}"
         return f"{mpmath.nstr(middle, shown)} ± {mpmath.nstr(half, 2)}"
 
     def trf(self, epsilon: float | Fraction) -> Trf | None:
@@ -134,15 +131,14 @@ def _judge(weight: LogWeight) -> HeadVerdict:
         if found.verdict != DIVERGES or f.has(N):
             return HeadVerdict(UNDECIDED, f"only a lower bound of the bias is known{note}")
         return HeadVerdict(DIVERGES, f"term test: b_n does not go to 0{note}")
-    rate = _rate(f) if found.verdict == CONVERGES else None
-    if rate is not None:
+    if found.verdict != CONVERGES:
+        return HeadVerdict(found.verdict, found.reason + note)
+    if rate := _rate(f):
         c, k = rate
         start = f"e^{show(c)}·" if sign(c) != 0 else ""
         reason = f"geometric series: b_n = {start}e^(-k·n), k = {show(k)} > 0, B = {start}1/(1 - e^-k)"
         return HeadVerdict(CONVERGES, reason + note, Geometric(c, k))
-    if found.verdict == CONVERGES:
-        return HeadVerdict(CONVERGES, found.reason + note, summed(f, found.level))
-    return HeadVerdict(found.verdict, found.reason + note)
+    return HeadVerdict(CONVERGES, found.reason + note, summed(f, found.level))
 
 
 def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:

@@ -90,7 +90,7 @@ def product(a: Coefficient, b: Coefficient) -> Coefficient:
     return hull([sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b])
 
 
-def _sums(items: Iterable[tuple[Monomial, Coefficient]]) -> dict[Monomial, Coefficient]:
+def summed(items: Iterable[tuple[Monomial, Coefficient]]) -> dict[Monomial, Coefficient]:
     """Coefficients of the same monomial added up."""
     terms: dict[Monomial, Coefficient] = {}
     for m, c in items:
@@ -188,10 +188,10 @@ class Arithmetic:
         return self.tidy({ONE: exactly(c)}, [])
 
     def add(self, a: Expansion, b: Expansion) -> Expansion:
-        return self.tidy(_sums([*a.terms.items(), *b.terms.items()]), [e.error for e in (a, b) if e.error])
+        return self.tidy(summed([*a.terms.items(), *b.terms.items()]), [e.error for e in (a, b) if e.error])
 
     def mul(self, a: Expansion, b: Expansion) -> Expansion:
-        terms = _sums((times(m, k), product(c, d)) for m, c in a.terms.items() for k, d in b.terms.items())
+        terms = summed((times(m, k), product(c, d)) for m, c in a.terms.items() for k, d in b.terms.items())
         errors = []
         for p, q in ((a, b), (b, a)):
             if q.error:

@@ -12,11 +12,10 @@ from ..core import UserError
 from ..core.spec import nearest
 
 N = sympy.Symbol("n", nonnegative=True)  # the distance in every expression of this package
-_FUNCTIONS = {
-    **{"log": sympy.log, "ln": sympy.log, "exp": sympy.exp},
+_FUNCTIONS = {name: getattr(sympy, name) for name in ("log", "exp", "sin", "cos", "tanh", "atan")} | {
+    "ln": sympy.log,
     "sqrt": lambda x, evaluate: sympy.Pow(x, sympy.Rational(1, 2), evaluate=evaluate),
-    **{"sin": sympy.sin, "cos": sympy.cos, "tanh": sympy.tanh, "atan": sympy.atan},
-    **{"abs": sympy.Abs, "min": sympy.Min, "max": sympy.Max},
+    **{name.lower(): getattr(sympy, name) for name in ("Abs", "Min", "Max")},
 }
 _NAMES = {"n": N, "pi": sympy.pi, "e": sympy.E}
 _LONGEST, _DEEPEST, _EXPONENT = 1000, 60, 300  # characters and levels of a formula; decimal exponent of a number in it

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ class Setting:
         return tuple(self.differences(skew, train_length, [t * train_length for t in TIMES], reach).tolist())
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Total differences (Eq. 9) of one training length and skew at ``TIMES``, beside the paper's."""
 
     train_length: int
@@ -105,8 +104,7 @@ def trend(at: Mapping[str, Sequence[float]]) -> tuple[bool, bool]:
     return lower, at["beta"][-1] == min(sums[-1] for sums in at.values())
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """exp(raw attention) over distances in tokens: of RoPE by head width (None: a wide head), of ALiBi by head."""
 
     distances: Tensor
@@ -121,8 +119,7 @@ def attention(setting: Setting) -> Attention:
     return Attention(n, rope, {head: alibi_raw(n, head).exp() for head in (1, 3, 5, 8)})
 
 
-@dataclass(frozen=True)
-class Falling:
+class Falling(NamedTuple):
     """Sensitivity (Eq. 6) of a text of ``times`` the training length, interpolated; ``tail``: its last tokens.
 
     ``size`` is its absolute value over positions, or that averaged over one wave where there are enough of them; then
@@ -140,18 +137,15 @@ def falling(setting: Setting) -> list[Falling]:
     found = []
     for times in (1, *TIMES):
         p = interpolated(setting.train_length, times * setting.train_length)
-        sen = setting.sensitivity(p)
-        p, size, single = p[1:], sen.abs(), None
-        window = wave(times)
-        if len(size) >= 2 * len(window):
-            single = _thinned(p, size)
-            p, size = (values.unfold(0, len(window), 1) @ window for values in (p, size))
-        found.append(Falling(times, _thinned(p, size), single, sen[-_TAIL:]))
+        sen, window = setting.sensitivity(p), wave(times)
+        each = mean = p[1:], sen.abs()
+        if averaged := len(sen) >= 2 * len(window):
+            mean = (values.unfold(0, len(window), 1) @ window for values in each)
+        found.append(Falling(times, _thinned(*mean), _thinned(*each) if averaged else None, sen[-_TAIL:]))
     return found
 
 
-@dataclass(frozen=True)
-class Tail:
+class Tail(NamedTuple):
     """Sensitivity at the last tokens of a text: ``at`` 1 in training, warped by ``skew``, at ``TIMES`` in tests."""
 
     skew: str
@@ -178,8 +172,7 @@ def warps(setting: Setting) -> Mapping[str, Tensor]:
     return {skew: warped(skew, setting.train_length) for skew in SKEWS}
 
 
-@dataclass(frozen=True)
-class Differences:
+class Differences(NamedTuple):
     """Total difference (Eq. 9) over test length / training length, and the paper's at ``TIMES``, by skew."""
 
     train_length: int

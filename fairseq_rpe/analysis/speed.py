@@ -29,15 +29,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Setting:
-    """What takes turns, and at which size.
+    """What takes turns, and at which size: ``encodings``, each adds a bias or is nope, with each of ``backends``.
 
-    Attributes:
-        encodings: specs; each adds a bias or is nope.
-        backends: keys of ``BACKENDS``.
-        batch, heads, width: of q, k and v; the width is a head's.
-        dtype: a key of :data:`DTYPES`.
-        repeats: turns, of which the median counts.
-        device: cpu or cuda.
+    ``width`` is a head's, ``dtype`` a key of :data:`DTYPES`, ``device`` cpu or cuda; of ``repeats`` turns the median
+    counts.
     """
 
     encodings: list[str]
@@ -72,11 +67,7 @@ class Timing:
 
 
 def measure(setting: Setting, step: str, length: int) -> tuple[list[Timing], list[str]]:
-    """Every encoding with every backend in turns, and a line on each that is left out.
-
-    Raises:
-        UserError: an encoding has no bias.
-    """
+    """Every encoding with every backend in turns, and a line on each that is left out."""
     ways, left_out = _ways(setting, step == "training", length)
     seconds = in_turns(ways, setting.repeats, setting.device)
     limit = seconds[LIMIT, "sdpa"]
@@ -101,7 +92,9 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     def attend(encoding: Encoding, backend: Backend) -> Tensor:
         return backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
 
-    free, needed = _free_memory(device), DENSE_COPIES * 4 * batch * heads * n * n
+    on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu  # bytes
+    needed = DENSE_COPIES * 4 * batch * heads * n * n
     found = {(LIMIT, "sdpa"): partial(way, partial(F.scaled_dot_product_attention, q, k, v, is_causal=True), [])}
     found[LIMIT, "sdpa"]()
     left_out = []
@@ -126,13 +119,6 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             else:
                 found[spec, name] = tried
     return found, left_out
-
-
-def _free_memory(device: str) -> int:
-    """Bytes."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
 def in_turns(ways: dict[Key, Way], repeats: int, device: str) -> dict[Key, float]:

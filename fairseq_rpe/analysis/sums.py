@@ -100,21 +100,17 @@ class Smooth(_Tails):
         if j > block.low:
             area = self.areas[i + 1] + self.weight.integral(j, block.high, block.area.rad())
         total = area + self.weight(j) / 2
-        for k, value in enumerate(self.weight.taylor(j, _ORDER)):
-            if k % 2:
-                total -= arb.bernoulli(k + 1) / (k + 1) * value
+        for k, value in list(enumerate(self.weight.taylor(j, _ORDER)))[1::2]:
+            total -= arb.bernoulli(k + 1) / (k + 1) * value
         return total + arb(0, 1) * (self.rests[i] + self.edge)
 
     @precisely
     def near(self, target: Any) -> int:
         """About the j whose tail is ``target``."""
-        far = ball(self.far_sum).mid()
-        want = ball(target).mid()
+        far, want = ball(self.far_sum).mid(), ball(target).mid()
         i = bisect.bisect_left(self.areas, True, key=lambda area: not (area + far).mid() > want)
-        if i == 0:
-            return self.first // 2
-        if i > len(self.blocks):
-            return self.end
+        if not 0 < i <= len(self.blocks):
+            return self.end if i else self.first // 2
         block = self.blocks[i - 1]
         low = block.low
         for _ in range(_STEPS):  # Newton's, of the logarithm: exact where the weights fall geometrically
@@ -130,10 +126,9 @@ class Smooth(_Tails):
         x, sofar, found = self.first, self.partial[-1], None
         for doubling in range(_FARTHEST):
             try:
-                blocks = self._blocks(x, 2 * x, sofar)
+                self.blocks += (blocks := self._blocks(x, 2 * x, sofar))
             except TooLong:
                 break
-            self.blocks += blocks
             sofar = sum((block.area for block in blocks), sofar)
             x *= 2
             if doubling < 12 or doubling % 4 == 0:
@@ -158,13 +153,12 @@ class Smooth(_Tails):
             if len(self.blocks) + len(done) + len(todo) > _BLOCKS:
                 raise TooLong
             a, b = todo.pop()
-            block = self._block(a, b, sofar)
-            if block is None:
-                if b - a < 4:
-                    raise NotSmooth
-                todo += [((a + b) // 2, b), (a, (a + b) // 2)]
-            else:
+            if block := self._block(a, b, sofar):
                 done.append(block)
+            elif b - a < 4:
+                raise NotSmooth
+            else:
+                todo += [((a + b) // 2, b), (a, (a + b) // 2)]
         return done
 
     def _block(self, low: int, high: int, sofar: arb) -> Block | None:
@@ -189,11 +183,10 @@ class Rough(_Tails):
     def __init__(self, f: sympy.Expr, level: int) -> None:
         self.f, self.end = f, ROUGH
         n = np.arange(ROUGH, dtype=np.float64)
-        low, high = ranges(f, n, n)
+        low, high = map(np.array, ranges(f, n, n))
         for k in np.flatnonzero(np.isnan(low) | np.isnan(high)):
-            value = enclose(f, int(k))
-            low, high = low.copy(), high.copy()
-            low[k], high[k] = (np.nextafter(float(e), w) for e, w in zip(ends(value), (-np.inf, np.inf), strict=True))
+            bottom, top = map(float, ends(enclose(f, int(k))))
+            low[k], high[k] = np.nextafter(bottom, -np.inf), np.nextafter(top, np.inf)
         far = beyond(f, iv.log(iv.mpf(ROUGH)).a, level)
         if far is None or not high.max() < 690:
             raise TooLong
