@@ -122,11 +122,6 @@ class Scale(Arithmetic):
         series = [cycle[k % 4] / sympy.factorial(k) for k in range(self.order + 1)]
         return self.taylor(small, series, 1 / iv.mpf(int(sympy.factorial(self.order + 1))))
 
-    def tanh(self, e: Expansion) -> Expansion:
-        double = self.exp(self.scaled(e, exactly(2)))
-        over = self.power(self.add(double, self.constant(1)), -sympy.S.One)
-        return self.add(self.constant(1), self.scaled(over, exactly(-2)))
-
     def atan(self, e: Expansion) -> Expansion:
         if compare(self.bound(e)[0], ONE) > 0:
             side = sure_sign(self.split(e)[1][0])
@@ -163,20 +158,20 @@ class Scale(Arithmetic):
             flip = exactly(1 if isinstance(e, sympy.Max) else -1)
             parts = [self.scaled(self(a), flip) for a in e.args]
             return self.scaled(functools.reduce(self.larger, parts), flip)
-        if isinstance(e, sympy.exp):
-            return self.exp(self(e.args[0]))
+        if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
+            return self.exp(self(e.exp))
         if e.is_Pow:
             return self._pow(*e.args)
         if isinstance(e, sympy.sin | sympy.cos):
             return self.wave(self(e.args[0]), type(e))
-        functions = {sympy.log: self.log, sympy.tanh: self.tanh, sympy.atan: self.atan, sympy.Abs: self.size_of}
+        if isinstance(e, sympy.tanh):
+            return self(1 - 2 / (1 + sympy.exp(2 * e.args[0])))
+        functions = {sympy.log: self.log, sympy.atan: self.atan, sympy.Abs: self.size_of}
         if type(e) not in functions:
             raise Unknown(f"{type(e).__name__} is not known here")
         return functions[type(e)](self(e.args[0]))
 
     def _pow(self, base: sympy.Expr, power: sympy.Expr) -> Expansion:
-        if base is sympy.E:
-            return self.exp(self(power))
         if not power.has(N):
             return self.power(self(base), _value(power))
         if not base.has(N) and sure_sign(_value(base)) < 0:

@@ -1,6 +1,7 @@
 """Is a formula a real number below +∞ at every n = 0, 1, 2, …? Shown with intervals, or refused."""
 
 import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -19,13 +20,10 @@ _OPEN, _TRIES = 1 << 14, 4000  # ranges that may still be open at a time; interv
 
 
 def check(e: sympy.Expr, text: str) -> None:
-    """Refuse a formula that is complex, undefined or +∞ at some n; -∞ is allowed, there b_n = 0.
+    """Refuse a formula that is complex, undefined or +∞ at some n, or of which that cannot be ruled out; b_n = 0 at -∞.
 
     The numbers up to 63 are tried one by one, ranges of larger ones are halved until intervals prove that the
     formula has values there. Far out its expansion is the proof, which exists only where the formula has values.
-
-    Raises:
-        UserError: it has no value, or it cannot be shown that it has one.
     """
     for n in range(_ONE_BY_ONE):
         _at(e, n, text)
@@ -43,19 +41,17 @@ def check(e: sympy.Expr, text: str) -> None:
 
 def _proved_from(e: sympy.Expr) -> int:
     """The exponent of 2 from which an expansion holds, or could at best."""
-    for start in STARTS:
-        for order in ORDERS:
-            with contextlib.suppress(Later, Unknown, Undefined):
-                Scale(start, order)(e)
-                return math.ceil(start / math.log(2))
-    return math.ceil(STARTS[-1] / math.log(2))
+    for start, order in itertools.product(STARTS, ORDERS):
+        with contextlib.suppress(Later, Unknown, Undefined):
+            Scale(start, order)(e)
+            break
+    return math.ceil(start / math.log(2))
 
 
 def _defined(e: sympy.Expr, x: Any) -> bool:
-    try:
+    with contextlib.suppress(Undefined):
         return bool(enclose(e, x).a < iv.inf)
-    except Undefined:
-        return False
+    return False
 
 
 def _at(e: sympy.Expr, n: int, text: str) -> None:
@@ -74,8 +70,7 @@ def _halve(e: sympy.Expr, low: list[int], high: list[int], text: str) -> None:
                 _at(e, n, text)
             raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {low[0]} on")
         found = ranges(e, _doubles(low, -np.inf), _doubles(high, np.inf))
-        bad = np.flatnonzero(~(found[1] < np.inf))
-        pairs = [(low[i], high[i]) for i in bad]
+        pairs = [(low[i], high[i]) for i in np.flatnonzero(~(found[1] < np.inf))]
         low, high = [], []
         for a, b in pairs:
             if b - a <= 1:

@@ -51,13 +51,12 @@ def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
     if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
         step = getattr(field, e.func.__name__.lower())
         return functools.reduce(step, (walk(a, x, field) for a in e.args))
-    if e.is_Pow or isinstance(e, sympy.exp):
-        base, power = (sympy.E, e.args[0]) if isinstance(e, sympy.exp) else e.args
-        if base is sympy.E:
-            return field.exp(walk(power, x, field))
-        if power.is_Integer:
-            return field.power(walk(base, x, field), int(power))
-        return _power(base, power, x, field)
+    if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
+        return field.exp(walk(e.exp, x, field))
+    if e.is_Pow:
+        if e.exp.is_Integer:
+            return field.power(walk(e.base, x, field), int(e.exp))
+        return _power(e.base, e.exp, x, field)
     if isinstance(e, sympy.log | sympy.sin | sympy.cos | sympy.tanh | sympy.atan | sympy.Abs):
         return getattr(field, e.func.__name__.lower())(walk(e.args[0], x, field))
     raise Undefined(f"'{e}' is not of n, constants, + - * / ** and the functions of a formula")
@@ -184,12 +183,11 @@ def sign(c: sympy.Expr) -> int | None:
     """-1, 0 or 1, exact; None where the sign of a constant cannot be told."""
     if c.is_Rational or c in (sympy.oo, -sympy.oo):
         return int(sympy.sign(c))
-    for bits in (PRECISION, 8 * PRECISION):
-        try:
+    with contextlib.suppress(Undefined):
+        for bits in (PRECISION, 8 * PRECISION):
             with precision(bits):
                 value = number(c)
-        except Undefined:
-            return None
-        if value.a > 0 or value.b < 0:
-            return 1 if value.a > 0 else -1
-    return 0 if sympy.simplify(c) == 0 else None
+            if value.a > 0 or value.b < 0:
+                return 1 if value.a > 0 else -1
+        return 0 if sympy.simplify(c) == 0 else None
+    return None

@@ -179,10 +179,7 @@ class Arithmetic:
     def bound(self, e: Expansion) -> tuple[Monomial, Any]:
         """A monomial and a number with |e| <= number · monomial."""
         items = [(m, self.weight(c)) for m, c in e.terms.items()] + ([e.error] if e.error else [])
-        if not items:
-            return ONE, iv.mpf(0)
-        top = max(items, key=_by_size)[0]
-        return top, sum((c * self.ratio(m, top) for m, c in items), iv.mpf(0))
+        return self.tidy({}, items).error or (ONE, iv.mpf(0))
 
     def constant(self, c: sympy.Expr) -> Expansion:
         return self.tidy({ONE: exactly(c)}, [])

@@ -3,8 +3,8 @@
 Source: "Functional Interpolation for Relative Positions Improves Long Context Transformers" (arXiv 2310.04418), Eq. 4:
 b(i, j) = f(ψ(i-j) / ψ(max(L, i))). Its Theorem 3.1 says that such a b equals the bias of T5, ALiBi, Kerple and Sandwich
 on any finite range. The constructions here are our own. All take L = N for distances d = 0 … N-1: every query i < N
-then divides by the same ψ(L), the argument u_d = ψ(d) / (ψ(L) + 1e-6) (1e-6 as in the module) depends on the distance
-alone, and f has to meet the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
+then divides by the same ψ(L), the argument u_d = ψ(d) / (ψ(L) + 1e-6) depends on the distance alone, and f has to meet
+the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
 
 - A line, no hidden layer: ALiBi with ψ(x) = x; Kerple's -p·ln(1 + a·d) with ψ(x) = ln(c·x + 1), c = a. One FIRE has one
   c, so heads with an a of their own take a FIRE each, or share one made as follows.
@@ -12,8 +12,6 @@ alone, and f has to meet the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} 
   f(u) = y_0 + s_1·relu(u) + Σ_k (s_{k+1} - s_k)·relu(u - u_k), s_k the slope from point k-1 to point k. Points at which
   no head bends need no unit: T5 bends twice at each of its buckets, Kerple-power and Sandwich at all of the N-2 inner
   points.
-
-Example: y = (0, -1, -1) at u = (0, 1/3, 2/3) has slopes -3 and 0, so f(u) = -3·relu(u) + 3·relu(u - 1/3).
 
 That parameters exist does not say that training finds them.
 """

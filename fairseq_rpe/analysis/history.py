@@ -19,11 +19,9 @@ def distances(length: int) -> list[int]:
     >>> distances(5), len(distances(9216))
     ([0, 1, 2, 3, 4], 64)
     """
-    if length <= _POINTS:
-        return list(range(length))
     # each step is at least 1 and at most what is left, shared out evenly on a logarithmic scale
     found = [0]
-    for left in range(_POINTS - 1, 0, -1):
+    for left in range(min(_POINTS, length) - 1, 0, -1):
         ratio = ((length - 1) / max(1, found[-1])) ** (1 / left)
         found.append(max(found[-1] + 1, min(length - left, round(max(1, found[-1]) * ratio))))
     return found
@@ -47,12 +45,9 @@ class History:
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
-    """The looks in ``folder``, the earliest first, or nothing where there is no file.
+    """The looks in ``folder``, the earliest first, or nothing where there is no file; refuses a damaged one.
 
     Each has ``step`` (updates), ``distances`` (tokens) and ``bias``: place -> heads -> log-bias at each distance.
-
-    Raises:
-        UserError: the file is damaged.
     """
     path = Path(folder) / FILE
     try:

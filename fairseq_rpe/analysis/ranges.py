@@ -72,9 +72,11 @@ class Floats:
             low, high = self.power(a, -k)
             gap = (low <= 0) & (high >= 0)
             return _wide(1 / high, 1 / low, 1, gap)
+        if k == 0:
+            return low**k, high**k
         ends = _wide(np.minimum(low**k, high**k), np.maximum(low**k, high**k), _ULPS)
-        if k % 2 or k == 0:
-            return (low**k, high**k) if k == 0 else _wide(low**k, high**k, _ULPS)
+        if k % 2:
+            return ends
         return np.where((low <= 0) & (high >= 0), 0.0, np.maximum(ends[0], 0)), ends[1]
 
     exp, log = _rising(np.exp, low=0), _rising(np.log)

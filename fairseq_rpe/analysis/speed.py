@@ -83,19 +83,19 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     grad = torch.randn(q.shape, **kind)
     positions = Positions.arange(n, device=device)
 
-    def way(attend: Callable[[], Tensor], parameters: list[Tensor]) -> None:
+    def way(encoding: Encoding | None, backend: Backend | None, parameters: list[Tensor]) -> None:
         with torch.set_grad_enabled(training):
-            out = attend()
+            if encoding is None:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                out = backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
             if training:
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
-
-    def attend(encoding: Encoding, backend: Backend) -> Tensor:
-        return backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
 
     on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu  # bytes
     needed = DENSE_COPIES * 4 * batch * heads * n * n
-    found = {(LIMIT, "sdpa"): partial(way, partial(F.scaled_dot_product_attention, q, k, v, is_causal=True), [])}
+    found = {(LIMIT, "sdpa"): partial(way, None, None, [])}
     found[LIMIT, "sdpa"]()
     left_out = []
     for spec in setting.encodings:
@@ -107,7 +107,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             if name == "reference" and needed > free:
                 left_out.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
                 continue
-            tried = partial(way, partial(attend, encoding, BACKENDS[name]), parameters)
+            tried = partial(way, encoding, BACKENDS[name], parameters)
             try:
                 tried()
             except (UserError, NotImplementedError) as error:

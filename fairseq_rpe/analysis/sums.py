@@ -80,11 +80,9 @@ class Smooth(_Tails):
         self.partial = list(itertools.accumulate(terms, initial=arb(0)))
         self.blocks: list[Block] = []
         self._extend(f, level)
-        # of every block and all that follow
-        self.areas, self.rests = (
-            list(itertools.accumulate((getattr(b, name) for b in self.blocks[::-1]), initial=arb(0)))[::-1]
-            for name in ("area", "rest")
-        )
+        last = self.blocks[::-1]  # areas and rests are of every block and all that follow
+        self.areas = list(itertools.accumulate((b.area for b in last), initial=arb(0)))[::-1]
+        self.rests = list(itertools.accumulate((b.rest for b in last), initial=arb(0)))[::-1]
         self.total = interval(self.partial[-1] + self._tail(first)) + self.far_sum
 
     def below(self, j: int) -> Any:
