@@ -94,11 +94,7 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
 
 
 def verdict_of_formula(text: str) -> HeadVerdict:
-    """The verdict of a formula for the log-bias at distance n, e.g. ``-2*log(n+1)``.
-
-    Raises:
-        UserError: it does not parse, grows without bound, or has no real value at some n >= 0.
-    """
+    """The verdict of a formula for the log-bias; refuses what grows, or has no real value at some distance n >= 0."""
     _checked(text)
     return _judge(LogWeight(text))
 

@@ -27,8 +27,7 @@ def check(e: sympy.Expr, text: str) -> None:
     """
     for n in range(_ONE_BY_ONE):
         _at(e, n, text)
-    low = [1 << k for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)]
-    _halve(e, low, [2 * n for n in low], text)
+    _halve(e, [(1 << k, 2 << k) for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)], text)
     todo, tries = [(_DOUBLES, _proved_from(e))], 0
     while todo:
         a, b = todo.pop()
@@ -63,25 +62,22 @@ def _at(e: sympy.Expr, n: int, text: str) -> None:
         raise UserError(f"the formula '{text}' is infinite at n = {n}: a log-bias must stay below ∞")
 
 
-def _halve(e: sympy.Expr, low: list[int], high: list[int], text: str) -> None:
-    while low:
-        if len(low) > _OPEN:
-            for n in low[:: _OPEN >> 8]:
+def _halve(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None:
+    while todo:
+        low, high = np.array(todo, dtype=np.float64).T
+        if len(todo) > _OPEN:
+            for n, _ in todo[:: _OPEN >> 8]:
                 _at(e, n, text)
-            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {low[0]} on")
-        found = ranges(e, _doubles(low, -np.inf), _doubles(high, np.inf))
-        pairs = [(low[i], high[i]) for i in np.flatnonzero(~(found[1] < np.inf))]
-        low, high = [], []
-        for a, b in pairs:
-            if b - a <= 1:
-                _at(e, a, text)
-                _at(e, b, text)
-            else:
-                low += [a, (a + b) // 2]
-                high += [(a + b) // 2, b]
+            raise UserError(
+                f"the formula '{text}' cannot be shown to have a real value at every n from {todo[0][0]} on"
+            )
+        _, top = ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
+        bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]
+        for n in (n for a, b in bad if b - a <= 1 for n in (a, b)):
+            _at(e, n, text)
+        todo = [half for a, b in bad if b - a > 1 for half in ((a, (a + b) // 2), ((a + b) // 2, b))]
 
 
-def _doubles(ends: list[int], outwards: float) -> Any:
+def _outwards(near: Any, side: float) -> Any:
     """Beyond 2^53 a whole number may fall between two doubles."""
-    near = np.array(ends, dtype=np.float64)
-    return np.where(near < 2.0**53, near, np.nextafter(near, outwards))
+    return np.where(near < 2.0**53, near, np.nextafter(near, side))

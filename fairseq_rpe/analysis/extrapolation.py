@@ -9,12 +9,10 @@ from ..core import UserError
 
 @dataclass(frozen=True)
 class Deviation:
-    """Relative deviations (ppl_n - ppl_m) / ppl_m over the evaluated lengths n > m.
+    """Relative deviations (ppl_n - ppl_m) / ppl_m over the evaluated lengths n > m; ``end``: at the longest one.
 
-    Attributes:
-        largest: max |deviation|, which the definition bounds by δ; it counts improvements too.
-        worst: max(0, deviation): one-sided, improvements are free.
-        end: signed, at the longest length.
+    ``largest``: max |deviation|, which the definition bounds by δ; it counts improvements too. ``worst``:
+    max(0, deviation): one-sided, improvements are free.
     """
 
     largest: float

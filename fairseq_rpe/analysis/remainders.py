@@ -32,17 +32,13 @@ def beyond(f: sympy.Expr, start: Any, decided: int) -> Callable[[Any], Any] | No
 
 def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     main = {m: c for m, c in e.terms.items() if compare(m, ONE) > 0}
-    minor = [(m, scale.weight(c)) for m, c in e.terms.items() if compare(m, ONE) < 0]
-    if e.error:
-        minor.append(e.error)
+    minor = [(m, scale.weight(c)) for m, c in e.terms.items() if compare(m, ONE) < 0] + ([e.error] if e.error else [])
     if any(c[0] != c[1] for c in main.values()) or any(not scale.falls(m) for m, _ in minor):
         return None
     power = [m for m in main if m[0] != 0]
     p, q, r = (-main.get(level(k), (sympy.S.Zero,))[0] for k in (1, 2, 3))
     known = {*power, level(1)} if power else {level(1), level(2), level(3)}
-    if set(main) - known or len(power) > 1 or (power and power[0][1:] != ONE[1:]):
-        return None
-    if r != 0 and (p != 1 or q != 1):
+    if set(main) - known or len(power) > 1 or (power and power[0][1:] != ONE[1:]) or (r != 0 and (p != 1 or q != 1)):
         return None
     low, high = e.terms.get(ONE, (sympy.S.Zero,) * 2)
     a, s = (-main[power[0]][0], power[0][0]) if power else (sympy.S.Zero, sympy.S.One)

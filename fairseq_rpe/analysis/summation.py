@@ -81,14 +81,14 @@ def _judge(e: Expansion) -> Decision:
     if up[0] == CONVERGES:
         return Decision(CONVERGES, _why_converges(up, exact, below[0][1].is_infinite), up[1])
     if low[0] == DIVERGES:
-        ((m, c),) = _lead(below)
+        m, c = _lead(below)
         grows = compare(m, ONE) > 0 and sure_sign(c) > 0
         return Decision(DIVERGES, _why_diverges(low, below, exact), low[1], grows)
     if up[0] is None or low[0] is None:
         return Decision(UNDECIDED, f"f = {_sum(_logs(4))} + …: beyond four nested logarithms")
     return Decision(
         UNDECIDED,
-        f"f lies between {_sum(_lead(below))} and {_sum(_lead(above))} (leading terms): comparison decides neither",
+        f"f lies between {_sum([_lead(below)])} and {_sum([_lead(above)])} (leading terms): comparison decides neither",
     )
 
 
@@ -108,7 +108,7 @@ def _why_converges(rank: Rank, exact: bool, steep: bool) -> str:
 def _why_diverges(rank: Rank, envelope: Thin, exact: bool) -> str:
     _, k, m, c = rank
     sign, rest = ("=" if exact else ">="), "" if exact else ", the oscillating part is bounded"
-    (lead,) = _lead(envelope)
+    lead = _lead(envelope)
     if compare(lead[0], ONE) > 0 and sure_sign(lead[1]) > 0:
         return f"term test: f {sign} {_sum([lead])} + … grows without bound"
     if compare(lead[0], ONE) <= 0:
@@ -132,8 +132,8 @@ def _why_diverges(rank: Rank, envelope: Thin, exact: bool) -> str:
     return f"{name}: f {sign} {_sum(shown)}{tail}, {letter} = {test}{rest}"
 
 
-def _lead(envelope: Thin) -> Thin:
-    return next(([(m, c)] for m, c in envelope if c != 0), [(ONE, sympy.S.Zero)])
+def _lead(envelope: Thin) -> tuple[Monomial, sympy.Expr]:
+    return next(((m, c) for m, c in envelope if c != 0), (ONE, sympy.S.Zero))
 
 
 def _logs(count: int) -> Thin:
@@ -160,15 +160,13 @@ def show(c: sympy.Expr) -> str:
 
 
 def _sum(items: Thin) -> str:
-    parts = []
+    text = ""
     for m, c in items:
-        shown = "·".join(_powered(k, e) for k, e in enumerate(m) if e != 0)
         size = show(abs(c))
-        size = f"({size})" if " " in size else size
-        text = shown if size == "1" and shown else f"{size}·{shown}" if shown else size
-        parts.append(("-" if sure_sign(c) < 0 else "+") + " " + text)
-    text = " ".join(parts)
-    return "-" + text[2:] if text.startswith("-") else text.removeprefix("+ ")
+        factors = [f"({size})" if " " in size else size, *(_powered(k, e) for k, e in enumerate(m) if e != 0)]
+        shown = "·".join(factors[1:] if size == "1" and len(factors) > 1 else factors)
+        text += f" {'-' if sure_sign(c) < 0 else '+'} {shown}"
+    return "-" + text[3:] if text.startswith(" -") else text.removeprefix(" + ")
 
 
 def _powered(k: int, e: sympy.Expr) -> str:

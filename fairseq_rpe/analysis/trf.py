@@ -24,11 +24,10 @@ _FARTHEST = iv.mpf(10) ** 40  # ln j beyond which it is not looked for
 
 @dataclass(frozen=True)
 class Trf:
-    """TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }, exact where both ends agree.
+    """TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }, surely a whole number from ``low`` to ``high``.
 
-    Attributes:
-        low, high: whole numbers that it surely lies between, ends included; both None: see ``log10``.
-        log10: where it has more than 30 digits, an interval of its common logarithm; an open end is inf.
+    Where it has more than 30 digits these are None, and ``log10`` is an interval of its common logarithm; an open end
+    is inf.
     """
 
     low: int | None = None
@@ -53,8 +52,8 @@ class Trf:
         if not mpmath.isfinite(high):
             return f"> {power_of_ten(low, 3)}"
         for digits in (4, 3, 2, 1):
-            if power_of_ten(low, digits) == power_of_ten(high, digits):
-                return f"≈ {power_of_ten(low, digits)}"
+            if (shown := power_of_ten(low, digits)) == power_of_ten(high, digits):
+                return f"≈ {shown}"
         return f"{power_of_ten(low, 2)} to {power_of_ten(high, 2)}"
 
 
