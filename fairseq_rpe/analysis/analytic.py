@@ -1,5 +1,6 @@
 """An analytic expression in complex boxes, its integral and its derivatives, enclosed by flint's balls."""
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -94,21 +95,19 @@ class Weight:
 
     def most(self, low: int, high: int, height: int) -> arb | None:
         """A bound on |b| in the box [low, high] ± height·i; None where b may not be analytic there."""
-        try:
+        with contextlib.suppress(Undefined):
             found = self._log(acb(arb(low).union(high), arb(0, height)))
-        except Undefined:
-            return None
-        size = found.real.exp().upper()
-        return size if found.is_finite() and size.is_finite() else None
+            size = found.real.exp().upper()
+            return size if found.is_finite() and size.is_finite() else None
+        return None
 
     def integral(self, low: int, high: int, error: arb) -> arb:
         """∫ b over [low, high], to about ``error`` where that can be had."""
 
         def value(z: acb, _analytic: bool) -> acb:
-            try:
+            with contextlib.suppress(Undefined):
                 return self._log(z).exp()
-            except Undefined:
-                return acb(arb.nan())
+            return acb(arb.nan())
 
         return acb.integral(value, low, high, abs_tol=error, eval_limit=_EVALUATIONS).real
 

@@ -25,13 +25,10 @@ def parse(text: str, longest: int | None = _LONGEST) -> sympy.Expr:
     """A formula in n as an expression in which nothing was cancelled, so that n/n stays undefined at n = 0.
 
     Numbers, ``n``, ``pi``, ``e``, ``+ - * / **``, parentheses and log = ln, exp, sqrt, sin, cos, tanh, atan, abs, min,
-    max. Decimals are exact: 0.1 is 1/10.
+    max; anything else is refused in one line. Decimals are exact: 0.1 is 1/10.
 
     >>> parse("-0.5*n")
     -n/2
-
-    Raises:
-        UserError: anything else, in one line.
     """
     if not text.strip():
         raise UserError("the formula is empty: give an expression in n, for example -2*log(n+1)")

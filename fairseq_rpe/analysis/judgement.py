@@ -68,7 +68,6 @@ def weights(layers: Sequence[Encoding], keys: int) -> list[tuple[Place, Tensor]]
 
 
 def weights_of(text: str, keys: int) -> list[tuple[Place, Tensor]]:
-    """The same of a formula."""
     return [(Place(), torch.tensor(weights_of_formula(text, keys), dtype=torch.float64))]
 
 

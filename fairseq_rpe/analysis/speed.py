@@ -4,10 +4,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOW = 20.0  # a first call of so many seconds is the only one of its kind
 DENSE_COPIES = 6  # scores, bias, mask and weights of the reference, and what its backward keeps
 Way = Callable[[], None]
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     return found, left_out
 
 
-def in_turns(ways: dict[Key, Way], repeats: int, device: str) -> dict[Key, float]:
+def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, float]:
     """Median seconds of each, all of them once in every turn."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
@@ -132,7 +131,7 @@ def in_turns(ways: dict[Key, Way], repeats: int, device: str) -> dict[Key, float
         wait()
         return time.perf_counter() - start
 
-    times: dict[Key, list[float]] = {key: [] for key in ways}
+    times: dict[Any, list[float]] = {key: [] for key in ways}
     for _ in range(repeats):
         for key, way in ways.items():
             if not times[key] or times[key][0] < SLOW:
