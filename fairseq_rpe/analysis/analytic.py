@@ -1,7 +1,6 @@
 """An analytic expression in complex boxes, its integral and its derivatives, enclosed by flint's balls."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -31,53 +30,43 @@ def precisely(function: Callable[..., T]) -> Callable[..., T]:
 class Boxes:
     """flint's complex boxes ``acb``, and Taylor series ``acb_series`` of them."""
 
-    add, mul = staticmethod(operator.add), staticmethod(operator.mul)
-    exp, sin, cos = (staticmethod(operator.methodcaller(name)) for name in ("exp", "sin", "cos"))
+    add, mul = operator.add, operator.mul
+    exp, sin, cos = map(operator.methodcaller, ("exp", "sin", "cos"))
 
-    @staticmethod
-    def rational(p: int, q: int) -> Any:
+    def rational(self, p: int, q: int) -> Any:
         return acb(fmpq(p, q))
 
-    @staticmethod
-    def constant(e: sympy.Expr) -> Any:
+    def constant(self, e: sympy.Expr) -> Any:
         return acb.pi() if e is sympy.pi else acb(1).exp()
 
-    @staticmethod
-    def power(a: Any, k: int) -> Any:
+    def power(self, a: Any, k: int) -> Any:
         return a**k if k >= 0 else 1 / a**-k
 
-    @staticmethod
-    def base(a: Any, _exponent: Any) -> Any:
+    def base(self, a: Any, _exponent: Any) -> Any:
         return a
 
-    @staticmethod
-    def log(a: Any) -> Any:
+    def log(self, a: Any) -> Any:
         first = _first(a)
         if not first.real > 0 and first.imag.contains(0):
             raise Undefined("the logarithm's cut")
         return a.log()
 
-    @staticmethod
-    def tanh(a: Any) -> Any:
+    def tanh(self, a: Any) -> Any:
         side = 1 if _first(a).real.mid() >= 0 else -1  # so that e^(-2|a|) is small
         return side * (2 / (1 + (-2 * side * a).exp()) - 1)
 
-    @classmethod
-    def atan(cls, a: Any) -> Any:
+    def atan(self, a: Any) -> Any:
         turned = acb(0, 1) * a
-        return (cls.log(1 + turned) - cls.log(1 - turned)) / acb(0, 2)
+        return (self.log(1 + turned) - self.log(1 - turned)) / acb(0, 2)
 
-    @staticmethod
-    def abs(a: Any) -> Any:
+    def abs(self, a: Any) -> Any:
         return a if _positive(a) else -a
 
-    @staticmethod
-    def max(a: Any, b: Any) -> Any:
+    def max(self, a: Any, b: Any) -> Any:
         return a if _positive(a - b) else b
 
-    @classmethod
-    def min(cls, a: Any, b: Any) -> Any:
-        return -cls.max(-a, -b)
+    def min(self, a: Any, b: Any) -> Any:
+        return -self.max(-a, -b)
 
 
 def _first(a: Any) -> acb:
@@ -102,25 +91,23 @@ class Weight:
         return self._log(acb(x)).exp().real
 
     def _log(self, z: Any) -> Any:
-        return walk(self.f, z, Boxes)
+        return walk(self.f, z, Boxes())
 
     def most(self, low: int, high: int, height: int) -> arb | None:
         """A bound on |b| in the box [low, high] ± height·i; None where b may not be analytic there."""
-        try:
+        with contextlib.suppress(Undefined):
             found = self._log(acb(arb(low).union(high), arb(0, height)))
-        except Undefined:
-            return None
-        size = found.real.exp().upper()
-        return size if found.is_finite() and size.is_finite() else None
+            size = found.real.exp().upper()
+            return size if found.is_finite() and size.is_finite() else None
+        return None
 
     def integral(self, low: int, high: int, error: arb) -> arb:
         """∫ b over [low, high], to about ``error`` where that can be had."""
 
         def value(z: acb, _analytic: bool) -> acb:
-            try:
+            with contextlib.suppress(Undefined):
                 return self._log(z).exp()
-            except Undefined:
-                return acb(arb.nan())
+            return acb(arb.nan())
 
         return acb.integral(value, low, high, abs_tol=error, eval_limit=_EVALUATIONS).real
 

@@ -5,8 +5,6 @@ replaced by an inequality. ``sympy.limit`` cannot take its place: of 71 formulas
 the 8 that oscillate or have min or max; nor does it say from which n on its answer holds.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -50,15 +48,13 @@ class Scale(Arithmetic):
         terms = {level(k + 1): exactly(p) for k, p in enumerate(m) if p != 0}
         terms[ONE] = (sympy.log(c[0]), sympy.log(c[1]))
         series = [sympy.S.Zero, *(sympy.Rational((-1) ** (k + 1), k) for k in range(1, self.order + 1))]
-        rest = iv.mpf(2) / (self.order + 1)
-        return self.add(self.tidy(terms, []), self.taylor(u, series, rest))
+        return self.add(self.tidy(terms, []), self.taylor(u, series, iv.mpf(2) / (self.order + 1)))
 
     def power(self, e: Expansion, p: sympy.Expr) -> Expansion:
         """e to a constant power."""
-        whole = p.is_Integer and 0 <= p <= 8
-        if whole and (len(e.terms) != 1 or e.error):
-            return functools.reduce(self.mul, [e] * int(p), self.constant(sympy.S.One))
-        if whole:
+        if p.is_Integer and 0 <= p <= 8:
+            if len(e.terms) != 1 or e.error:
+                return functools.reduce(self.mul, [e] * int(p), self.constant(1))
             ((m, c),) = e.terms.items()
             across = [sympy.S.Zero] if p % 2 == 0 and sure_sign(c[0]) * sure_sign(c[1]) <= 0 else []
             return Expansion({times(ONE, m, p): hull([c[0] ** p, c[1] ** p, *across])})
@@ -72,11 +68,8 @@ class Scale(Arithmetic):
             raise Unknown("too large an exponent")
         ends = [end if end.is_finite is False and sure_sign(p) > 0 else end**p for end in c]
         coefficient = product(hull(ends), exactly(flip))
-        series, k = [sympy.S.One], self.order
-        for i in range(k + 1):
-            series.append(series[-1] * (p - i) / (i + 1))
-        last = abs(number(series.pop()))
-        rest = last * iv.mpf(2) ** abs(number(p - k - 1))
+        *series, last = (sympy.ff(p, k) / sympy.factorial(k) for k in range(self.order + 2))
+        rest = abs(number(last)) * iv.mpf(2) ** abs(number(p - self.order - 1))
         return self.scaled(self.taylor(u, series, rest), coefficient, times(ONE, m, p))
 
     def exp(self, e: Expansion) -> Expansion:
@@ -93,7 +86,7 @@ class Scale(Arithmetic):
             if k is None or c[0] != c[1]:
                 raise Unknown("exp of a slow growth that is no logarithm")
             shift = times(shift, level(k - 1), c[0])
-        low, high = e.terms.get(ONE, exactly(sympy.S.Zero))
+        low, high = e.terms.get(ONE, exactly(0))
         if e.error and compare(e.error[0], ONE) == 0:
             most = upper(e.error[1])
             return Expansion({shift: (sympy.exp(-most), sympy.exp(most))})  # the constant is inside the error
@@ -104,10 +97,8 @@ class Scale(Arithmetic):
     def _faster(self, growing: list[tuple[Monomial, Coefficient]], e: Expansion) -> Expansion | None:
         """exp of something whose leading term outgrows ln n: below n^-24 or above n^24. None: it does not."""
         m, c = growing[0]
-        k = next((k for k in range(1, DEPTH) if compare(m, level(k)) > 0), None)
-        if k is None or k > 3:
-            return None
-        if k > 1 and any(compare(m, level(j)) == 0 for j in range(1, k)):
+        k = next((k for k in range(1, 4) if compare(m, level(k)) > 0), None)
+        if k is None or any(compare(m, level(j)) == 0 for j in range(1, k)):
             return None
         if sure_sign(c[0]) * sure_sign(c[1]) <= 0 or (e.error and compare(e.error[0], m) >= 0):
             raise Unknown("exp of something whose sign changes")
@@ -123,8 +114,7 @@ class Scale(Arithmetic):
 
     def wave(self, e: Expansion, kind: type) -> Expansion:
         """sin or cos: Taylor's series around a constant that e tends to, otherwise anything from -1 to 1."""
-        low, high = e.terms.get(ONE, exactly(sympy.S.Zero))
-        small = Expansion({m: c for m, c in e.terms.items() if m != ONE}, e.error)
+        (low, high), small = e.apart()
         grows = any(compare(m, ONE) > 0 for m in small.terms) or (e.error and compare(e.error[0], ONE) >= 0)
         if grows or low != high:
             return _WAVE
@@ -132,36 +122,26 @@ class Scale(Arithmetic):
         series = [cycle[k % 4] / sympy.factorial(k) for k in range(self.order + 1)]
         return self.taylor(small, series, 1 / iv.mpf(int(sympy.factorial(self.order + 1))))
 
-    def tanh(self, e: Expansion) -> Expansion:
-        double = self.exp(self.scaled(e, exactly(sympy.Integer(2))))
-        over = self.power(self.add(double, self.constant(sympy.S.One)), -sympy.S.One)
-        return self.add(self.constant(sympy.S.One), self.scaled(over, exactly(-sympy.Integer(2))))
-
     def atan(self, e: Expansion) -> Expansion:
-        top, _ = self.bound(e)
-        if compare(top, ONE) > 0:
-            _, c, _ = self.split(e)
-            inverse = self.power(e, -sympy.S.One)
-            return self.add(
-                self.constant(sure_sign(c[0]) * sympy.pi / 2), self.scaled(self.atan(inverse), exactly(-sympy.S.One))
-            )
-        low, high = e.terms.get(ONE, exactly(sympy.S.Zero))
-        small = Expansion({m: c for m, c in e.terms.items() if m != ONE}, e.error)
-        top, size = self.bound(small)  # atan has slope 1 at most
+        if compare(self.bound(e)[0], ONE) > 0:
+            side = sure_sign(self.split(e)[1][0])
+            turned = self.atan(self.power(e, -sympy.S.One))
+            return self.add(self.constant(side * sympy.pi / 2), self.scaled(turned, exactly(-1)))
+        (low, high), rest = e.apart()
+        top, size = self.bound(rest)  # atan has slope 1 at most
         return self.tidy({ONE: (sympy.atan(low), sympy.atan(high))}, [(top, size)] if size.b > 0 else [])
 
     def larger(self, a: Expansion, b: Expansion) -> Expansion:
         """max(a, b)."""
-        difference = self.add(a, self.scaled(b, exactly(-sympy.S.One)))
+        difference = self.add(a, self.scaled(b, exactly(-1)))
         if not difference.terms and not difference.error:
             return a
-        _, c, _ = self.split(difference)
-        return a if sure_sign(c[0]) > 0 else b
+        return a if sure_sign(self.split(difference)[1][0]) > 0 else b
 
     def size_of(self, e: Expansion) -> Expansion:
         """|e|."""
         try:
-            return self.larger(e, self.scaled(e, exactly(-sympy.S.One)))
+            return self.larger(e, self.scaled(e, exactly(-1)))
         except Unknown:
             m, c = self.bound(e)
             return Expansion({m: (sympy.S.Zero, upper(c))})
@@ -169,36 +149,35 @@ class Scale(Arithmetic):
     def __call__(self, e: sympy.Expr) -> Expansion:
         """The expansion of an expression in n."""
         if e is N:
-            return Expansion({level(0): exactly(sympy.S.One)})
+            return Expansion({level(0): exactly(1)})
         if not e.has(N):
             return self.constant(_value(e))
-        if e.is_Add:
-            return functools.reduce(self.add, (self(a) for a in e.args))
-        if e.is_Mul:
-            return functools.reduce(self.mul, (self(a) for a in e.args))
+        if e.is_Add or e.is_Mul:
+            return functools.reduce(self.add if e.is_Add else self.mul, map(self, e.args))
         if isinstance(e, sympy.Min | sympy.Max):
-            flip = exactly(sympy.S.One if isinstance(e, sympy.Max) else -sympy.S.One)
+            flip = exactly(1 if isinstance(e, sympy.Max) else -1)
             parts = [self.scaled(self(a), flip) for a in e.args]
             return self.scaled(functools.reduce(self.larger, parts), flip)
-        if e.is_Pow or isinstance(e, sympy.exp):
-            return self._pow(*((sympy.E, e.args[0]) if isinstance(e, sympy.exp) else e.args))
+        if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
+            return self.exp(self(e.exp))
+        if e.is_Pow:
+            return self._pow(*e.args)
         if isinstance(e, sympy.sin | sympy.cos):
             return self.wave(self(e.args[0]), type(e))
-        functions = {sympy.log: self.log, sympy.tanh: self.tanh, sympy.atan: self.atan, sympy.Abs: self.size_of}
+        if isinstance(e, sympy.tanh):
+            return self(1 - 2 / (1 + sympy.exp(2 * e.args[0])))
+        functions = {sympy.log: self.log, sympy.atan: self.atan, sympy.Abs: self.size_of}
         if type(e) not in functions:
             raise Unknown(f"{type(e).__name__} is not known here")
         return functions[type(e)](self(e.args[0]))
 
     def _pow(self, base: sympy.Expr, power: sympy.Expr) -> Expansion:
-        if base is sympy.E:
-            return self.exp(self(power))
         if not power.has(N):
             return self.power(self(base), _value(power))
         if not base.has(N) and sure_sign(_value(base)) < 0:
             if not is_whole(power):
                 raise Unknown("power of a negative number")
-            size = self._pow(-_value(base), power)
-            return self.mul(size, _WAVE)
+            return self.mul(self._pow(-_value(base), power), _WAVE)
         return self.exp(self.mul(self(power), self.log(self(base))))
 
 

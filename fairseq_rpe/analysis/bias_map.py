@@ -1,7 +1,5 @@
 """An additive bias as numbers to look at: of queries and keys, for some of its heads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +13,7 @@ _HEADS = 4
 
 
 def require_bias(encoding: Encoding, spec: str, flag: str) -> None:
-    """Refuse an encoding that adds nothing to the scores; ``flag`` is what asked for a picture of it.
-
-    Raises:
-        UserError: it has no additive bias.
-    """
+    """Refuse an encoding that adds nothing to the scores; ``flag`` is what asked for a picture of it."""
     if not encoding.adds_bias:
         raise UserError(f"{flag}: '{spec}' has no bias to show: drop the flag, or name an encoding with a bias")
 

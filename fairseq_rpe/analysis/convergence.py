@@ -9,8 +9,6 @@ Distances n = i - j >= 0 are in tokens, log-biases are natural logarithms, and B
 ('converges', '2.54149408254', '10')
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,19 +28,16 @@ from .summation import CONVERGES, DIVERGES, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
 
-__all__ = ["CONVERGES", "DIVERGES", "UNDECIDED", "HeadVerdict", "verdict", "verdict_of_formula"]
 LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it
 _DIGITS = 12
 
 
 @dataclass(frozen=True)
 class HeadVerdict:
-    """What is proved about one head.
+    """What is proved about one head: ``converges``, ``diverges`` or ``undecided``.
 
-    Attributes:
-        decision: ``converges``, ``diverges`` or ``undecided``.
-        reason: the test that decided and the parameters that it looked at, in one line.
-        total: B and its tails where a bound on them is known.
+    ``reason``: the test that decided and the parameters that it looked at, in one line; ``total``: B and its tails
+    where a bound on them is known.
     """
 
     decision: str
@@ -60,18 +55,17 @@ class HeadVerdict:
             return ""
         if isinstance(self.total, Finite) and self.total.c == 0:
             return str(self.total.keys)
-        low, high = (
-            mpmath.nstr(end, _DIGITS, strip_zeros=False, min_fixed=-5, max_fixed=_DIGITS + 1) for end in self.limit
-        )
-        if low == high:
-            return low
+        low, high = self.limit
+        fixed = {"strip_zeros": False, "min_fixed": -5, "max_fixed": _DIGITS + 1}
+        if (text := mpmath.nstr(low, _DIGITS, **fixed)) == mpmath.nstr(high, _DIGITS, **fixed):
+            return text
         with mpmath.workprec(120):
-            middle, half = (self.limit[0] + self.limit[1]) / 2, (self.limit[1] - self.limit[0]) / 2
+            middle, half = (low + high) / 2, (high - low) / 2
             if not mpmath.isfinite(half):
-                return f">= {mpmath.nstr(self.limit[0], 6)}"
+                return f">= {mpmath.nstr(low, 6)}"
             shown = min(_DIGITS, int(mpmath.log10(middle / half)) + 2)
             if shown < 4:
-                return f"{mpmath.nstr(self.limit[0], 3)} to {mpmath.nstr(self.limit[1], 3)}"
+                return f"{mpmath.nstr(low, 3)} to {mpmath.nstr(high, 3)}"
         return f"{mpmath.nstr(middle, shown)} ± {mpmath.nstr(half, 2)}"
 
     def trf(self, epsilon: float | Fraction) -> Trf | None:
@@ -82,7 +76,7 @@ class HeadVerdict:
         exact = epsilon if isinstance(epsilon, Fraction) else Fraction(repr(epsilon))
         if not 0 < exact < 1:
             raise UserError(f"ε = {epsilon} is out of range: choose a number between 0 and 1")
-        return None if self.total is None else _trf(self.total, exact)
+        return None if self.total is None else trf(self.total, exact)
 
 
 def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> list[HeadVerdict]:
@@ -100,11 +94,7 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
 
 
 def verdict_of_formula(text: str) -> HeadVerdict:
-    """The verdict of a formula for the log-bias at distance n, e.g. ``-2*log(n+1)``.
-
-    Raises:
-        UserError: it does not parse, grows without bound, or has no real value at some n >= 0.
-    """
+    """The verdict of a formula for the log-bias; refuses what grows, or has no real value at some distance n >= 0."""
     _checked(text)
     return _judge(LogWeight(text))
 
@@ -137,15 +127,14 @@ def _judge(weight: LogWeight) -> HeadVerdict:
         if found.verdict != DIVERGES or f.has(N):
             return HeadVerdict(UNDECIDED, f"only a lower bound of the bias is known{note}")
         return HeadVerdict(DIVERGES, f"term test: b_n does not go to 0{note}")
-    rate = _rate(f) if found.verdict == CONVERGES else None
-    if rate is not None:
+    if found.verdict != CONVERGES:
+        return HeadVerdict(found.verdict, found.reason + note)
+    if rate := _rate(f):
         c, k = rate
         start = f"e^{show(c)}·" if sign(c) != 0 else ""
         reason = f"geometric series: b_n = {start}e^(-k·n), k = {show(k)} > 0, B = {start}1/(1 - e^-k)"
         return HeadVerdict(CONVERGES, reason + note, Geometric(c, k))
-    if found.verdict == CONVERGES:
-        return HeadVerdict(CONVERGES, found.reason + note, _summed(f, found.level))
-    return HeadVerdict(found.verdict, found.reason + note)
+    return HeadVerdict(CONVERGES, found.reason + note, summed(f, found.level))
 
 
 def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
@@ -154,13 +143,3 @@ def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
         return None  # no power is written out: it may be a large one
     parts = sympy.Poly(f, N).all_coeffs()
     return (parts[1], -parts[0]) if len(parts) == 2 else None
-
-
-@functools.lru_cache(maxsize=256)
-def _summed(f: sympy.Expr, level: int) -> Sum | None:
-    return summed(f, level)
-
-
-@functools.lru_cache(maxsize=4096)
-def _trf(total: Sum, epsilon: Fraction) -> Trf:
-    return trf(total, epsilon)

@@ -1,8 +1,7 @@
 """Is a formula a real number below +∞ at every n = 0, 1, 2, …? Shown with intervals, or refused."""
 
-from __future__ import annotations
-
 import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -21,18 +20,14 @@ _OPEN, _TRIES = 1 << 14, 4000  # ranges that may still be open at a time; interv
 
 
 def check(e: sympy.Expr, text: str) -> None:
-    """Refuse a formula that is complex, undefined or +∞ at some n; -∞ is allowed, there b_n = 0.
+    """Refuse a formula that is complex, undefined or +∞ at some n, or of which that cannot be ruled out; b_n = 0 at -∞.
 
     The numbers up to 63 are tried one by one, ranges of larger ones are halved until intervals prove that the
     formula has values there. Far out its expansion is the proof, which exists only where the formula has values.
-
-    Raises:
-        UserError: it has no value, or it cannot be shown that it has one.
     """
     for n in range(_ONE_BY_ONE):
         _at(e, n, text)
-    low = [1 << k for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)]
-    _halve(e, low, [2 * n for n in low], text)
+    _halve(e, [(1 << k, 2 << k) for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)], text)
     todo, tries = [(_DOUBLES, _proved_from(e))], 0
     while todo:
         a, b = todo.pop()
@@ -45,19 +40,17 @@ def check(e: sympy.Expr, text: str) -> None:
 
 def _proved_from(e: sympy.Expr) -> int:
     """The exponent of 2 from which an expansion holds, or could at best."""
-    for start in STARTS:
-        for order in ORDERS:
-            with contextlib.suppress(Later, Unknown, Undefined):
-                Scale(start, order)(e)
-                return math.ceil(start / math.log(2))
-    return math.ceil(STARTS[-1] / math.log(2))
+    for start, order in itertools.product(STARTS, ORDERS):
+        with contextlib.suppress(Later, Unknown, Undefined):
+            Scale(start, order)(e)
+            break
+    return math.ceil(start / math.log(2))
 
 
 def _defined(e: sympy.Expr, x: Any) -> bool:
-    try:
+    with contextlib.suppress(Undefined):
         return bool(enclose(e, x).a < iv.inf)
-    except Undefined:
-        return False
+    return False
 
 
 def _at(e: sympy.Expr, n: int, text: str) -> None:
@@ -69,26 +62,22 @@ def _at(e: sympy.Expr, n: int, text: str) -> None:
         raise UserError(f"the formula '{text}' is infinite at n = {n}: a log-bias must stay below ∞")
 
 
-def _halve(e: sympy.Expr, low: list[int], high: list[int], text: str) -> None:
-    while low:
-        if len(low) > _OPEN:
-            for n in low[:: _OPEN >> 8]:
+def _halve(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None:
+    while todo:
+        low, high = np.array(todo, dtype=np.float64).T
+        if len(todo) > _OPEN:
+            for n, _ in todo[:: _OPEN >> 8]:
                 _at(e, n, text)
-            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {low[0]} on")
-        found = ranges(e, _doubles(low, -np.inf), _doubles(high, np.inf))
-        bad = np.flatnonzero(~(found[1] < np.inf))
-        pairs = [(low[i], high[i]) for i in bad]
-        low, high = [], []
-        for a, b in pairs:
-            if b - a <= 1:
-                _at(e, a, text)
-                _at(e, b, text)
-            else:
-                low += [a, (a + b) // 2]
-                high += [(a + b) // 2, b]
+            raise UserError(
+                f"the formula '{text}' cannot be shown to have a real value at every n from {todo[0][0]} on"
+            )
+        _, top = ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
+        bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]
+        for n in (n for a, b in bad if b - a <= 1 for n in (a, b)):
+            _at(e, n, text)
+        todo = [half for a, b in bad if b - a > 1 for half in ((a, (a + b) // 2), ((a + b) // 2, b))]
 
 
-def _doubles(ends: list[int], outwards: float) -> Any:
+def _outwards(near: Any, side: float) -> Any:
     """Beyond 2^53 a whole number may fall between two doubles."""
-    near = np.array(ends, dtype=np.float64)
-    return np.where(near < 2.0**53, near, np.nextafter(near, outwards))
+    return np.where(near < 2.0**53, near, np.nextafter(near, side))

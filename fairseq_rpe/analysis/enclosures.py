@@ -1,14 +1,12 @@
 """Intervals that surely hold the values of an expression, at a number or over a range.
 
 ``walk`` goes through an expression and leaves the arithmetic to a field: :class:`Intervals` (mpmath, many digits),
-:class:`.ranges.Floats` (numpy, double precision, many ranges at a time) or :class:`.analytic.Boxes` (flint, complex).
+:class:`.ranges.Floats` (numpy, doubles, many ranges at a time) or :class:`.analytic.Boxes` (flint, complex).
 What may be undefined raises :class:`Undefined` or is flagged; 0·∞ and ∞ - ∞ count as undefined, ln 0 = -∞ does not.
 
 Flint's balls do not serve here: none is [0, x], [2^100, 2^1000000] or [-∞, x] (their radius has 30 bits), so roots and
 logarithms of such ranges are lost.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -53,13 +51,12 @@ def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
     if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
         step = getattr(field, e.func.__name__.lower())
         return functools.reduce(step, (walk(a, x, field) for a in e.args))
-    if e.is_Pow or isinstance(e, sympy.exp):
-        base, power = (sympy.E, e.args[0]) if isinstance(e, sympy.exp) else e.args
-        if base is sympy.E:
-            return field.exp(walk(power, x, field))
-        if power.is_Integer:
-            return field.power(walk(base, x, field), int(power))
-        return _power(base, power, x, field)
+    if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
+        return field.exp(walk(e.exp, x, field))
+    if e.is_Pow:
+        if e.exp.is_Integer:
+            return field.power(walk(e.base, x, field), int(e.exp))
+        return _power(e.base, e.exp, x, field)
     if isinstance(e, sympy.log | sympy.sin | sympy.cos | sympy.tanh | sympy.atan | sympy.Abs):
         return getattr(field, e.func.__name__.lower())(walk(e.args[0], x, field))
     raise Undefined(f"'{e}' is not of n, constants, + - * / ** and the functions of a formula")
@@ -76,11 +73,11 @@ def _power(base: sympy.Expr, power: sympy.Expr, x: Any, field: Any) -> Any:
 def _wave(function: Callable[[Any], Any]) -> Any:
     """The field's method for sin or cos: anything from -1 to 1 where the interval is wide or far out."""
     bounded = iv.mpf([-1, 1])
-    return staticmethod(lambda a: function(a) if a.delta < 8 and abs(a).b < mpmath.mpf(2) ** PRECISION else bounded)
+    return lambda self, a: function(a) if a.delta < 8 and abs(a).b < mpmath.mpf(2) ** PRECISION else bounded
 
 
 def _both(function: Callable[[Any, Any], Any]) -> Any:
-    return staticmethod(lambda a, b: iv.mpf([function(a.a, b.a), function(a.b, b.b)]))
+    return lambda self, a, b: iv.mpf([function(a.a, b.a), function(a.b, b.b)])
 
 
 def _sure(value: Any) -> Any:
@@ -90,79 +87,69 @@ def _sure(value: Any) -> Any:
 
 
 class Intervals:
-    """mpmath's intervals of real numbers, ``iv.mpf``."""
+    """mpmath's real intervals ``iv.mpf``."""
 
-    sin, cos, abs = _wave(iv.sin), _wave(iv.cos), staticmethod(abs)
+    sin, cos, abs = _wave(iv.sin), _wave(iv.cos), abs
     min, max = _both(min), _both(max)
 
-    @staticmethod
-    def rational(p: int, q: int) -> Any:
+    def rational(self, p: int, q: int) -> Any:
         return iv.mpf(p) / q if q != 1 else iv.mpf(p)
 
-    @staticmethod
-    def constant(e: sympy.Expr) -> Any:
+    def constant(self, e: sympy.Expr) -> Any:
         return +iv.pi if e is sympy.pi else iv.exp(1)
 
-    @staticmethod
-    def add(a: Any, b: Any) -> Any:
+    def add(self, a: Any, b: Any) -> Any:
         if (a.a == -iv.inf and b.b == iv.inf) or (b.a == -iv.inf and a.b == iv.inf):
             raise Undefined("∞ - ∞")
         return _sure(a + b)
 
-    @staticmethod
-    def mul(a: Any, b: Any) -> Any:
+    def mul(self, a: Any, b: Any) -> Any:
         for p, q in ((a, b), (b, a)):
             if (p.a == -iv.inf or p.b == iv.inf) and 0 in q:
                 raise Undefined("0 · ∞")
         return _sure(a * b)
 
-    @classmethod
-    def power(cls, a: Any, k: int) -> Any:
+    def power(self, a: Any, k: int) -> Any:
         if k < 0:
             if 0 in a:
                 raise Undefined("division by 0")
-            return _sure(1 / cls.power(a, -k))
-        if k > 64:
-            if a.a <= 0 <= a.b and a.a != a.b:
-                return cls.exp(cls.mul(iv.mpf(k), cls.log(a)))
-            if a.a == a.b == 0:
-                return a
-            size = cls.exp(k * iv.log(abs(a)))
+            return _sure(1 / self.power(a, -k))
+        if k > 64 and not a.a == a.b == 0:
+            if 0 in a:
+                return self.exp(self.mul(iv.mpf(k), self.log(a)))
+            size = self.exp(k * iv.log(abs(a)))
             return -size if a.b < 0 and k % 2 else size
         return _sure(a**k)
 
-    @staticmethod
-    def exp(a: Any) -> Any:
+    def exp(self, a: Any) -> Any:
         if a.b <= _HUGE and a.a >= -_HUGE:
             return iv.exp(a)
-        low = iv.mpf(0) if a.a < -_HUGE else iv.exp(min(a.a, iv.mpf(_HUGE))).a
-        high = iv.inf if a.b > _HUGE else iv.exp(max(a.b, iv.mpf(-_HUGE))).b
-        return iv.mpf([low, high])
+        low = 0 if a.a < -_HUGE else iv.exp(min(a.a, iv.mpf(_HUGE))).a
+        return iv.mpf([low, iv.inf if a.b > _HUGE else iv.exp(max(a.b, iv.mpf(-_HUGE))).b])
 
-    @staticmethod
-    def log(a: Any) -> Any:
+    def log(self, a: Any) -> Any:
         if a.a < 0:
             raise Undefined("logarithm of a negative number")
         return iv.log(a)
 
-    @staticmethod
-    def base(a: Any, exponent: Any) -> Any:
+    def base(self, a: Any, exponent: Any) -> Any:
         """a, where it may be raised to ``exponent``: not to a power of 0 or below at 0."""
         if a.a <= 0 <= a.b and not (a.a == 0 and exponent.a > 0):
             raise Undefined("power of a number that may be 0 or below")
         return a
 
-    @classmethod
-    def tanh(cls, a: Any) -> Any:
+    def tanh(self, a: Any) -> Any:
         side = 1 if a.a >= 0 else -1  # so that e^(-2|a|) is small
-        return side * (2 * cls.power(1 + cls.exp(-2 * side * a), -1) - 1)
+        return side * (2 * self.power(1 + self.exp(-2 * side * a), -1) - 1)
 
-    @classmethod
-    def atan(cls, a: Any) -> Any:
+    def atan(self, a: Any) -> Any:
         if a.a == -iv.inf or a.b == iv.inf:
             return iv.mpf([-1, 1]) * iv.pi / 2
         turned = iv.mpc(0, 1) * a
         return ((iv.log(1 + turned) - iv.log(1 - turned)) / iv.mpc(0, 2)).real
+
+
+intervals = Intervals()
 
 
 def ends(value: Any) -> tuple[Any, Any]:
@@ -172,17 +159,13 @@ def ends(value: Any) -> tuple[Any, Any]:
 
 
 def enclose(e: sympy.Expr, x: Any) -> Any:
-    """An interval of ``e`` at the number or interval x, with :data:`PRECISION` bits.
-
-    Raises:
-        Undefined: it may have no value.
-    """
-    return walk(e, x if isinstance(x, iv.mpf) else iv.mpf(x), Intervals)
+    """An interval of ``e`` at the number or interval x, with :data:`PRECISION` bits."""
+    return walk(e, iv.mpf(x), intervals)
 
 
 def number(e: sympy.Expr) -> Any:
     """The interval of a constant."""
-    return enclose(e, iv.mpf(0))
+    return enclose(e, 0)
 
 
 @contextlib.contextmanager
@@ -200,12 +183,11 @@ def sign(c: sympy.Expr) -> int | None:
     """-1, 0 or 1, exact; None where the sign of a constant cannot be told."""
     if c.is_Rational or c in (sympy.oo, -sympy.oo):
         return int(sympy.sign(c))
-    for bits in (PRECISION, 8 * PRECISION):
-        try:
+    with contextlib.suppress(Undefined):
+        for bits in (PRECISION, 8 * PRECISION):
             with precision(bits):
                 value = number(c)
-        except Undefined:
-            return None
-        if value.a > 0 or value.b < 0:
-            return 1 if value.a > 0 else -1
-    return 0 if sympy.simplify(c) == 0 else None
+            if value.a > 0 or value.b < 0:
+                return 1 if value.a > 0 else -1
+        return 0 if sympy.simplify(c) == 0 else None
+    return None

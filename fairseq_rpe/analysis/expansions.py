@@ -8,15 +8,14 @@ with exact coefficients (intervals where something oscillates) and a number C. S
 decided raises :class:`Unknown`, what needs a larger T raises :class:`Later`.
 """
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
-from .enclosures import Intervals, iv, number, sign
+from .enclosures import intervals, iv, number, sign
 
 Monomial = tuple[sympy.Expr, ...]
 Coefficient = tuple[sympy.Expr, sympy.Expr]
@@ -41,8 +40,13 @@ class Expansion:
     error: tuple[Monomial, Any] | None = None
 
     def ordered(self) -> list[tuple[Monomial, Coefficient]]:
-        """The terms, the largest first."""
+        """The largest term first."""
         return sorted(self.terms.items(), key=_by_size, reverse=True)
+
+    def apart(self) -> tuple[Coefficient, "Expansion"]:
+        """The constant and what is left."""
+        rest = Expansion({m: c for m, c in self.terms.items() if m != ONE}, self.error)
+        return self.terms.get(ONE, exactly(0)), rest
 
 
 def level(k: int) -> Monomial:
@@ -86,24 +90,23 @@ def product(a: Coefficient, b: Coefficient) -> Coefficient:
     return hull([sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b])
 
 
-def _added(terms: dict[Monomial, Coefficient], m: Monomial, c: Coefficient) -> Coefficient:
-    old = terms.get(m, (sympy.S.Zero, sympy.S.Zero))
-    if sympy.nan in (found := (old[0] + c[0], old[1] + c[1])):
-        raise Unknown("∞ - ∞")
-    return found
+def summed(items: Iterable[tuple[Monomial, Coefficient]]) -> dict[Monomial, Coefficient]:
+    """Coefficients of the same monomial added up."""
+    terms: dict[Monomial, Coefficient] = {}
+    for m, c in items:
+        old = terms.get(m, exactly(0))
+        terms[m] = old[0] + c[0], old[1] + c[1]
+        if sympy.nan in terms[m]:
+            raise Unknown("∞ - ∞")
+    return terms
 
 
-def exactly(c: sympy.Expr) -> Coefficient:
-    return c, c
+def exactly(c: Any) -> Coefficient:
+    return (sympy.sympify(c),) * 2
 
 
 class Arithmetic:
-    """Sums and products of expansions that hold for n >= e^start.
-
-    Args:
-        start: T.
-        order: powers of a small quantity that are kept.
-    """
+    """Sums and products of expansions for n >= e^start; ``order``: powers of a small quantity that are kept."""
 
     def __init__(self, start: int, order: int) -> None:
         self.order = order
@@ -119,7 +122,7 @@ class Arithmetic:
                 if k >= len(self.logs) or (k and self.logs[k - 1].a <= 0):
                     raise Later
                 total += number(power) * self.logs[k]
-        return Intervals.exp(total)
+        return intervals.exp(total)
 
     def slope(self, m: Monomial, k: int) -> Any:
         """The largest size, from here on, of d ln m / d ln L_k less its own a_k; L_k is the k-fold logarithm."""
@@ -158,12 +161,9 @@ class Arithmetic:
 
     def tidy(self, terms: dict[Monomial, Coefficient], errors: list[tuple[Monomial, Any]]) -> Expansion:
         """Drop zeros, put what is below the largest error into it, and keep the number of terms small."""
-        kept = Expansion(
-            {m: c for m, c in terms.items() if c != (0, 0) and (c[0] != c[1] or sign(c[0]) != 0)}
-        ).ordered()
-        if len(kept) > _MOST:
-            errors = [*errors, *((m, self.weight(c)) for m, c in kept[_MOST:])]
-            kept = kept[:_MOST]
+        kept = Expansion({m: c for m, c in terms.items() if c[0] != c[1] or sign(c[0]) != 0}).ordered()
+        errors = [*errors, *((m, self.weight(c)) for m, c in kept[_MOST:])]
+        kept = kept[:_MOST]
         if not errors:
             return Expansion(dict(kept))
         top = max(errors, key=_by_size)[0]
@@ -179,26 +179,16 @@ class Arithmetic:
     def bound(self, e: Expansion) -> tuple[Monomial, Any]:
         """A monomial and a number with |e| <= number · monomial."""
         items = [(m, self.weight(c)) for m, c in e.terms.items()] + ([e.error] if e.error else [])
-        if not items:
-            return ONE, iv.mpf(0)
-        top = max(items, key=_by_size)[0]
-        return top, sum((c * self.ratio(m, top) for m, c in items), iv.mpf(0))
+        return self.tidy({}, items).error or (ONE, iv.mpf(0))
 
     def constant(self, c: sympy.Expr) -> Expansion:
         return self.tidy({ONE: exactly(c)}, [])
 
     def add(self, a: Expansion, b: Expansion) -> Expansion:
-        terms = dict(a.terms)
-        for m, c in b.terms.items():
-            terms[m] = _added(terms, m, c)
-        return self.tidy(terms, [e.error for e in (a, b) if e.error])
+        return self.tidy(summed([*a.terms.items(), *b.terms.items()]), [e.error for e in (a, b) if e.error])
 
     def mul(self, a: Expansion, b: Expansion) -> Expansion:
-        terms: dict[Monomial, Coefficient] = {}
-        for m, c in a.terms.items():
-            for k, d in b.terms.items():
-                key = times(m, k)
-                terms[key] = _added(terms, key, product(c, d))
+        terms = summed((times(m, k), product(c, d)) for m, c in a.terms.items() for k, d in b.terms.items())
         errors = []
         for p, q in ((a, b), (b, a)):
             if q.error:
@@ -223,16 +213,14 @@ class Arithmetic:
         self.small(u)
         return m, c, u
 
-    def small(self, u: Expansion) -> Any:
+    def small(self, u: Expansion) -> None:
+        """Refuse what is not surely |u| <= 1/2 from here on."""
         top, c = self.bound(u)
         if top != ONE and not self.falls(top):
             raise Unknown("a small quantity is not small")
         size = c if top == ONE else c * self.size(top)
         if size.b > 0.5:
-            if compare(top, ONE) < 0:
-                raise Later
-            raise Unknown("a small quantity is not small")
-        return iv.mpf(size.b)
+            raise Unknown("a small quantity is not small") if top == ONE else Later
 
     def taylor(self, u: Expansion, coefficients: list[sympy.Expr], rest: Any) -> Expansion:
         """Σ_k coefficients[k]·u^k with |error| <= rest·|u|^len(coefficients)."""
@@ -240,10 +228,7 @@ class Arithmetic:
         for c in coefficients[1:]:
             power = self.mul(power, u)
             total = self.add(total, self.scaled(power, exactly(c)))
-        top, size = self.bound(u)
-        k = len(coefficients)
         if not u.terms and not u.error:
             return total
-        return self.tidy(
-            total.terms, [*([total.error] if total.error else []), (times(ONE, top, sympy.Integer(k)), rest * size**k)]
-        )
+        (top, size), k = self.bound(u), len(coefficients)
+        return self.add(total, Expansion({}, (times(ONE, top, sympy.Integer(k)), rest * size**k)))

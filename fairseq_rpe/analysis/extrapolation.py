@@ -1,7 +1,5 @@
 """Length extrapolation as a yes or no: Definition 0.1 of "Exploring Transformer Extrapolation" (arXiv 2307.10156)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +9,10 @@ from ..core import UserError
 
 @dataclass(frozen=True)
 class Deviation:
-    """Relative deviations (ppl_n - ppl_m) / ppl_m over the evaluated lengths n > m.
+    """Relative deviations (ppl_n - ppl_m) / ppl_m over the evaluated lengths n > m; ``end``: at the longest one.
 
-    Attributes:
-        largest: max |deviation|, which the definition bounds by δ; it counts improvements too.
-        worst: max(0, deviation): one-sided, improvements are free.
-        end: signed, at the longest length.
+    ``largest``: max |deviation|, which the definition bounds by δ; it counts improvements too. ``worst``:
+    max(0, deviation): one-sided, improvements are free.
     """
 
     largest: float
@@ -29,11 +25,7 @@ class Deviation:
 
 
 def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
-    """How perplexity changes beyond the training length.
-
-    Args:
-        ppl: perplexity by evaluation length in tokens; lengths below ``trained_at`` do not count.
-        trained_at: m, the training length.
+    """How ``ppl``, perplexity by evaluation length in tokens, changes beyond the training length m, ``trained_at``.
 
     Raises:
         UserError: nothing was evaluated at the training length, or nothing beyond it.
@@ -55,9 +47,7 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
 def agreeing(converging: Sequence[float], diverging: Sequence[float]) -> tuple[float, float] | None:
     """Every δ at which exactly the methods whose series converges extrapolate: low < δ <= high, or None.
 
-    Args:
-        converging: deviations of the methods whose Σ exp(bias) converges.
-        diverging: deviations of the others.
+    ``converging``: deviations of the methods whose Σ exp(bias) converges; ``diverging``: of the others.
 
     >>> agreeing([0.03, 0.01], [0.07, 0.5])
     (0.03, 0.07)

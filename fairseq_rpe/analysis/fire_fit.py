@@ -3,8 +3,8 @@
 Source: "Functional Interpolation for Relative Positions Improves Long Context Transformers" (arXiv 2310.04418), Eq. 4:
 b(i, j) = f(ψ(i-j) / ψ(max(L, i))). Its Theorem 3.1 says that such a b equals the bias of T5, ALiBi, Kerple and Sandwich
 on any finite range. The constructions here are our own. All take L = N for distances d = 0 … N-1: every query i < N
-then divides by the same ψ(L), the argument u_d = ψ(d) / (ψ(L) + 1e-6) (1e-6 as in the module) depends on the distance
-alone, and f has to meet the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
+then divides by the same ψ(L), the argument u_d = ψ(d) / (ψ(L) + 1e-6) depends on the distance alone, and f has to meet
+the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
 
 - A line, no hidden layer: ALiBi with ψ(x) = x; Kerple's -p·ln(1 + a·d) with ψ(x) = ln(c·x + 1), c = a. One FIRE has one
   c, so heads with an a of their own take a FIRE each, or share one made as follows.
@@ -13,12 +13,8 @@ alone, and f has to meet the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} 
   no head bends need no unit: T5 bends twice at each of its buckets, Kerple-power and Sandwich at all of the N-2 inner
   points.
 
-Example: y = (0, -1, -1) at u = (0, 1/3, 2/3) has slopes -3 and 0, so f(u) = -3·relu(u) + 3·relu(u - 1/3).
-
 That parameters exist does not say that training finds them.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -40,14 +36,10 @@ _STRAIGHT = 1e-9  # nats; what rounding alone bends a line by is far less
 
 @dataclass(frozen=True)
 class FireFit:
-    """A ``fire`` encoding that equals heads of another encoding for all 0 <= j <= i < N.
+    """A ``fire`` encoding in float64 that equals ``heads`` of another encoding, from 1, for all 0 <= j <= i < N.
 
-    Attributes:
-        heads: the heads of the other encoding that the outputs of ``fire`` are, counted from 1.
-        spec: builds ``fire``, up to its parameters.
-        fire: the module, in float64.
-        error: largest difference between the two biases over all distances, in nats.
-        error_float32: the same with float32 parameters and arithmetic, as a model in training has them.
+    ``spec`` builds it, up to its parameters. ``error`` is the largest difference between the two biases over all
+    distances, in nats, ``error_float32`` that with float32 parameters and arithmetic, as a model in training has them.
     """
 
     heads: tuple[int, ...]
@@ -73,39 +65,28 @@ class FireFit:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it, floats to the last bit; ``state`` is the module's state dict."""
-        return {
-            "heads": list(self.heads),
-            "fire": self.spec,
-            "c": self.c,
-            "L": self.threshold,
-            "hidden_layers": self.fire.config.hidden_layers,
-            "hidden": self.hidden,
-            "error": self.error,
-            "error_float32": self.error_float32,
-            "state": {name: value.tolist() for name, value in self.fire.state_dict().items()},
-        }
+        shape = {"hidden_layers": self.fire.config.hidden_layers, "hidden": self.hidden}
+        errors = {"error": self.error, "error_float32": self.error_float32}
+        state = {name: value.tolist() for name, value in self.fire.state_dict().items()}
+        start = {"heads": list(self.heads), "fire": self.spec, "c": self.c, "L": self.threshold}
+        return {**start, **shape, **errors, "state": state}
 
 
 @torch.no_grad()
 def fit_fire(encoding: Encoding, name: str, length: int) -> list[FireFit]:
     """FIREs with the bias of ``encoding`` for all 0 <= j <= i < ``length``, to within 1e-6 in float64.
 
-    The first holds all heads. Kerple-log with heads of different a follows again, as a line for each a.
-
-    Args:
-        encoding: a bias of the distance, with the parameters that it has now.
-        name: what messages call it.
-        length: N, the number of distances.
+    The first holds all heads, with the parameters that the encoding has now. Kerple-log with heads of different a
+    follows again, as a line for each a. ``name`` is what messages call it.
 
     Raises:
         UserError: no bias of the distance alone, not finite, too large for float64, or a length out of range.
     """
     profile = _profile(encoding, name, length)
     heads = range(encoding.heads)
-    scales = encoding.a(torch.float64).tolist() if isinstance(encoding, KerpleLog) else [None for _ in heads]
+    scales = encoding.a(torch.float64).tolist() if isinstance(encoding, KerpleLog) else [None] * len(heads)
     found = [_fit(profile, list(heads), None)] if len(set(scales)) > 1 else []
-    for c in dict.fromkeys(scales):
-        found.append(_fit(profile, [h for h in heads if scales[h] == c], c))
+    found += [_fit(profile, [h for h in heads if scales[h] == c], c) for c in dict.fromkeys(scales)]
     for fit in found:
         if not fit.error <= TOLERANCE:
             raise UserError(
@@ -133,7 +114,8 @@ def _profile(encoding: Encoding, name: str, length: int) -> Tensor:
 def _fit(profile: Tensor, heads: list[int], c: float | None) -> FireFit:
     """The heads (indices) of ``profile`` (H, N) in one module: a line where all are one, otherwise one hidden layer."""
     y = profile[heads]
-    u = _inputs(_module(len(heads), y.shape[1], c, 0)[1], y.shape[1])
+    at = torch.arange(y.shape[1], dtype=y.dtype)[None]
+    u = _module(len(heads), y.shape[1], c, 0)[1].ratio(at[:, -1:], at)[0, 0].flip(0)  # bit by bit as it computes them
     slopes = y.diff() / u.diff()  # (H', N-1)
     mean = (y[:, -1:] - y[:, :1]) / u[-1] if len(u) > 1 else torch.zeros_like(y)
     if (y[:, :1] + mean * u - y).abs().max() <= _STRAIGHT:
@@ -148,7 +130,9 @@ def _fit(profile: Tensor, heads: list[int], c: float | None) -> FireFit:
     for layer, weight, bias in zip(fire.mlp, weights, biases, strict=True):
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
-    return FireFit(tuple(h + 1 for h in heads), spec, fire, _error(fire, y), _error(_narrowed(spec, fire), y))
+    narrow = build(spec, fire.heads, fire.heads)
+    narrow.load_state_dict(fire.state_dict())
+    return FireFit(tuple(h + 1 for h in heads), spec, fire, _error(fire, y), _error(narrow, y))
 
 
 def _module(heads: int, length: int, c: float | None, hidden: int) -> tuple[str, Fire]:
@@ -160,18 +144,6 @@ def _module(heads: int, length: int, c: float | None, hidden: int) -> tuple[str,
     if c is not None:
         fire.c.fill_(c)  # the spec gave it in float32
     return spec, fire
-
-
-def _narrowed(spec: str, fire: Fire) -> Fire:
-    narrow = build(spec, fire.heads, fire.heads)
-    narrow.load_state_dict(fire.state_dict())
-    return narrow
-
-
-def _inputs(fire: Fire, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """(N,) arguments of f at the distances 0 … N-1, bit by bit as the module computes them."""
-    at = torch.arange(length, dtype=dtype)[None]
-    return fire.ratio(at[:, -1:], at)[0, 0].flip(0)
 
 
 def _error(fire: Fire, y: Tensor) -> float:

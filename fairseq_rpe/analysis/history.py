@@ -1,15 +1,13 @@
 """The bias over distance at several moments of a training, kept as JSON lines beside TensorBoard's events."""
 
-from __future__ import annotations
-
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..core import UserError
+from ..core.files import atomic_write
 
 FILE = "profiles.jsonl"
 _POINTS = 64
@@ -21,23 +19,18 @@ def distances(length: int) -> list[int]:
     >>> distances(5), len(distances(9216))
     ([0, 1, 2, 3, 4], 64)
     """
-    if length <= _POINTS:
-        return list(range(length))
     # each step is at least 1 and at most what is left, shared out evenly on a logarithmic scale
     found = [0]
-    for left in range(_POINTS - 1, 0, -1):
+    for left in range(min(_POINTS, length) - 1, 0, -1):
         ratio = ((length - 1) / max(1, found[-1])) ** (1 / left)
         found.append(max(found[-1] + 1, min(length - left, round(max(1, found[-1]) * ratio))))
     return found
 
 
 class History:
-    """A file of looks, written as a whole each time, so that a reader never sees a part of one.
+    """A file of looks in ``folder``; ``length`` is the training length in tokens.
 
-    Args:
-        folder: where the file lies.
-        start: updates done before the first new look; what the file holds from there on is dropped.
-        length: training length in tokens.
+    ``start``: updates done before the first new look; what the file holds from there on is dropped.
     """
 
     def __init__(self, folder: str | Path, start: int, length: int) -> None:
@@ -48,25 +41,19 @@ class History:
         """Keep ``profiles``, place -> (H, n) log-bias over distances 0 … n-1, as those after ``step`` updates."""
         bias = {place: profile[:, self.at].tolist() for place, profile in profiles.items()}
         self.looks.append({"step": step, "distances": self.at, "bias": bias})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{FILE}")
-        temporary.write_text("".join(json.dumps(look) + "\n" for look in self.looks), encoding="utf-8")
-        os.replace(temporary, self.path)
+        atomic_write(self.path, "".join(json.dumps(look) + "\n" for look in self.looks))
 
 
 def read(folder: str | Path) -> list[dict[str, Any]]:
-    """The looks in ``folder``, the earliest first, or nothing where there is no file.
+    """The looks in ``folder``, the earliest first, or nothing where there is no file; refuses a damaged one.
 
     Each has ``step`` (updates), ``distances`` (tokens) and ``bias``: place -> heads -> log-bias at each distance.
-
-    Raises:
-        UserError: the file is damaged.
     """
     path = Path(folder) / FILE
-    if not path.exists():
-        return []
     try:
         looks = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [{"step": look["step"], "distances": look["distances"], "bias": look["bias"]} for look in looks]
+        return [{key: look[key] for key in ("step", "distances", "bias")} for look in looks]
+    except FileNotFoundError:
+        return []
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): delete it") from None

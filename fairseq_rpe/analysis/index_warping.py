@@ -1,16 +1,14 @@
 """The curves and Table 2 of "Improving Length Generalization via Position Index Warping", computed again for RoPE."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_difference, total_differences, warped
+from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_differences, warped
 
 # (training length, c) -> skew -> what the paper prints for tests of 2 and of 4 times that length
 TABLE_2 = {
@@ -28,13 +26,10 @@ Curve = tuple[Tensor, Tensor]  # x and y
 
 @dataclass(frozen=True)
 class Setting:
-    """What is computed.
+    """What is computed: ``width`` of RoPE's heads, even, None is the limit of a wide head; ``base`` of RoPE's angles.
 
-    Attributes:
-        train_length: tokens; the table and the differences have the paper's 20 and 500.
-        width: of RoPE's heads, even; None is the limit of a wide head.
-        base: of RoPE's angles.
-        exponential: differences are of exp(raw attention), as in the paper's figures, or of raw attention.
+    ``train_length`` is in tokens; the table and the differences have the paper's 20 and 500. ``exponential``:
+    differences are of exp(raw attention), as in the paper's figures, or of raw attention.
     """
 
     train_length: int = 512
@@ -58,7 +53,7 @@ class Setting:
     def raw(self, n: Tensor) -> Tensor:
         """Raw attention of RoPE (Eq. 3), in parts: it takes width / 2 numbers for each distance."""
         parts = n.flatten().split(_CHUNK // (self.width or 256))
-        return torch.cat([rope_raw(part, self.width, self.base) for part in parts]).reshape(n.shape)
+        return torch.cat([rope_raw(part, self.width, self.base) for part in parts]).view_as(n)
 
     def sensitivity(self, positions: Tensor) -> Tensor:
         return sensitivity(positions, self.raw, self.exponential)
@@ -66,10 +61,13 @@ class Setting:
     def differences(self, skew: str, train_length: int, tests: Sequence[int], reach: int) -> Tensor:
         return total_differences(skew, train_length, tests, reach, self.raw, self.exponential)
 
+    def sums(self, skew: str, train_length: int, reach: int) -> tuple[float, ...]:
+        """Total differences at ``TIMES``."""
+        return tuple(self.differences(skew, train_length, [t * train_length for t in TIMES], reach).tolist())
 
-@dataclass(frozen=True)
-class Row:
-    """Total differences (Eq. 9) of one training length and skew at each of ``TIMES``, beside the paper's."""
+
+class Row(NamedTuple):
+    """Total differences (Eq. 9) of one training length and skew at ``TIMES``, beside the paper's."""
 
     train_length: int
     reach: int
@@ -86,7 +84,7 @@ class Row:
 def table(setting: Setting) -> list[Row]:
     """Table 2."""
     return [
-        Row(length, reach, skew, tuple(_sums(setting, skew, length, reach)), printed)
+        Row(length, reach, skew, setting.sums(skew, length, reach), printed)
         for (length, reach), published in TABLE_2.items()
         for skew, printed in published.items()
     ]
@@ -106,8 +104,7 @@ def trend(at: Mapping[str, Sequence[float]]) -> tuple[bool, bool]:
     return lower, at["beta"][-1] == min(sums[-1] for sums in at.values())
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """exp(raw attention) over distances in tokens: of RoPE by head width (None: a wide head), of ALiBi by head."""
 
     distances: Tensor
@@ -122,14 +119,11 @@ def attention(setting: Setting) -> Attention:
     return Attention(n, rope, {head: alibi_raw(n, head).exp() for head in (1, 3, 5, 8)})
 
 
-@dataclass(frozen=True)
-class Falling:
-    """Sensitivity (Eq. 6) of a text of ``times`` the training length, positions interpolated.
+class Falling(NamedTuple):
+    """Sensitivity (Eq. 6) of a text of ``times`` the training length, interpolated; ``tail``: its last tokens.
 
-    Attributes:
-        size: its absolute value over positions, or that averaged over one wave where there are enough of them.
-        single: the value of each position, where ``size`` is averaged.
-        tail: the sensitivity itself at the last tokens.
+    ``size`` is its absolute value over positions, or that averaged over one wave where there are enough of them; then
+    ``single`` is that of each position.
     """
 
     times: int
@@ -143,18 +137,15 @@ def falling(setting: Setting) -> list[Falling]:
     found = []
     for times in (1, *TIMES):
         p = interpolated(setting.train_length, times * setting.train_length)
-        sen = setting.sensitivity(p)
-        p, size, single = p[1:], sen.abs(), None
-        window = wave(times)
-        if len(size) >= 2 * len(window):
-            single = _thinned(p, size)
-            p, size = (values.unfold(0, len(window), 1) @ window for values in (p, size))
-        found.append(Falling(times, _thinned(p, size), single, sen[-_TAIL:]))
+        sen, window = setting.sensitivity(p), wave(times)
+        each = mean = p[1:], sen.abs()
+        if averaged := len(sen) >= 2 * len(window):
+            mean = (values.unfold(0, len(window), 1) @ window for values in each)
+        found.append(Falling(times, _thinned(*mean), _thinned(*each) if averaged else None, sen[-_TAIL:]))
     return found
 
 
-@dataclass(frozen=True)
-class Tail:
+class Tail(NamedTuple):
     """Sensitivity at the last tokens of a text: ``at`` 1 in training, warped by ``skew``, at ``TIMES`` in tests."""
 
     skew: str
@@ -167,12 +158,13 @@ def tails(setting: Setting) -> list[Tail]:
     """One for each skew, with the total differences at ``TIMES``."""
     length, reach = setting.train_length, setting.reach
     shown = min(reach, _SHOWN) + 2
-    found = []
-    for skew in SKEWS:
-        positions = {1: warped(skew, length), **{t: interpolated(length, t * length) for t in TIMES}}
-        at = {t: setting.sensitivity(p[-shown:]) for t, p in positions.items()}
-        found.append(Tail(skew, reach, tuple(_sums(setting, skew, length, reach)), at))
-    return found
+    tests = {t: setting.sensitivity(interpolated(length, t * length)[-shown:]) for t in TIMES}
+
+    def tail(skew: str) -> Tail:
+        trained = setting.sensitivity(warped(skew, length)[-shown:])
+        return Tail(skew, reach, setting.sums(skew, length, reach), {1: trained, **tests})
+
+    return [tail(skew) for skew in SKEWS]
 
 
 def warps(setting: Setting) -> Mapping[str, Tensor]:
@@ -180,8 +172,7 @@ def warps(setting: Setting) -> Mapping[str, Tensor]:
     return {skew: warped(skew, setting.train_length) for skew in SKEWS}
 
 
-@dataclass(frozen=True)
-class Differences:
+class Differences(NamedTuple):
     """Total difference (Eq. 9) over test length / training length, and the paper's at ``TIMES``, by skew."""
 
     train_length: int
@@ -212,10 +203,6 @@ def wave(times: int) -> Tensor:
     weights = torch.ones(whole + 2, dtype=torch.float64)
     weights[[0, -1]] = (turn - whole) / 2
     return weights / turn
-
-
-def _sums(setting: Setting, skew: str, length: int, reach: int) -> list[float]:
-    return [total_difference(skew, length, t * length, reach, setting.raw, setting.exponential) for t in TIMES]
 
 
 def _thinned(x: Tensor, y: Tensor) -> Curve:

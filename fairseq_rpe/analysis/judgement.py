@@ -1,7 +1,6 @@
 """Verdicts and receptive fields of all heads of some encodings, as tables and curves."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,8 +34,7 @@ class Place(NamedTuple):
         return ["" if n is None else n for n in self]
 
 
-@dataclass(frozen=True)
-class HeadRow:
+class HeadRow(NamedTuple):
     """The verdict on the head at a place."""
 
     place: Place
@@ -47,9 +45,7 @@ class HeadRow:
 class Fields:
     """Receptive fields of several heads against ε: ``curves`` (ε, TRF) to draw, heads that are alike drawn once.
 
-    Attributes:
-        without: heads of which no finite sum is known.
-        cut: fields beyond 10^``DRAWN`` keys are not in the curves.
+    ``without``: heads of which no finite sum is known; ``cut``: fields beyond 10^``DRAWN`` keys are not in the curves.
     """
 
     curves: list[tuple[Tensor, Tensor]]
@@ -72,7 +68,6 @@ def weights(layers: Sequence[Encoding], keys: int) -> list[tuple[Place, Tensor]]
 
 
 def weights_of(text: str, keys: int) -> list[tuple[Place, Tensor]]:
-    """The same of a formula."""
     return [(Place(), torch.tensor(weights_of_formula(text, keys), dtype=torch.float64))]
 
 
@@ -97,17 +92,15 @@ def shown(value: Fraction) -> str:
 
 def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> str:
     """One line per head, heads that share everything in one line; the reason is the last column."""
-    groups: list[tuple[list[Place], list[str]]] = []
-    for row in rows:
-        fields = (row.head.trf(e) for e in epsilons)
-        numbers = ["-" if found is None else str(found) for found in fields]
-        cells = [row.head.decision, row.head.digits() or "-", *numbers, row.head.reason]
-        if groups and groups[-1][1] == cells:
-            groups[-1][0].append(row.place)
-        else:
-            groups.append(([row.place], cells))
+
+    def cells(row: HeadRow) -> list[str]:
+        numbers = ["-" if (found := row.head.trf(e)) is None else str(found) for e in epsilons]
+        return [row.head.decision, row.head.digits() or "-", *numbers, row.head.reason]
+
     lines = [["", "Σ b_n", "B", *(f"TRF({shown(e)})" for e in epsilons), "reason"]]
-    lines += [[_span(places[0], places[-1]), *cells] for places, cells in groups]
+    for shared, group in itertools.groupby(rows, cells):
+        places = [row.place for row in group]
+        lines.append([_span(places[0], places[-1]), *shared])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [title]
     for place, decision, *numbers, reason in lines:
@@ -128,9 +121,9 @@ def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[F
     limits = ["limit", "limit_low", "limit_high"]
     cells: list[list[Any]] = [["source", *Place._fields, "verdict", *limits, "epsilon", *_BOUNDS, "reason"]]
     for title, rows in sources.items():
-        for row in rows:
-            start = [title, *row.place.cells(), row.head.decision, row.head.digits(), *_outwards(row.head)]
-            cells += [[*start, shown(e), *_bounds(row.head, e), row.head.reason] for e in epsilons]
+        for place, head in rows:
+            start = [title, *place.cells(), head.decision, head.digits(), *_outwards(head)]
+            cells += [[*start, shown(e), *_bounds(head, e), head.reason] for e in epsilons]
     return cells
 
 
@@ -138,8 +131,9 @@ def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
     """A row per source, layer, head that has receptive fields, and ε of ``GRID``."""
     cells: list[list[Any]] = [["source", *Place._fields, "epsilon", *_BOUNDS]]
     for title, rows in sources.items():
-        for row in (row for row in rows if row.head.total is not None):
-            cells += [[title, *row.place.cells(), shown(e), *_bounds(row.head, e)] for e in GRID]
+        for place, head in rows:
+            if head.total is not None:
+                cells += [[title, *place.cells(), shown(e), *_bounds(head, e)] for e in GRID]
     return cells
 
 

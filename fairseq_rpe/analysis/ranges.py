@@ -1,7 +1,5 @@
 """Ranges of an expression over many ranges of n at a time, in double precision."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from fractions import Fraction
@@ -18,7 +16,7 @@ _ULPS = 8  # numpy's functions are good to 4
 def ranges(e: sympy.Expr, low: Any, high: Any) -> tuple[Any, Any]:
     """Ranges of ``e`` over many ranges low <= n <= high of n; nan where it may be undefined."""
     with np.errstate(all="ignore"):
-        a, b = walk(e, (low, high), Floats)
+        a, b = walk(e, (low, high), Floats())
     return np.broadcast_to(a, low.shape), np.broadcast_to(b, low.shape)
 
 
@@ -35,74 +33,67 @@ def _wide(low: Any, high: Any, ulps: int, bad: Any = False) -> Any:
 def _rising(function: Callable[[Any], Any], low: float = -np.inf, high: float = np.inf) -> Any:
     """The field's method for a function that rises, with values between ``low`` and ``high``."""
 
-    def method(a: Any) -> Any:
+    def method(self: Any, a: Any) -> Any:
         bottom, top = _wide(function(a[0]), function(a[1]), _ULPS)
         return np.maximum(bottom, low), np.minimum(top, high)
 
-    return staticmethod(method)
+    return method
 
 
 def _both(function: Callable[[Any, Any], Any]) -> Any:
-    return staticmethod(lambda a, b: (function(a[0], b[0]), function(a[1], b[1])))
+    return lambda self, a, b: (function(a[0], b[0]), function(a[1], b[1]))
 
 
 class Floats:
     """Ranges as pairs of numpy arrays (low, high), rounded outwards; (nan, nan) where the value may be undefined."""
 
-    @staticmethod
-    def rational(p: int, q: int) -> Any:
+    def rational(self, p: int, q: int) -> Any:
         try:
             near = np.float64(p / q)
         except OverflowError:
             raise Undefined(f"{p}/{q} is out of range") from None
         return (near, near) if Fraction(float(near)) == Fraction(p, q) else _wide(near, near, 1)
 
-    @staticmethod
-    def constant(e: sympy.Expr) -> Any:
+    def constant(self, e: sympy.Expr) -> Any:
         return _wide(np.float64(float(e)), np.float64(float(e)), 1)
 
-    @staticmethod
-    def add(a: Any, b: Any) -> Any:
+    def add(self, a: Any, b: Any) -> Any:
         return _wide(a[0] + b[0], a[1] + b[1], 1, np.isnan(a[0] + b[1]) | np.isnan(a[1] + b[0]))
 
-    @staticmethod
-    def mul(a: Any, b: Any) -> Any:
+    def mul(self, a: Any, b: Any) -> Any:
         corners = [p * q for p in a for q in b]
         for p, q in ((a, b), (b, a)):  # 0 · ∞ inside, not only at a corner
             corners.append(np.where((np.isinf(p[0]) | np.isinf(p[1])) & (q[0] <= 0) & (q[1] >= 0), np.nan, corners[0]))
         return _wide(functools.reduce(np.minimum, corners), functools.reduce(np.maximum, corners), 1)
 
-    @classmethod
-    def power(cls, a: Any, k: int) -> Any:
+    def power(self, a: Any, k: int) -> Any:
         low, high = a
         if k < 0:
-            low, high = cls.power(a, -k)
+            low, high = self.power(a, -k)
             gap = (low <= 0) & (high >= 0)
             return _wide(1 / high, 1 / low, 1, gap)
+        if k == 0:
+            return low**k, high**k
         ends = _wide(np.minimum(low**k, high**k), np.maximum(low**k, high**k), _ULPS)
-        if k % 2 or k == 0:
-            return (low**k, high**k) if k == 0 else _wide(low**k, high**k, _ULPS)
+        if k % 2:
+            return ends
         return np.where((low <= 0) & (high >= 0), 0.0, np.maximum(ends[0], 0)), ends[1]
 
     exp, log = _rising(np.exp, low=0), _rising(np.log)
     tanh, atan = _rising(np.tanh, low=-1, high=1), _rising(np.arctan)
     min, max = _both(np.minimum), _both(np.maximum)
 
-    @staticmethod
-    def base(a: Any, exponent: Any) -> Any:
+    def base(self, a: Any, exponent: Any) -> Any:
         bad = (a[0] < 0) | ((a[0] == 0) & ~(exponent[0] > 0))
         return np.where(bad, np.nan, a[0]), np.where(bad, np.nan, a[1])
 
-    @classmethod
-    def sin(cls, a: Any) -> Any:
-        return cls._wave(np.sin, a, (a[0] - np.pi / 2, a[1] - np.pi / 2))
+    def sin(self, a: Any) -> Any:
+        return self._wave(np.sin, a, (a[0] - np.pi / 2, a[1] - np.pi / 2))
 
-    @classmethod
-    def cos(cls, a: Any) -> Any:
-        return cls._wave(np.cos, a, a)
+    def cos(self, a: Any) -> Any:
+        return self._wave(np.cos, a, a)
 
-    @staticmethod
-    def _wave(function: Callable[[Any], Any], a: Any, from_top: Any) -> Any:
+    def _wave(self, function: Callable[[Any], Any], a: Any, from_top: Any) -> Any:
         """``from_top``: the same range counted from a maximum, which is where cos has one."""
         low, high = function(a[0]), function(a[1])
         near = 1e-9 + 1e-15 * np.maximum(np.abs(a[0]), np.abs(a[1]))  # the slack of the two tests and of π
@@ -116,7 +107,6 @@ class Floats:
         nan = np.isnan(a[0]) | np.isnan(a[1])
         return np.where(nan, np.nan, np.where(wild, -1.0, bottom)), np.where(nan, np.nan, np.where(wild, 1.0, top))
 
-    @staticmethod
-    def abs(a: Any) -> Any:
+    def abs(self, a: Any) -> Any:
         inside = (a[0] <= 0) & (a[1] >= 0)
         return np.where(inside, 0.0, np.minimum(abs(a[0]), abs(a[1]))), np.maximum(abs(a[0]), abs(a[1]))

@@ -5,8 +5,6 @@ n_emp(ε) = inf{ j : C_ij > (1 - ε)·C_ii } for query i, where C_ij sums exp(q�
 to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances count tokens, not moved positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -20,12 +18,7 @@ _EVERY, _POINTS = 64, 256  # of a curve each distance up to _EVERY is shown, the
 def n_emp(mass: Tensor, epsilons: Sequence[float]) -> Tensor:
     """inf{ j : Σ_(t<j) mass_t > (1 - ε)·Σ_t mass_t }, in keys; 1 is the query alone.
 
-    Args:
-        mass: (…, m) weights >= 0 by distance 0 … m-1, with a positive sum.
-        epsilons: E values in (0, 1).
-
-    Returns:
-        (E, …) int64.
+    ``mass``: (…, m) weights >= 0 by distance 0 … m-1, with a positive sum. Of E values of ε in (0, 1): (E, …) int64.
 
     >>> n_emp(torch.full((10,), 0.1), [0.5, 0.05]).tolist()
     [6, 10]
@@ -41,12 +34,7 @@ def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
     There n is the first j in 0 … m-1 with Σ_(t<j) mass_t >= (1 - ε)·Σ_(t<m) mass_t, and m where there is none and
     always at ε = 0. The sum ends at m and the comparison is >=, so this differs from :func:`n_emp` and depends on m.
 
-    Args:
-        mass: (…, m) weights >= 0 by distance 0 … m-1.
-        points: at least 2.
-
-    Returns:
-        ε (points,) and n/m (…, points), float64.
+    ``mass``: (…, m) weights >= 0 by distance 0 … m-1. Of at least 2 points: ε (points,) and n/m (…, points), float64.
     """
     if points < 2:
         raise UserError(f"a curve has at least 2 points, not {points}")

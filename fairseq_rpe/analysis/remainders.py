@@ -1,7 +1,6 @@
 """What Σ exp f(n) still holds far out, from the expansion of f."""
 
-from __future__ import annotations
-
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,46 +8,37 @@ import sympy
 
 from .analytic import ball, interval, precisely
 from .asymptotics import Scale
-from .enclosures import Intervals, Undefined, iv, number
-from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, level, sure_sign, times
+from .enclosures import Undefined, intervals, iv, number
+from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, exactly, level, summed, sure_sign, times
 from .summation import ORDERS, Thin, thin
 
 
 def beyond(f: sympy.Expr, start: Any, decided: int) -> Callable[[Any], Any] | None:
     """Σ_{n >= m} exp f(n) as an interval, for every m = e^T with T >= start; None where no bound is known from there.
 
-    Args:
-        f: a convergent log-weight.
-        start: T, at least 3.
-        decided: the level that decided its convergence.
+    ``f`` converges, as the level ``decided`` says; ``start`` is at least 3.
 
     The sum is within b_m of the integral, because the envelopes of f fall. The integral is known in closed form for
     f = -a·n^s - p·ln n - q·ln ln n + c (incomplete gamma functions); otherwise it is e^V/κ with V = f + ln n + …,
     whose slope in the last logarithm is between -κ and -κ'.
     """
     for order in ORDERS:
-        try:
+        with contextlib.suppress(Later, Unknown, Undefined):
             scale = Scale(start, order)
             e = scale(f)
             return _closed(e, scale) or _slopes(e, scale, decided)
-        except (Later, Unknown, Undefined):
-            continue
     return None
 
 
 def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     main = {m: c for m, c in e.terms.items() if compare(m, ONE) > 0}
-    minor = [(m, scale.weight(c)) for m, c in e.terms.items() if compare(m, ONE) < 0]
-    if e.error:
-        minor.append(e.error)
+    minor = [(m, scale.weight(c)) for m, c in e.terms.items() if compare(m, ONE) < 0] + ([e.error] if e.error else [])
     if any(c[0] != c[1] for c in main.values()) or any(not scale.falls(m) for m, _ in minor):
         return None
     power = [m for m in main if m[0] != 0]
     p, q, r = (-main.get(level(k), (sympy.S.Zero,))[0] for k in (1, 2, 3))
     known = {*power, level(1)} if power else {level(1), level(2), level(3)}
-    if set(main) - known or len(power) > 1 or (power and power[0][1:] != ONE[1:]):
-        return None
-    if r != 0 and (p != 1 or q != 1):
+    if set(main) - known or len(power) > 1 or (power and power[0][1:] != ONE[1:]) or (r != 0 and (p != 1 or q != 1)):
         return None
     low, high = e.terms.get(ONE, (sympy.S.Zero,) * 2)
     a, s = (-main[power[0]][0], power[0][0]) if power else (sympy.S.Zero, sympy.S.One)
@@ -57,10 +47,10 @@ def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     def tail(t: Any) -> Any:
         here = Scale(t, scale.order)
         slack = sum((c * here.size(m) for m, c in minor), iv.mpf(0)).b
-        model = Intervals.exp(sum((number(c[0]) * here.size(m) for m, c in main.items()), iv.mpf(0)))
+        model = _exp([(m, c[0]) for m, c in main.items()], here)
         area = _integral(rates, t, a == 0 and p == 1, a == 0 and p == 1 and q == 1)
         wide = number(low) - slack, number(high) + slack
-        return iv.mpf([(Intervals.exp(wide[0]) * area).a, (Intervals.exp(wide[1]) * (area + model)).b])
+        return iv.mpf([(intervals.exp(wide[0]) * area).a, (intervals.exp(wide[1]) * (area + model)).b])
 
     falls = [(p, level(0)), (q, level(1)), (r, level(2))]
     if not power and any(sure_sign(v) < 0 for v, _ in falls) and _rate(e, scale, 1, 1)[0] <= -1:
@@ -68,6 +58,10 @@ def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
     if power and sure_sign(p) < 0:
         return None
     return tail
+
+
+def _exp(terms: Thin, here: Scale) -> Any:
+    return intervals.exp(sum((number(c) * here.size(m) for m, c in terms), iv.mpf(0)))
 
 
 @precisely
@@ -101,13 +95,11 @@ def _derivative(envelope: Thin, k: int) -> Iterator[tuple[Monomial, sympy.Expr]]
 
 def _rate(e: Expansion, scale: Scale, side: int, k: int) -> tuple[Any, Any]:
     """Numbers κ' and κ with -κ <= dV/dL_k <= -κ' from here on, V = envelope + L_1 + … + L_k; κ may be ∞."""
-    total: dict[Monomial, sympy.Expr] = {}
-    for m, c in _derivative([*thin(e, side), *((level(j), sympy.S.One) for j in range(1, k + 1))], k):
-        total[m] = total.get(m, sympy.S.Zero) + c
-    found = scale.tidy({m: (c, c) for m, c in total.items()}, [])
-    if not found.terms:
+    slope = _derivative([*thin(e, side), *((level(j), sympy.S.One) for j in range(1, k + 1))], k)
+    found = scale.tidy(summed((m, exactly(c)) for m, c in slope), []).ordered()
+    if not found:
         return iv.mpf(0), iv.mpf(0)
-    (m, (c, _)), *rest = found.ordered()
+    (m, (c, _)), *rest = found
     if compare(m, ONE) < 0:
         return iv.mpf(0), iv.inf
     others = sum((scale.weight(d) * scale.ratio(p, m) for p, d in rest), iv.mpf(0)).b
@@ -115,9 +107,8 @@ def _rate(e: Expansion, scale: Scale, side: int, k: int) -> tuple[Any, Any]:
         return -iv.inf, iv.mpf(0)
     size = abs(number(c))
     rising = m != ONE and not scale.falls(m)
-    return iv.mpf(((size.a - others) * (scale.size(m).a if rising else 1)).a), iv.inf if rising else iv.mpf(
-        (size + others).b
-    )
+    least = (size.a - others) * (scale.size(m).a if rising else 1)
+    return iv.mpf(least.a), iv.inf if rising else iv.mpf((size + others).b)
 
 
 def _slopes(e: Expansion, scale: Scale, k: int) -> Callable[[Any], Any] | None:
@@ -129,14 +120,12 @@ def _slopes(e: Expansion, scale: Scale, k: int) -> Callable[[Any], Any] | None:
     extra = [(level(j), sympy.S.One) for j in range(1, k + 1)]
 
     def tail(t: Any) -> Any:
-        here = Scale(t, scale.order)
-
         def value(terms: Thin) -> Any:
-            return sum((number(c) * here.size(m) for m, c in terms), iv.mpf(0))
+            return _exp(terms, Scale(t, scale.order))
 
-        high = Intervals.exp(value([*thin(e, 1), *extra])) / least + Intervals.exp(value(thin(e, 1)))
+        high = value([*thin(e, 1), *extra]) / least + value(thin(e, 1))
         if most == iv.inf or not flat.a > 0:
             return iv.mpf([0, high.b])
-        return iv.mpf([(Intervals.exp(value([*thin(e, 0), *extra])) / most).a, high.b])
+        return iv.mpf([(value([*thin(e, 0), *extra]) / most).a, high.b])
 
     return tail

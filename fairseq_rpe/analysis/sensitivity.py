@@ -4,8 +4,6 @@ Source: "Improving Length Generalization via Position Index Warping", Eq. 3, 4, 
 unit norm and with the same norm in each block of two. Everything is float64; positions and distances may be fractional.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,14 +16,14 @@ from ..encodings.alibi import alibi_slopes
 from ..positions import SKEWS
 
 Raw = Callable[[Tensor], Tensor]
+Skew = str | Callable[[Tensor], Tensor]
 
 
 def rope_raw(distance: Tensor, width: int | None = None, base: float = 10_000.0) -> Tensor:
     """Raw attention of RoPE (Eq. 3): the mean of cos(n·θ_s) over the pairs of a head, θ_s = base^(-2s/width).
 
-    Args:
-        distance: n >= 0, any shape.
-        width: head width; None is the limit of a wide head, (Ci(n) - Ci(n/base)) / ln(base). The paper gives no width.
+    ``distance``: n >= 0, any shape. ``width``: of the head, which the paper does not give; None is the limit of a wide
+    one, (Ci(n) - Ci(n/base)) / ln(base).
 
     >>> round(rope_raw(torch.tensor(10.0), width=64).item(), 6)
     0.657863
@@ -51,52 +49,42 @@ def sensitivity(positions: Tensor, raw: Raw = rope_raw, exponential: bool = Fals
     """Attention sensitivity (Eq. 6): what attention loses from each position to the next, (…, m) -> (…, m - 1).
 
     Entry i-1 is raw(p_(i-1)) - raw(p_i) for i >= 1; the paper leaves p_(-1), and so the entry of i = 0, undefined.
-
-    Args:
-        positions: (…, m) ascending, warped, interpolated or plain.
-        raw: raw attention by distance.
-        exponential: compare exp(raw), which is what the paper's figures show, instead of raw as in its equation.
+    ``raw``: raw attention by distance. ``exponential``: compare exp(raw), which is what the paper's figures show,
+    instead of raw as in its equation.
     """
     value = raw(positions.double())
     return -torch.diff(value.exp() if exponential else value)
 
 
 def total_difference(
-    skew: str | Callable[[Tensor], Tensor],
-    train_length: int,
-    test_length: int,
-    reach: int,
-    raw: Raw = rope_raw,
-    exponential: bool = False,
+    skew: Skew, train_length: int, test_length: int, reach: int, raw: Raw = rope_raw, exponential: bool = False
 ) -> float:
-    """Total difference (Eq. 9): Σ_(i=0…c) |sen_train(L_train - i) - sen_test(L_test - i)|, c + 1 terms.
-
-    Training positions are L·f(j/L); test positions are interpolated, j·L_train/L_test. The smaller, the better training
-    prepares the tail of a longer text.
-
-    Args:
-        skew: f on [0, 1]: a name of ``fairseq_rpe.positions.SKEWS``, ``none``, or a function.
-        train_length, test_length: L_train <= L_test.
-        reach: c < L_train; the paper takes 10 for L_train = 20 and 200 for 500.
-        raw, exponential: as in :func:`sensitivity`.
-    """
+    """:func:`total_differences` at one test length."""
     return total_differences(skew, train_length, [test_length], reach, raw, exponential).item()
 
 
 def total_differences(
-    skew: str | Callable[[Tensor], Tensor],
+    skew: Skew,
     train_length: int,
     test_lengths: Sequence[int],
     reach: int,
     raw: Raw = rope_raw,
     exponential: bool = False,
 ) -> Tensor:
-    """:func:`total_difference` at several test lengths, (len(test_lengths),), from one look at raw attention."""
-    for test_length in test_lengths:
-        if not 1 <= train_length <= test_length:
-            raise UserError(
-                f"a test length of {test_length} is shorter than the training length {train_length}: swap them"
-            )
+    """Total difference (Eq. 9) at each test length: Σ_(i=0…c) |sen_train(L_train - i) - sen_test(L_test - i)|.
+
+    Training positions are L·f(j/L); test positions are interpolated, j·L_train/L_test. The smaller, the better training
+    prepares the tail of a longer text.
+
+    Args:
+        skew: f, as in :func:`warped`.
+        train_length, test_lengths: L_train <= L_test.
+        reach: c < L_train; the paper takes 10 for L_train = 20 and 200 for 500.
+        raw, exponential: as in :func:`sensitivity`.
+    """
+    shortest = min(test_lengths)
+    if not 1 <= train_length <= shortest:
+        raise UserError(f"a test length of {shortest} is shorter than the training length {train_length}: swap them")
     if not 0 <= reach < train_length:
         raise UserError(f"reach {reach} leaves the training length {train_length}: choose 0 to {train_length - 1}")
     trained = warped(skew, train_length)[-reach - 2 :]
@@ -104,12 +92,15 @@ def total_differences(
     return (sensitivity(trained, raw, exponential) - sensitivity(tested, raw, exponential)).abs().sum(-1)
 
 
-def warped(skew: str | Callable[[Tensor], Tensor], length: int) -> Tensor:
+def warped(skew: Skew, length: int) -> Tensor:
     """Tail-warped positions (Eq. 8) L·f(j/L) of the indices j = 0 … L, (L + 1,), in tokens.
 
     ``skew`` is f on [0, 1]: a name of ``fairseq_rpe.positions.SKEWS``, ``none``, or a function.
     """
-    return length * _skew(skew)(torch.arange(length + 1, dtype=torch.float64) / length)
+    known = {"none": lambda x: x, **SKEWS}
+    if not callable(skew) and skew not in known:
+        raise UserError(f"unknown skew '{skew}'{nearest(skew, known)}; known: {', '.join(known)}, or a function")
+    return length * (skew if callable(skew) else known[skew])(torch.arange(length + 1, dtype=torch.float64) / length)
 
 
 def interpolated(train_length: int, test_length: int) -> Tensor:
@@ -131,12 +122,3 @@ def cosine_integral(x: Tensor) -> Tensor:
     for k in range(depth, 0, -1):
         tail = z + (2 * k - 1) - k * k / tail
     return torch.where(x <= 4, series, -((-z).exp() / tail).real)
-
-
-def _skew(skew: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    if callable(skew):
-        return skew
-    known = {"none": lambda x: x, **SKEWS}
-    if skew not in known:
-        raise UserError(f"unknown skew '{skew}'{nearest(skew, known)}; known: {', '.join(known)}, or a function")
-    return known[skew]

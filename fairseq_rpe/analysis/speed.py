@@ -1,15 +1,13 @@
 """How fast attention is with each encoding and backend on this machine, against attention without a bias."""
 
-from __future__ import annotations
-
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +24,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOW = 20.0  # a first call of so many seconds is the only one of its kind
 DENSE_COPIES = 6  # scores, bias, mask and weights of the reference, and what its backward keeps
 Way = Callable[[], None]
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What takes turns, and at which size.
+    """What takes turns, and at which size: ``encodings``, each adds a bias or is nope, with each of ``backends``.
 
-    Attributes:
-        encodings: specs; each adds a bias or is nope.
-        backends: keys of ``BACKENDS``.
-        batch, heads, width: of q, k and v; the width is a head's.
-        dtype: a key of :data:`DTYPES`.
-        repeats: turns, of which the median counts.
-        device: cpu or cuda.
+    ``width`` is a head's, ``dtype`` a key of :data:`DTYPES`, ``device`` cpu or cuda; of ``repeats`` turns the median
+    counts.
     """
 
     encodings: list[str]
@@ -74,11 +66,7 @@ class Timing:
 
 
 def measure(setting: Setting, step: str, length: int) -> tuple[list[Timing], list[str]]:
-    """Every encoding with every backend in turns, and a line on each that is left out.
-
-    Raises:
-        UserError: an encoding has no bias.
-    """
+    """Every encoding with every backend in turns, and a line on each that is left out."""
     ways, left_out = _ways(setting, step == "training", length)
     seconds = in_turns(ways, setting.repeats, setting.device)
     limit = seconds[LIMIT, "sdpa"]
@@ -94,17 +82,19 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     grad = torch.randn(q.shape, **kind)
     positions = Positions.arange(n, device=device)
 
-    def way(attend: Callable[[], Tensor], parameters: list[Tensor]) -> None:
+    def way(encoding: Encoding | None, backend: Backend | None, parameters: list[Tensor]) -> None:
         with torch.set_grad_enabled(training):
-            out = attend()
+            if encoding is None:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                out = backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
             if training:
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
-    def attend(encoding: Encoding, backend: Backend) -> Tensor:
-        return backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
-
-    free, needed = _free_memory(device), DENSE_COPIES * 4 * batch * heads * n * n
-    found = {(LIMIT, "sdpa"): partial(way, partial(F.scaled_dot_product_attention, q, k, v, is_causal=True), [])}
+    on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu  # bytes
+    needed = DENSE_COPIES * 4 * batch * heads * n * n
+    found = {(LIMIT, "sdpa"): partial(way, None, None, [])}
     found[LIMIT, "sdpa"]()
     left_out = []
     for spec in setting.encodings:
@@ -116,7 +106,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             if name == "reference" and needed > free:
                 left_out.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
                 continue
-            tried = partial(way, partial(attend, encoding, BACKENDS[name]), parameters)
+            tried = partial(way, encoding, BACKENDS[name], parameters)
             try:
                 tried()
             except (UserError, NotImplementedError) as error:
@@ -130,14 +120,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     return found, left_out
 
 
-def _free_memory(device: str) -> int:
-    """Bytes."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-
-
-def in_turns(ways: dict[Key, Way], repeats: int, device: str) -> dict[Key, float]:
+def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, float]:
     """Median seconds of each, all of them once in every turn."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
@@ -148,7 +131,7 @@ def in_turns(ways: dict[Key, Way], repeats: int, device: str) -> dict[Key, float
         wait()
         return time.perf_counter() - start
 
-    times: dict[Key, list[float]] = {key: [] for key in ways}
+    times: dict[Any, list[float]] = {key: [] for key in ways}
     for _ in range(repeats):
         for key, way in ways.items():
             if not times[key] or times[key][0] < SLOW:

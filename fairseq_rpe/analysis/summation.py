@@ -1,7 +1,6 @@
 """Does Σ exp f(n) converge? Decided from the expansion of f."""
 
-from __future__ import annotations
-
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -10,12 +9,15 @@ import sympy
 
 from .asymptotics import Scale, upper
 from .enclosures import Undefined, ends, number
-from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, level, sure_sign
+from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, exactly, level, sure_sign
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
 STARTS = (64, 1024, 1 << 20)  # ln n from which on inequalities are tried
 ORDERS = (1, 4)
 Thin = list[tuple[Monomial, sympy.Expr]]
+# on which side of convergence an envelope is, the level and the term that say so
+Rank = tuple[str | None, int, Monomial | None, sympy.Expr]
+_TESTS = {1: ("p-series test", "p"), 2: ("Bertrand's test", "q"), 3: ("De Morgan's test", "r")}
 
 
 @dataclass(frozen=True)
@@ -34,46 +36,38 @@ def decide(f: sympy.Expr) -> Decision:
     f is compared with -ln n, -ln n - ln ln n, … in turn; at the first difference, a coefficient below -1 converges and
     one above diverges. Where a part oscillates, f is held between two such functions and both must agree.
     """
-    reason = "its growth cannot be compared with ln n, ln ln n, …"
+    found = Decision(UNDECIDED, "its growth cannot be compared with ln n, ln ln n, …")
     for order in ORDERS:
         for start in STARTS:
-            try:
-                found = _judge(Scale(start, order)(f))
-            except Later:
-                continue
-            except (Unknown, Undefined) as error:
-                if str(error):
-                    reason = f"its growth cannot be told: {error}"
+            with contextlib.suppress(Later):
+                try:
+                    found = _judge(Scale(start, order)(f))
+                except (Unknown, Undefined) as error:
+                    found = Decision(UNDECIDED, f"its growth cannot be told: {error}") if str(error) else found
                 break
-            if found.verdict != UNDECIDED:
-                return found
-            reason = found.reason
+        if found.verdict != UNDECIDED:
             break
-    return Decision(UNDECIDED, reason)
+    return found
 
 
 def thin(e: Expansion, side: int) -> Thin:
     """The upper (1) or lower (0) envelope of an expansion, the largest term first."""
-    items = {m: c[side] for m, c in e.terms.items()}
+    items = {m: exactly(c[side]) for m, c in e.terms.items()}
     if e.error:
-        most = upper(e.error[1])
-        items[e.error[0]] = items.get(e.error[0], sympy.S.Zero) + (most if side else -most)
-    return [(m, c) for m, (c, _) in Expansion({m: (c, c) for m, c in items.items()}).ordered()]
+        m, most = e.error[0], upper(e.error[1])
+        items[m] = exactly(items.get(m, (0, 0))[0] + (most if side else -most))
+    return [(m, c) for m, (c, _) in Expansion(items).ordered()]
 
 
-def _rank(envelope: Thin) -> tuple[str | None, int, Monomial | None, sympy.Expr]:
-    """On which side of convergence an envelope is, the level and the term that say so."""
+def _rank(envelope: Thin) -> Rank:
     k = 1
     for m, c in envelope:
         if sure_sign(c) == 0:
             continue
-        if compare(m, level(k)) < 0:
-            return DIVERGES, k, m, c
-        if compare(m, level(k)) > 0:
-            return (CONVERGES if sure_sign(c) < 0 else DIVERGES), k, m, c
-        side = sure_sign(c + 1)
+        order = compare(m, level(k))
+        side = 1 if order < 0 else sure_sign(c) if order > 0 else sure_sign(c + 1)
         if side:
-            return (CONVERGES if side < 0 else DIVERGES), k, m, c
+            return CONVERGES if side < 0 else DIVERGES, k, m, c
         k += 1
         if k > 4:
             return None, k, m, c
@@ -87,46 +81,43 @@ def _judge(e: Expansion) -> Decision:
     if up[0] == CONVERGES:
         return Decision(CONVERGES, _why_converges(up, exact, below[0][1].is_infinite), up[1])
     if low[0] == DIVERGES:
-        ((m, c),) = _lead(below)
+        m, c = _lead(below)
         grows = compare(m, ONE) > 0 and sure_sign(c) > 0
         return Decision(DIVERGES, _why_diverges(low, below, exact), low[1], grows)
     if up[0] is None or low[0] is None:
         return Decision(UNDECIDED, f"f = {_sum(_logs(4))} + …: beyond four nested logarithms")
     return Decision(
         UNDECIDED,
-        f"f lies between {_sum(_lead(below))} and {_sum(_lead(above))} (leading terms): comparison decides neither",
+        f"f lies between {_sum([_lead(below)])} and {_sum([_lead(above)])} (leading terms): comparison decides neither",
     )
 
 
-def _why_converges(rank: tuple[str | None, int, Monomial | None, sympy.Expr], exact: bool, steep: bool) -> str:
+def _why_converges(rank: Rank, exact: bool, steep: bool) -> str:
     _, k, m, c = rank
     if steep:
         return f"comparison with n^-2: f < {_sum([(m, c)])} from some n on"
     sign, rest = ("=" if exact else "<="), "" if exact else ", the oscillating part is bounded"
     if m == level(k):
-        name, letter = (
-            ("p-series test", "p") if k == 1 else ("Bertrand's test", "q") if k == 2 else ("De Morgan's test", "r")
-        )
+        name, letter = _TESTS[min(k, 3)]
         return f"{name}: f {sign} {_sum([*_logs(k - 1), (m, c)])} + …, {letter} = {show(-c)} > 1{rest}"
     if k == 1:
         return f"comparison with n^-2: f {sign} {_sum([(m, c)])} + … falls faster than any multiple of ln n{rest}"
     return f"Bertrand's test: f {sign} {_sum([*_logs(k - 1), (m, c)])} + …, which beats {_log(k)}{rest}"
 
 
-def _why_diverges(rank: tuple[str | None, int, Monomial | None, sympy.Expr], envelope: Thin, exact: bool) -> str:
+def _why_diverges(rank: Rank, envelope: Thin, exact: bool) -> str:
     _, k, m, c = rank
     sign, rest = ("=" if exact else ">="), "" if exact else ", the oscillating part is bounded"
-    (lead,) = _lead(envelope)
-    if compare(lead[0], ONE) <= 0 or sure_sign(lead[1]) > 0:
-        if compare(lead[0], ONE) > 0:
-            return f"term test: f {sign} {_sum([lead])} + … grows without bound"
+    lead = _lead(envelope)
+    if compare(lead[0], ONE) > 0 and sure_sign(lead[1]) > 0:
+        return f"term test: f {sign} {_sum([lead])} + … grows without bound"
+    if compare(lead[0], ONE) <= 0:
         value = lead[1] if lead[0] == ONE else sympy.S.Zero
         limit = f"f -> {show(value)}" if exact else f"f >= {show(value)} - …"
         return f"term test: {limit}, so b_n does not go to 0{rest}"
-    if m == level(k) or (m is not None and compare(m, level(k)) > 0):
-        shown, value = [*_logs(k - 1), (m, c)], -c
-    else:
-        shown, value = _logs(k - 1), sympy.S.Zero
+    shown, value = _logs(k - 1), sympy.S.Zero
+    if m is not None and compare(m, level(k)) >= 0:
+        shown, value = [*shown, (m, c)], -c
     tail = f" + o({_log(k)})" if value == 0 else " + …"
     if k == 1:
         if m == level(1):
@@ -134,16 +125,15 @@ def _why_diverges(rank: tuple[str | None, int, Monomial | None, sympy.Expr], env
         return f"p-series test: f {sign} {_sum([lead])} + … falls slower than ln n{rest}"
     if m is not None and compare(m, level(k)) > 0:
         return f"Bertrand's test: f {sign} {_sum(shown)} + …, above -ln n - {_log(k)}{rest}"
-    name = "harmonic series (p = 1)" if k == 2 and value == 0 else "Bertrand's test" if k == 2 else "De Morgan's test"
-    letter = "q" if k == 2 else "r"
-    test = "" if k == 2 and value == 0 else f", {letter} = {show(value)} < 1"
-    if k >= 3 and value == 0:
-        name, test = "Bertrand's test" if k == 3 else "De Morgan's test", f", {'q' if k == 3 else 'r'} = 1"
-    return f"{name}: f {sign} {_sum(shown)}{tail}{test}{rest}"
+    if k == 2 and value == 0:
+        return f"harmonic series (p = 1): f {sign} {_sum(shown)}{tail}{rest}"
+    name, letter = _TESTS[min(k - (value == 0), 3)]
+    test = "1" if value == 0 else f"{show(value)} < 1"
+    return f"{name}: f {sign} {_sum(shown)}{tail}, {letter} = {test}{rest}"
 
 
-def _lead(envelope: Thin) -> Thin:
-    return next(([(m, c)] for m, c in envelope if c != 0), [(ONE, sympy.S.Zero)])
+def _lead(envelope: Thin) -> tuple[Monomial, sympy.Expr]:
+    return next(((m, c) for m, c in envelope if c != 0), (ONE, sympy.S.Zero))
 
 
 def _logs(count: int) -> Thin:
@@ -170,19 +160,14 @@ def show(c: sympy.Expr) -> str:
 
 
 def _sum(items: Thin) -> str:
-    parts = []
+    text = ""
     for m, c in items:
-        powers = [(_log(k), e) for k, e in enumerate(m) if e != 0]
-        shown = "·".join(_powered(name, e) for name, e in powers)
         size = show(abs(c))
-        size = f"({size})" if " " in size else size
-        text = shown if size == "1" and shown else f"{size}·{shown}" if shown else size
-        parts.append(("-" if sure_sign(c) < 0 else "+") + " " + text)
-    text = " ".join(parts)
-    return "-" + text[2:] if text.startswith("-") else text.removeprefix("+ ")
+        factors = [f"({size})" if " " in size else size, *(_powered(k, e) for k, e in enumerate(m) if e != 0)]
+        shown = "·".join(factors[1:] if size == "1" and len(factors) > 1 else factors)
+        text += f" {'-' if sure_sign(c) < 0 else '+'} {shown}"
+    return "-" + text[3:] if text.startswith(" -") else text.removeprefix(" + ")
 
 
-def _powered(name: str, e: sympy.Expr) -> str:
-    if e == 1:
-        return name
-    return f"{name if name == 'n' else f'({name})'}^{show(e)}"
+def _powered(k: int, e: sympy.Expr) -> str:
+    return _log(k) if e == 1 else f"({_log(k)})^{show(e)}" if k else f"n^{show(e)}"

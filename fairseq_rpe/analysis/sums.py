@@ -9,15 +9,13 @@ of a series with a bound on what is left out, so R has Cauchy's bound, which nee
 complex box. Where f is not analytic, or oscillates too fast, a million terms are added up and the rest stays open.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
+import functools
 import itertools
 import math
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
@@ -25,7 +23,7 @@ import sympy
 from flint import arb
 
 from .analytic import Weight, ball, interval, precisely
-from .enclosures import PRECISION, Intervals, Undefined, enclose, ends, iv, number, precision
+from .enclosures import PRECISION, Undefined, enclose, ends, intervals, iv, number, precision
 from .ranges import ranges
 from .remainders import beyond
 
@@ -46,8 +44,7 @@ class TooLong(ArithmeticError):
     """It does, but takes more blocks than are worth their time."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """∫ over [low, high] with its error, and how far R may be off."""
 
     low: int
@@ -56,13 +53,20 @@ class Block:
     rest: arb
 
 
-class Smooth:
-    """B and every tail of an analytic series.
+class _Tails:
+    """Tails of a series of which ``far`` says what is left from ln j on, and ``below`` the sum from j to ``end``."""
 
-    Args:
-        f: the log-weight; convergent.
-        level: what decided that.
-        first: number of terms that are added up one by one.
+    end: int
+    far: Callable[[Any], Any]
+    far_sum: Any
+
+    def tail(self, j: int) -> Any:
+        """Σ_{n >= j} b(n)."""
+        return self.far(iv.log(iv.mpf(j))) if j >= self.end else self.below(j) + self.far_sum
+
+
+class Smooth(_Tails):
+    """B and every tail of an analytic convergent series, whose ``first`` terms are added up one by one.
 
     Raises:
         NotSmooth: f is not analytic from ``first`` on.
@@ -72,27 +76,20 @@ class Smooth:
     @precisely
     def __init__(self, f: sympy.Expr, level: int, first: int) -> None:
         self.weight, self.first = Weight(f), first
-        terms = (ball(Intervals.exp(enclose(f, n))) for n in range(first))
+        terms = (ball(intervals.exp(enclose(f, n))) for n in range(first))
         self.partial = list(itertools.accumulate(terms, initial=arb(0)))
         self.blocks: list[Block] = []
         self._extend(f, level)
-        # of every block and all that follow
-        self.areas, self.rests = (
-            list(itertools.accumulate((getattr(b, name) for b in self.blocks[::-1]), initial=arb(0)))[::-1]
-            for name in ("area", "rest")
-        )
-        self._tails: dict[int, Any] = {}
+        last = self.blocks[::-1]  # areas and rests are of every block and all that follow
+        self.areas = list(itertools.accumulate((b.area for b in last), initial=arb(0)))[::-1]
+        self.rests = list(itertools.accumulate((b.rest for b in last), initial=arb(0)))[::-1]
         self.total = interval(self.partial[-1] + self._tail(first)) + self.far_sum
 
-    def tail(self, j: int) -> Any:
-        """Σ_{n >= j} b(n)."""
-        if j not in self._tails:
-            self._tails[j] = self.far(iv.log(iv.mpf(j))) if j >= self.end else interval(self._tail(j)) + self.far_sum
-        return self._tails[j]
+    def below(self, j: int) -> Any:
+        return interval(self._tail(j))
 
     @precisely
     def _tail(self, j: int) -> arb:
-        """Of it, what is below the far end."""
         if j < self.first:
             return self.partial[-1] - self.partial[j] + self._tail(self.first)
         i = bisect.bisect_right(self.blocks, j, key=lambda b: b.low) - 1
@@ -101,21 +98,17 @@ class Smooth:
         if j > block.low:
             area = self.areas[i + 1] + self.weight.integral(j, block.high, block.area.rad())
         total = area + self.weight(j) / 2
-        for k, value in enumerate(self.weight.taylor(j, _ORDER)):
-            if k % 2:
-                total -= arb.bernoulli(k + 1) / (k + 1) * value
+        for k, value in list(enumerate(self.weight.taylor(j, _ORDER)))[1::2]:
+            total -= arb.bernoulli(k + 1) / (k + 1) * value
         return total + arb(0, 1) * (self.rests[i] + self.edge)
 
     @precisely
     def near(self, target: Any) -> int:
         """About the j whose tail is ``target``."""
-        far = ball(self.far_sum).mid()
-        want = ball(target).mid()
+        far, want = ball(self.far_sum).mid(), ball(target).mid()
         i = bisect.bisect_left(self.areas, True, key=lambda area: not (area + far).mid() > want)
-        if i == 0:
-            return self.first // 2
-        if i > len(self.blocks):
-            return self.end
+        if not 0 < i <= len(self.blocks):
+            return self.end if i else self.first // 2
         block = self.blocks[i - 1]
         low = block.low
         for _ in range(_STEPS):  # Newton's, of the logarithm: exact where the weights fall geometrically
@@ -131,10 +124,9 @@ class Smooth:
         x, sofar, found = self.first, self.partial[-1], None
         for doubling in range(_FARTHEST):
             try:
-                blocks = self._blocks(x, 2 * x, sofar)
+                self.blocks += (blocks := self._blocks(x, 2 * x, sofar))
             except TooLong:
                 break
-            self.blocks += blocks
             sofar = sum((block.area for block in blocks), sofar)
             x *= 2
             if doubling < 12 or doubling % 4 == 0:
@@ -159,13 +151,12 @@ class Smooth:
             if len(self.blocks) + len(done) + len(todo) > _BLOCKS:
                 raise TooLong
             a, b = todo.pop()
-            block = self._block(a, b, sofar)
-            if block is None:
-                if b - a < 4:
-                    raise NotSmooth
-                todo += [((a + b) // 2, b), (a, (a + b) // 2)]
-            else:
+            if block := self._block(a, b, sofar):
                 done.append(block)
+            elif b - a < 4:
+                raise NotSmooth
+            else:
+                todo += [((a + b) // 2, b), (a, (a + b) // 2)]
         return done
 
     def _block(self, low: int, high: int, sofar: arb) -> Block | None:
@@ -180,7 +171,7 @@ class Smooth:
         return Block(low, high, area, rest) if rest + area.rad() < allowed else None
 
 
-class Rough:
+class Rough(_Tails):
     """B and tails of any convergent series from its first terms: as exact as what is known about the rest.
 
     Raises:
@@ -190,11 +181,10 @@ class Rough:
     def __init__(self, f: sympy.Expr, level: int) -> None:
         self.f, self.end = f, ROUGH
         n = np.arange(ROUGH, dtype=np.float64)
-        low, high = ranges(f, n, n)
+        low, high = map(np.array, ranges(f, n, n))
         for k in np.flatnonzero(np.isnan(low) | np.isnan(high)):
-            value = enclose(f, int(k))
-            low, high = low.copy(), high.copy()
-            low[k], high[k] = (np.nextafter(float(e), w) for e, w in zip(ends(value), (-np.inf, np.inf), strict=True))
+            bottom, top = map(float, ends(enclose(f, int(k))))
+            low[k], high[k] = np.nextafter(bottom, -np.inf), np.nextafter(top, np.inf)
         far = beyond(f, iv.log(iv.mpf(ROUGH)).a, level)
         if far is None or not high.max() < 690:
             raise TooLong
@@ -206,25 +196,18 @@ class Rough:
             np.concatenate([[0], np.cumsum(np.exp(side.astype(np.longdouble))) * (1 + sign * eps)])
             for side, sign in ((low, -1), (high, 1))
         )
-        self.total = self._between(0, ROUGH) + self.far_sum
+        self.total = self.tail(0)
 
-    def _between(self, start: int, stop: int) -> Any:
-        """Σ over start <= n < stop."""
-        low, high = (float(side[stop]) for side in (self.low, self.high))
-        if start:
-            low, high = low - float(self.high[start]), high - float(self.low[start])
+    def below(self, j: int) -> Any:
+        low, high = float(self.low[-1]), float(self.high[-1])
+        if j:
+            low, high = low - float(self.high[j]), high - float(self.low[j])
         slack = 1e-15 * abs(high)
         return iv.mpf([max(low - slack, 0.0), high + slack])
 
     def near(self, target: Any) -> int:
         """Where to look first for the j whose tail is ``target``: tails are at hand here, so anywhere."""
         return self.end // 2
-
-    def tail(self, j: int) -> Any:
-        """Σ_{n >= j} b(n)."""
-        if j >= self.end:
-            return self.far(iv.log(iv.mpf(j)))
-        return self._between(j, ROUGH) + self.far_sum
 
 
 class Geometric:
@@ -233,7 +216,7 @@ class Geometric:
     def __init__(self, c: sympy.Expr, k: sympy.Expr) -> None:
         self.c, self.k = c, k
         with self.digits():
-            self.total = Intervals.exp(number(c)) / (1 - Intervals.exp(-number(k)))
+            self.total = intervals.exp(number(c)) / (1 - intervals.exp(-number(k)))
 
     def digits(self) -> contextlib.AbstractContextManager[None]:
         """As many more bits as 1 - e^-k loses."""
@@ -245,9 +228,10 @@ class Finite:
 
     def __init__(self, c: sympy.Expr, keys: int) -> None:
         self.c, self.keys = c, keys
-        self.total = Intervals.exp(number(c)) * keys
+        self.total = intervals.exp(number(c)) * keys
 
 
+@functools.lru_cache(maxsize=256)
 def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:
     """The sum of a convergent series; None where no bound on it is known."""
     if beyond(f, iv.mpf(_FARTHEST) * iv.log(2), level) is None:
@@ -259,12 +243,6 @@ def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:
             continue
         except TooLong:
             break
-    try:
+    with contextlib.suppress(TooLong, Undefined):
         return Rough(f, level)
-    except (TooLong, Undefined):
-        return None
-
-
-def rational(epsilon: Fraction) -> Any:
-    """The interval of an exact fraction."""
-    return iv.mpf(epsilon.numerator) / epsilon.denominator
+    return None

@@ -1,7 +1,6 @@
 """The theoretical receptive field of a convergent series, from its sum and its tails as intervals."""
 
-from __future__ import annotations
-
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import Intervals, ends, iv, number, sign
-from .sums import Finite, Geometric, Rough, Smooth, rational
+from .enclosures import ends, intervals, iv, number, sign
+from .sums import Finite, Geometric, Rough, Smooth
 
 Sum = Smooth | Rough | Geometric | Finite
+Side = Callable[[Any], int]  # of j or ln j: 1 where it is surely long enough, -1 too short, 0 where that is open
 _COARSE = 12  # bits that are looked for where B is known to few digits only
 _WHOLE = 100  # bits of j up to which it is looked for as a whole number
 _PRINTED = 31  # digits
@@ -24,11 +24,10 @@ _FARTHEST = iv.mpf(10) ** 40  # ln j beyond which it is not looked for
 
 @dataclass(frozen=True)
 class Trf:
-    """TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }, exact where both ends agree.
+    """TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }, surely a whole number from ``low`` to ``high``.
 
-    Attributes:
-        low, high: whole numbers that it surely lies between, ends included; both None: see ``log10``.
-        log10: where it has more than 30 digits, an interval of its common logarithm; an open end is inf.
+    Where it has more than 30 digits these are None, and ``log10`` is an interval of its common logarithm; an open end
+    is inf.
     """
 
     low: int | None = None
@@ -46,22 +45,16 @@ class Trf:
         return float(low), float(high)
 
     def __str__(self) -> str:
-        if self.low is not None:
-            if self.low == self.high or self.low < _SHOWN:
-                return " to ".join(map(_whole_number, dict.fromkeys((self.low, self.high))))
-            low, high = mpmath.log10(self.low), mpmath.log10(self.high)
-        else:
-            low, high = self.log10
+        if self.low is not None and (self.low == self.high or self.low < _SHOWN):
+            shown = (str(j) if j < 10**_PRINTED else power_of_ten(mpmath.log10(j), 5) for j in (self.low, self.high))
+            return " to ".join(dict.fromkeys(shown))
+        low, high = self.log10 or (mpmath.log10(self.low), mpmath.log10(self.high))
         if not mpmath.isfinite(high):
             return f"> {power_of_ten(low, 3)}"
         for digits in (4, 3, 2, 1):
-            if power_of_ten(low, digits) == power_of_ten(high, digits):
-                return f"≈ {power_of_ten(low, digits)}"
+            if (shown := power_of_ten(low, digits)) == power_of_ten(high, digits):
+                return f"≈ {shown}"
         return f"{power_of_ten(low, 2)} to {power_of_ten(high, 2)}"
-
-
-def _whole_number(j: int) -> str:
-    return str(j) if j < 10**_PRINTED else power_of_ten(mpmath.log10(j), 5)
 
 
 def power_of_ten(log10: Any, digits: int) -> str:
@@ -78,6 +71,7 @@ def power_of_ten(log10: Any, digits: int) -> str:
     return f"{mantissa}e{exponent}"
 
 
+@functools.lru_cache(maxsize=4096)
 def trf(total: Sum, epsilon: Fraction) -> Trf:
     """The receptive field at ``epsilon``: the smallest j whose tail from j on is below εB, strictly."""
     if isinstance(total, Finite):
@@ -85,38 +79,35 @@ def trf(total: Sum, epsilon: Fraction) -> Trf:
         return Trf(j, j)
     if isinstance(total, Geometric):
         return _geometric(total, epsilon)
-    target = total.total * rational(epsilon)
+    target = total.total * number(_exactly(epsilon))
 
-    def side(value: Any) -> int:
-        """1 where a tail is surely below εB, -1 where it is not, 0 where that cannot be told."""
-        return 1 if value.b < target.a else -1 if value.a >= target.b else 0
+    def side(tail: Any) -> int:
+        return 1 if tail.b < target.a else -1 if tail.a >= target.b else 0
 
-    if side(total.tail(total.end)) > 0:
-        return _whole(total.tail, side, 0, total.end, total.near(target))
-    return _far(total, side)
+    whole = functools.cache(lambda j: side(total.tail(j)))
+    if whole(total.end) > 0:
+        return _whole(whole, 0, total.end, total.near(target))
+    return _far(whole, lambda t: side(total.far(t)), total.end)
+
+
+def _exactly(epsilon: Fraction) -> sympy.Rational:
+    return sympy.Rational(*epsilon.as_integer_ratio())
 
 
 def _geometric(total: Geometric, epsilon: Fraction) -> Trf:
     """Eq. 46: the tail is e^(-kj)·B, so j > ln(1/ε)/k."""
     with total.digits():
-        bound = iv.log(1 / rational(epsilon)) / number(total.k)
+        bound = iv.log(1 / number(_exactly(epsilon))) / number(total.k)
     low, high = (mpmath.libmp.to_int(end, "f") + 1 for end in bound._mpi_)
     if low < high:  # ln(1/ε)/k is a whole number, or too close to one for intervals
-        above = sign(sympy.log(1 / sympy.Rational(epsilon.numerator, epsilon.denominator)) - low * total.k)
+        above = sign(sympy.log(1 / _exactly(epsilon)) - low * total.k)
         if above is not None:
             low = high = low + (above >= 0)
     return Trf(low, high)
 
 
-def _whole(tail: Callable[[int], Any], side: Callable[[Any], int], low: int, high: int, guess: int) -> Trf:
+def _whole(at: Side, low: int, high: int, guess: int) -> Trf:
     """Between ``low``, which is too short, and ``high``, which is long enough."""
-    seen: dict[int, int] = {}
-
-    def at(j: int) -> int:
-        if j not in seen:
-            seen[j] = side(tail(j))
-        return seen[j]
-
     wide = guess + (guess >> _COARSE)
     coarse = low < guess < wide < high and at(guess) == at(wide) == 0
     short, least = _between(lambda j: at(j) >= 0, low, high, guess, coarse)
@@ -148,31 +139,25 @@ def _between(holds: Callable[[int], bool], low: int, high: int, guess: int, coar
     return low, high
 
 
-def _far(total: Smooth | Rough, side: Callable[[Any], int]) -> Trf:
-    """Beyond the end of the blocks, in T = ln j."""
-    low = iv.log(iv.mpf(total.end)).a
-    high = low
-    while side(total.far(high)) <= 0:
-        low = high if side(total.far(high)) < 0 else low
+def _far(whole: Side, far: Side, end: int) -> Trf:
+    """Beyond the ``end`` of the blocks, in T = ln j."""
+    low = high = iv.log(iv.mpf(end)).a
+    while (found := far(high)) <= 0:
+        low = high if found < 0 else low
         high = 2 * high
         if high > _FARTHEST:
             return Trf(log10=(ends(low / iv.log(10))[0], mpmath.inf))
     if high.a < _WHOLE * math.log(2):
-        top = mpmath.libmp.to_int(Intervals.exp(high)._mpi_[1], "c")
-        return _whole(total.tail, side, total.end - 1, top, total.end)
-    least, most = _halved(total.far, side, low, high, -1), _halved(total.far, side, low, high, 1)
+        return _whole(whole, end - 1, mpmath.libmp.to_int(intervals.exp(high)._mpi_[1], "c"), end)
+    least, most = _halved(lambda t: far(t) >= 0, low, high)[0], _halved(lambda t: far(t) > 0, low, high)[1]
     return Trf(log10=(ends(least / iv.log(10))[0], ends(most / iv.log(10))[1]))
 
 
-def _halved(far: Callable[[Any], Any], side: Callable[[Any], int], low: Any, high: Any, sure: int) -> Any:
-    """The last T that is surely too short (``sure`` -1) or the first that is surely long enough (1)."""
+def _halved(holds: Callable[[Any], bool], low: Any, high: Any) -> tuple[Any, Any]:
+    """About the last T that fails and the first that holds."""
     for _ in range(100):
         middle = iv.mpf(((low + high) / 2).mid)
         if not low < middle < high:
             break
-        found = side(far(middle))
-        if found > 0 or (found == 0 and sure < 0):
-            high = middle
-        else:
-            low = middle
-    return low if sure < 0 else high
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low, high

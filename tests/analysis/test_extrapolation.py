@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fairseq_rpe.analysis.extrapolation import deviation
-from fairseq_rpe.cli import recipes
 from fairseq_rpe.core import UserError
+from fairseq_rpe.sweeps import recipes
 
-PUBLISHED = recipes.load("extrapolation-wikitext103").published
+PUBLISHED = recipes.load("extrapolation-wikitext103").published.values
 
 
 def published(name: str):

@@ -245,6 +245,15 @@ def test_formulas(formula, decision, words):
     assert (head.limit is not None) == (decision == CONVERGES)
 
 
+def test_powers_of_e_are_exp():
+    for formula in ("-{}**(n/2)", "-2*log(n+{}**2)", "-({}**n)**0.5", "-log(n+1)**({}**0.5)"):
+        found, expected = (verdict_of_formula(formula.format(e)) for e in ("e", "exp(1)"))
+        assert found.decision == expected.decision == CONVERGES, formula
+        assert limits(found) == pytest.approx(limits(expected), rel=1e-12), formula
+    expected = sum(math.exp(-math.exp(n)) for n in range(9))
+    assert limits(verdict_of_formula("-e**n")) == pytest.approx(expected, rel=1e-12)
+
+
 def test_slow_convergence_gives_brackets_in_seconds():
     start = time.monotonic()
     heads = verdict("kerple_log:p=1.0001,a=1")

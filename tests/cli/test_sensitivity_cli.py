@@ -28,9 +28,9 @@ NAMES = sorted([*(f"{name}.{ending}" for name in DRAWN for ending in ("png", "pd
 
 
 def parse(*argv: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["sensitivity", *map(str, argv)])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    command.add(parser)
+    return parser.parse_args([*map(str, argv)])
 
 
 def call(*argv: object) -> int:
@@ -59,8 +59,7 @@ def drawn(tmp_path_factory) -> Path:
         sys.executable,
         "-c",
         "import argparse\nfrom fairseq_rpe.cli import sensitivity\np = argparse.ArgumentParser()\n"
-        "sensitivity.add_parser(p.add_subparsers())\na = p.parse_args()\nraise SystemExit(a.run(a))",
-        "sensitivity",
+        "sensitivity.add(p)\na = p.parse_args()\nraise SystemExit(a.run(a))",
         "--out",
         folder,
     )
@@ -114,10 +113,10 @@ def test_the_same_numbers_give_the_same_bytes(drawn):
 def test_module_and_help_come_without_torch():
     code = (
         "import sys, argparse\nfrom fairseq_rpe.cli import sensitivity\np = argparse.ArgumentParser()\n"
-        "sensitivity.add_parser(p.add_subparsers())\n"
+        "sensitivity.add(p)\n"
         "assert not {'torch', 'fairseq', 'matplotlib', 'numpy'} & set(sys.modules)\np.parse_args()"
     )
-    assert "--no-exponential" in run(sys.executable, "-c", code, "sensitivity", "--help").stdout
+    assert "--no-exponential" in run(sys.executable, "-c", code, "--help").stdout
 
 
 def test_the_trend_is_computed():
