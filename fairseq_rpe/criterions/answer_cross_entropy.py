@@ -1,7 +1,6 @@
 """The criterion ``answer_cross_entropy``."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from fairseq import utils
@@ -16,12 +15,7 @@ from .lm_cross_entropy import log_watched, watched
 COUNTS = ("loss", "tokens", "right_tokens", "rows", "right_rows")
 
 
-@dataclass
-class AnswerCrossEntropyConfig(FairseqDataclass):
-    """No options."""
-
-
-@register_criterion("answer_cross_entropy", dataclass=AnswerCrossEntropyConfig)
+@register_criterion("answer_cross_entropy", dataclass=FairseqDataclass)
 class AnswerCrossEntropy(FairseqCriterion):
     """Cross-entropy of the answer given the prompt; what the prompt says is not learned.
 
