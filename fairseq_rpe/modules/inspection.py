@@ -1,7 +1,5 @@
 """What TensorBoard shows of the encodings while they are trained."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

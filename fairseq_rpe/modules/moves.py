@@ -1,7 +1,5 @@
 """The two position slots of a model: which transform moves its tokens in training and in evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch
