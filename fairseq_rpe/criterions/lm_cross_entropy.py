@@ -48,7 +48,13 @@ class LMCrossEntropy(AdaptiveLoss):
     def forward(self, model, sample, reduce=True):
         """Returns the summed loss (or one per target), the sample size and what to log."""
         if model.decoder.adaptive_softmax is not None:
-            return self._adaptive_forward(model, sample, reduce)
+            if self._splits_gradients:
+                raise UserError("an adaptive softmax on several processes needs --ddp-backend legacy_ddp")
+            if not self._said:
+                logger.info("lm_cross_entropy: the model has an adaptive softmax, computing fairseq's adaptive_loss")
+                self._said = True
+            loss, sample_size, logging_output = super().forward(model, sample, reduce)
+            return loss, sample_size, {**logging_output, **watched(model)}
         features = model(**sample["net_input"], features_only=True)[0]
         target = sample["target"]
         # the logits in the model's --compute-dtype in training; a validation is computed as an evaluation is
@@ -63,15 +69,6 @@ class LMCrossEntropy(AdaptiveLoss):
             "nsentences": target.size(0),
             "sample_size": sample_size,
         }
-        return loss, sample_size, {**logging_output, **watched(model)}
-
-    def _adaptive_forward(self, model, sample, reduce):
-        if self._splits_gradients:
-            raise UserError("an adaptive softmax on several processes needs --ddp-backend legacy_ddp")
-        if not self._said:
-            logger.info("lm_cross_entropy: the model has an adaptive softmax, computing fairseq's adaptive_loss")
-            self._said = True
-        loss, sample_size, logging_output = super().forward(model, sample, reduce)
         return loss, sample_size, {**logging_output, **watched(model)}
 
     @staticmethod

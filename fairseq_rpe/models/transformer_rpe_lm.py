@@ -128,13 +128,12 @@ def _refuse_unsupported(args):
         "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
         "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
         "decoder_xformers_att_config": "xFormers attention knows no position bias: drop --decoder-xformers-att-config",
+        "rpe_eval": "--rpe-eval belongs to evaluation: train with --rpe",
         "offload_activations": "--offload-activations is not supported: use --checkpoint-activations",
     }
     for key, message in refusals.items():
         if getattr(args, key, None):
             raise UserError(message)
-    if getattr(args, "rpe_eval", None):
-        raise UserError("--rpe-eval belongs to evaluation: train with --rpe")
     if args.tie_adaptive_weights and not args.adaptive_input:
         raise UserError("--tie-adaptive-weights needs --adaptive-input")
     if str(args.rpe_share) not in SHARES:
@@ -162,10 +161,7 @@ def _check_vocabulary(args, dictionary):
 def _encodings(args):
     """One encoding for the model, or one per layer."""
     spec, share = str(args.rpe), str(args.rpe_share)
-
-    def make():
-        return build(spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length)
-
+    make = partial(build, spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length)
     first = make()
     if share == "auto":
         share = first.shares[0]

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +18,6 @@ from .moves import Moves
 Cache = dict[str, Any] | None  # keys and values of earlier tokens
 # what --compute-dtype names: the dtype of matrix products, parameters and residual stream stay in float32
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16}
-UNLIMITED = 2**31 - 1  # positions; fairseq drops longer blocks in silence, so the model names no smaller limit
 
 
 class RPEDecoder(TransformerDecoderBase):
@@ -36,8 +34,10 @@ class RPEDecoder(TransformerDecoderBase):
     def __init__(
         self, cfg, dictionary, embed_tokens, encodings: list[Encoding], moves: Moves, backend: str, compute: str
     ) -> None:
-        self._built_layers = 0
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
+        for index, layer in enumerate(self.layers.children()):
+            layer.index = index
+        self.checkpointed = bool(cfg.checkpoint_activations)
         self.encodings = nn.ModuleList(encodings)
         self.moves = moves
         self.reads_length = any(e.reads_length for e in encodings)
@@ -62,11 +62,7 @@ class RPEDecoder(TransformerDecoderBase):
         self.eps = eps
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
-        layer = RPEDecoderLayer(cfg, no_encoder_attn)
-        layer.index = self._built_layers
-        self._built_layers += 1
-        self.checkpointed = bool(cfg.checkpoint_activations)
-        return fsdp_wrap(layer, min_num_params=0 if self.checkpointed else cfg.min_params_to_wrap)
+        return RPEDecoderLayer(cfg, no_encoder_attn)
 
     def set_num_updates(self, num_updates: int) -> None:
         self.moves.set_num_updates(num_updates)
@@ -84,7 +80,7 @@ class RPEDecoder(TransformerDecoderBase):
         return torch.autocast(device.type, self.compute)
 
     def max_positions(self) -> int:
-        return UNLIMITED
+        return 2**31 - 1  # fairseq drops longer blocks in silence, so the model names no smaller limit
 
     def encoding_of(self, layer: int) -> Encoding:
         return self.encodings[layer if len(self.encodings) > 1 else 0]
@@ -133,7 +129,7 @@ class RPEDecoder(TransformerDecoderBase):
         states = [x]
         plans: dict[int, Plan] = {}
         for layer in self.layers:
-            encoding = self.encoding_of(getattr(layer, "index", 0))
+            encoding = self.encoding_of(layer.index)
             if id(encoding) not in plans:
                 plans[id(encoding)] = self._plan(encoding, positions, padding)
             x = self._run(layer, x, incremental_state, plans[id(encoding)])
@@ -149,9 +145,7 @@ class RPEDecoder(TransformerDecoderBase):
 
     def _cached(self, incremental_state: Cache) -> int:
         """Tokens whose keys and values are in the cache: the next call may bring one more, or a whole prompt."""
-        if incremental_state is None:
-            return 0
-        cache = self.layers[0].self_attn._get_input_buffer(incremental_state)
+        cache = self.layers[0].self_attn._get_input_buffer(incremental_state) if incremental_state else {}
         return cache["prev_key"].shape[2] if "prev_key" in cache else 0
 
     def _plan(self, encoding: Encoding, positions: Positions, padding: Tensor | None) -> Plan:
