@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.cli.report import align
 from fairseq_rpe.core import UserError
+from fairseq_rpe.core.table import Row, Table, words
 from fairseq_rpe.figures.style import PALETTE
 
 QUANTITIES = {"ratio": ("time", "ms", "milliseconds"), "peak_ratio": ("peak memory", "peak_mib", "MiB")}
@@ -43,14 +43,14 @@ def markdown(path: Path) -> str:
         own = [r for r in rows if r["pass"] == kind]
         lengths = sorted({int(r["length"]) for r in own})
         for ratio, (quantity, value, unit) in QUANTITIES.items():
-            lines = [[f"{kind}, {quantity}", "", *map(str, lengths)], [""] * (2 + len(lengths))]
+            table = Table(f"{kind}, {quantity}", [f"{kind}, {quantity}", "", *map(str, lengths)], [])
             for form, way in _pairs(own):
                 cells = {int(r["length"]): r for r in own if (r["form"], r["way"]) == (form, way)}
                 limit = (form, way) == _pairs(own)[0]
                 name = f"{form}, {cells[min(cells)]['encoding']}" if form != "none" else form
                 shown = [_short(cells.get(n, {}).get(value if limit else ratio)) for n in lengths]
-                lines.append([name, f"{way}, {unit}" if limit else _label(way), *shown])
-            parts.append(align(lines))
+                table.rows.append(Row(name, [*map(words, [f"{way}, {unit}" if limit else _label(way), *shown])]))
+            parts.append(table.markdown())
     return "\n\n".join(part.strip() for part in parts)
 
 

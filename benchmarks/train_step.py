@@ -156,7 +156,7 @@ def own_command(side: str, row: str, rpe: str) -> list[str]:
 
 def both_checkouts(before: Path) -> dict[str, dict[str, str]]:
     """The environments of processes that train with the package of another checkout, and with this one's."""
-    from fairseq_rpe.cli.launch import keep_memory
+    from fairseq_rpe.runs.launch import keep_memory
 
     environment = {"before": {**os.environ, "PYTHONPATH": str(before.resolve())}}
     return environment | {"after": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **keep_memory(0)}}

@@ -1,7 +1,5 @@
 """``accuracy``: exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

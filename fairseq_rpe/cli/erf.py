@@ -1,7 +1,5 @@
 """``erf``: the empirical receptive field of trained checkpoints, as table, CSV and figure."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

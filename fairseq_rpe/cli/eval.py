@@ -1,7 +1,5 @@
 """``eval``: what fairseq-eval-lm gives at several lengths, every token of the set accounted for."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """``figures``: every figure on encodings that there is, from specs or from the checkpoints of a sweep."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

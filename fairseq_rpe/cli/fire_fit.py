@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
+from fairseq_rpe.cli.options import add_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from fairseq_rpe.analysis.fire_fit import FireFit
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "fire-fit",
-        help="give FIRE the parameters with which it equals another bias",
-        description="Builds FIREs that equal a bias of the distance at all distances below --length, as Theorem 3.1 of "
-        '"Functional Interpolation for Relative Positions" says there are, and measures the error.',
-        allow_abbrev=False,
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Builds FIREs that equal a bias of the distance at all distances below --length, as Theorem 3.1 of "
+        '"Functional Interpolation for Relative Positions" says there are, and measures the error.'
     )
     parser.add_argument("spec", metavar="SPEC", help="encoding, e.g. sandwich or t5_bias:buckets=64")
     parser.add_argument("--length", type=positive_int, default=2048, help="number of distances (default 2048)")
@@ -41,12 +38,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder: name a file")
-    load_rpe_module(args.rpe_module)
     import torch
 
     from fairseq_rpe.analysis.fire_fit import fit_fire
     from fairseq_rpe.encodings import build
+    from fairseq_rpe.runs.specs import load_rpe_module
 
+    load_rpe_module(args.rpe_module)
     width = args.width or 64 * args.heads
     torch.manual_seed(args.seed)
     fits = fit_fire(build(args.spec, args.heads, width), args.spec, args.length)

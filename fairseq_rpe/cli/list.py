@@ -1,7 +1,5 @@
 """``list``, ``profile`` and ``user-dir``: what there is and what it looks like."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

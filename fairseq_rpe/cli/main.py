@@ -1,7 +1,5 @@
 """Entry point of ``fairseq-rpe``: one table of commands, one place where errors become one line."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import importlib

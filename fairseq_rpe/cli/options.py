@@ -1,7 +1,5 @@
 """Argument types and options that several commands share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import fields

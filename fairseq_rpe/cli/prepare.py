@@ -1,7 +1,5 @@
 """``prepare``, ``prepare-known`` and ``prepare-stdlib``: a corpus from any text, a published one, code."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 from pathlib import Path

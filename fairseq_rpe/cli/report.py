@@ -1,7 +1,5 @@
 """``report``: what sweeps found, as CSV, Markdown table, figure and HTML page."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import positive_float, positive_int
-from fairseq_rpe.cli.report import align
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number
 
 if TYPE_CHECKING:
     from fairseq_rpe.analysis.index_warping import Setting
@@ -19,13 +17,10 @@ if TYPE_CHECKING:
 LONGEST, WIDEST, BASES = 65_536, 4096, (1.01, 1e12)
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "sensitivity",
-        help="draw the analysis of index warping",
-        description="Draws raw attention, attention sensitivity, warps and total differences of "
-        '"Improving Length Generalization via Position Index Warping", and prints its Table 2 computed again.',
-        allow_abbrev=False,
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draws raw attention, attention sensitivity, warps and total differences of "
+        '"Improving Length Generalization via Position Index Warping", and prints its Table 2 computed again.'
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/sensitivity"), metavar="DIR", help="default: %(default)s"
@@ -64,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     make_folder(folder)
     for stem, figure in figures.items():
         save(figure, *files[stem])
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(index_warping.cells(rows, asked))
-    atomic_write(table, out.getvalue())
+    head, *cells = index_warping.cells(rows, asked)
+    atomic_write(table, csv_text(head, cells))
 
     columns = [f"{times}x {what}" for times in index_warping.TIMES for what in ("computed", "published")]
-    lines = [["training length", "skew", *columns], ["---"] * (2 + len(columns))]
-    lines += [[str(row.train_length), row.skew, *(f"{value:.3f}" for value in row.beside)] for row in rows]
-    print(align(lines))
+    lines = [
+        Row(str(row.train_length), [Cell(row.skew), *(number(value, ".3f") for value in row.beside)]) for row in rows
+    ]
+    print(Table("Sensitivity", ["training length", "skew", *columns], lines).markdown())
     print(f"Computed: {asked}.")
     print("The paper gives no head width, so the agreement to look for is a trend, not the digits:")
     for length, reach in dict.fromkeys((row.train_length, row.reach) for row in rows):

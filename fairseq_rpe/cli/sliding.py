@@ -1,7 +1,5 @@
 """``sliding``: perplexity and time of sliding-window against non-overlapping evaluation, window by window."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

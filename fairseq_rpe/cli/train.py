@@ -1,7 +1,5 @@
 """``train``: one fairseq-train run with sound defaults that goes on where it was stopped."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from dataclasses import fields

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli.options import positive_int
-from fairseq_rpe.cli.verdict import add_source, asked, judged, write_csv
+from fairseq_rpe.cli.verdict import add_source, asked, judged
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder, make_folder
+from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,13 +19,10 @@ NAMES = ("trf.png", "trf.pdf", "trf.csv")
 Curves = dict[str, list[tuple["Tensor", "Tensor"]]]
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "trf",
-        help="draw receptive fields of encodings against ε",
-        description="Draws TRF(ε), the number of nearest keys that hold more than a part 1 - ε of Σ exp(bias), for "
-        "every head whose sum converges, and writes the numbers as CSV.",
-        allow_abbrev=False,
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draws TRF(ε), the number of nearest keys that hold more than a part 1 - ε of Σ exp(bias), for "
+        "every head whose sum converges, and writes the numbers as CSV."
     )
     add_source(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/trf"), metavar="DIR", help="default: %(default)s")
@@ -44,12 +41,13 @@ def run(args: argparse.Namespace) -> int:
     if not any(curves.values()):
         raise UserError("nothing to draw: no sum of these converges, so none has a receptive field (try --quantised M)")
 
+    from fairseq_rpe.core.table import csv_text
     from fairseq_rpe.figures.fields import fields
     from fairseq_rpe.figures.saving import save
 
     make_folder(args.out)
     save(fields(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
-    write_csv(args.out / "trf.csv", rows)
+    atomic_write(args.out / "trf.csv", csv_text(rows[0], rows[1:]))
     print(f"table:  {args.out / 'trf.csv'}\nfigure: {args.out / 'trf.png'}, also as .pdf")
     return 0
 

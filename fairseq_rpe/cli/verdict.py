@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_rpe_module, load_rpe_module, positive_int
-from fairseq_rpe.cli.trained import load_encodings
+from fairseq_rpe.cli.options import add_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
+from fairseq_rpe.core.table import csv_text
 
 if TYPE_CHECKING:
     from fairseq_rpe.analysis.judgement import HeadRow
     from fairseq_rpe.encodings import Encoding
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "verdict",
-        help="decide whether Σ exp(bias) converges, per head, with its limit and receptive field",
-        description="For each head: whether Σ exp(bias(n)) over distances n = 0, 1, … converges, by which test, its "
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "For each head: whether Σ exp(bias(n)) over distances n = 0, 1, … converges, by which test, its "
         "limit B and TRF(ε), the number of nearest keys that hold more than a part 1 - ε of B. Nothing is guessed: "
-        "what cannot be proved is called undecided.",
-        allow_abbrev=False,
+        "what cannot be proved is called undecided."
     )
     add_source(parser)
     parser.add_argument(
@@ -73,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         "Convergence is sufficient for length extrapolation, not necessary (arXiv 2307.10156, Theorems 0.3, 0.4)."
     )
     if args.csv:
-        write_csv(args.csv, judgement.verdict_cells(sources, epsilons))
+        head, *rows = judgement.verdict_cells(sources, epsilons)
+        atomic_write(args.csv, csv_text(head, rows))
         print(f"table: {args.csv}")
     return 0
 
@@ -94,10 +90,12 @@ def asked(args: argparse.Namespace) -> str | dict[str, list[Encoding]]:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
     if args.formula is not None:
         return args.formula
-    load_rpe_module(args.rpe_module)
     from fairseq_rpe import encodings
     from fairseq_rpe.analysis.convergence import LENGTH
+    from fairseq_rpe.runs.learned import load_encodings
+    from fairseq_rpe.runs.specs import load_rpe_module
 
+    load_rpe_module(args.rpe_module)
     if args.checkpoint is not None:
         found = load_encodings(args.checkpoint)
         if not found.encodings[0].adds_bias:
@@ -112,9 +110,3 @@ def asked(args: argparse.Namespace) -> str | dict[str, list[Encoding]]:
             raise UserError(f"'{spec}' is given twice: leave one out")
     width = args.heads * args.head_width
     return {spec: [encodings.build(spec, args.heads, width, LENGTH)] for spec in specs}
-
-
-def write_csv(path: Path, rows: list[list[Any]]) -> None:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    atomic_write(path, out.getvalue())

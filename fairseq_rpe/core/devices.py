@@ -1,7 +1,5 @@
 """GPUs: which of them this process may use, and which device a command computes on."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The one exception that a user is meant to read."""
 
-from __future__ import annotations
-
 
 class UserError(ValueError):
     """Bad input, told in one line that names the culprit and the remedy.

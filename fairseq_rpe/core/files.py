@@ -1,7 +1,5 @@
 """Files that are whole or absent: atomic writes, digests, JSON lines and locks."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
@@ -108,8 +106,7 @@ def file_digest(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 

@@ -4,8 +4,6 @@ Conventions: i query position, j key position, ``d = i - j >= 0`` is the past. A
 added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but without meaning: the backend masks them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

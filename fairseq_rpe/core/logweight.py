@@ -1,7 +1,5 @@
 """What an encoding tells the analysis about Σ exp(bias): its log-bias as a formula of the distance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """JSON and TOML as typed records: read once, at one edge, every value checked against its annotation."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

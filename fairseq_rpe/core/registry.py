@@ -1,7 +1,5 @@
 """Names to classes. A name registered twice is an error; an unknown one suggests the nearest."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ figure's legend. Options are the fields of a dataclass made with :func:`option`;
 key, a value of the wrong type or one out of range raises :class:`UserError` in one line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

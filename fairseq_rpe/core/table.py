@@ -1,7 +1,5 @@
 """One table, three renderings: CSV for programs, Markdown for people, HTML in the page's template."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence

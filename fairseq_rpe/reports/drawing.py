@@ -16,7 +16,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding, PairBias
 from fairseq_rpe.evaluation import receptive
 from fairseq_rpe.evaluation.loading import find_subjects
-from fairseq_rpe.evaluation.requests import Overrides
+from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.figures import biases, empirical, fields, sweep_curves
 from fairseq_rpe.figures.saving import save
 from fairseq_rpe.reports import findings

@@ -1,7 +1,5 @@
 """Which checkpoint of a folder can be trusted, and what it holds."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import zipfile
@@ -66,15 +64,9 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"checkpoint {path} cannot be loaded ({reason}): train again or restore it") from None
     if not isinstance(state, dict) or not isinstance(state.get("cfg"), dict):
         raise UserError(f"{path} is not a fairseq checkpoint with a config: train again with this version")
+    model, task = (state["cfg"].get(part) or {} for part in ("model", "task"))
     history = state.get("optimizer_history") or [{}]
-    updates = history[-1].get("num_updates")
-    return Checkpoint(
-        path=path,
-        model=state["cfg"].get("model") or {},
-        task=state["cfg"].get("task") or {},
-        weights=state.get("model") or {},
-        updates=None if updates is None else int(updates),
-    )
+    return Checkpoint(path, model, task, state.get("model") or {}, history[-1].get("num_updates"))
 
 
 def is_intact(path: Path) -> bool:

@@ -1,7 +1,5 @@
 """What a run was trained with: versions, machine, place and time, noted whenever its training starts."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -1,7 +1,5 @@
 """How a training run is started: fairseq-train itself, or torchrun with one fairseq-train per process and node."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The encodings of a checkpoint with their learned parameters, without fairseq and without the rest of the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

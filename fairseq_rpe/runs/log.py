@@ -1,7 +1,5 @@
 """What the log of a training run says about it, read from fairseq's own lines."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

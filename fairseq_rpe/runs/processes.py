@@ -1,7 +1,5 @@
 """Child processes that never outlive their parent and always hear its signals."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,8 +1,6 @@
 """What a run leaves on the disk, by name: checkpoints, the record of its settings, its starts, logs and results."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fairseq_rpe.core import records
@@ -47,28 +45,15 @@ class Start:
     threads: str | None = None
 
 
-@dataclass(frozen=True)
 class CheckpointFolder:
-    """The ``--save-dir`` of a run."""
+    """The ``--save-dir`` of a run; ``lock`` is held while a training writes here."""
 
-    path: Path
-
-    @property
-    def last(self) -> Path:
-        return self.path / "checkpoint_last.pt"
-
-    @property
-    def lock(self) -> Path:
-        """Held while a training writes here."""
-        return self.path / ".lock"
-
-    @property
-    def record_path(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = path / "checkpoint_last.pt"
+        self.lock = path / ".lock"
+        self.record_path = path / "run.json"
+        self.environment = path / "environment.json"
 
     def record(self) -> RunRecord | None:
         """What is on record of the run, nothing if it never began."""
@@ -114,46 +99,16 @@ class CheckpointFolder:
 
     def add_start(self, start: Start) -> None:
         """Put one more start on record."""
-        write_json(self.environment, {"starts": [_said(one) for one in (*self.starts(), start)]})
+        write_json(self.environment, {"starts": [records.write(one) for one in (*self.starts(), start)]})
 
 
-def _said(start: Start) -> dict[str, object]:
-    found = {f.name: getattr(start, f.name) for f in fields(start)}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-
-
-@dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run of a sweep."""
+    """The folder of one run of a sweep; ``lock`` is held by whoever carries out the run's stages."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder(self.path / "checkpoints")
-
-    @property
-    def results(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def train_log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def eval_log(self) -> Path:
-        return self.path / "eval.log"
-
-    @property
-    def job(self) -> Path:
-        """What a job elsewhere has to know to carry out the run."""
-        return self.path / "cell.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by whoever carries out the run's stages."""
-        return self.path / ".lock"
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
+        self.results = path / "eval.jsonl"
+        self.train_log = path / "train.log"
+        self.eval_log = path / "eval.log"
+        self.lock = path / ".lock"

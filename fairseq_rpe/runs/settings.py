@@ -1,8 +1,6 @@
 """What one training run is asked to be, and what that comes to: defaults filled in, numbers fixed."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +43,9 @@ _PAPER = Defaults(
 _SIZES = ("tiny", "wiki103", "base", "large")
 # Generated tasks know their training length themselves. A thousand updates learn to copy 20 items, two thousand more
 # sharpen it; the published setting is that of the index-warping paper.
-_TINY_TASK = Defaults(
-    tokens=0,
-    updates=3000,
-    batch_sentences=64,
-    lr=1e-3,
-    warmup=200,
-    dropout=0.0,
-    save_every=500,
-    threads=1,
-    schedule="linear",
-)
-_PAPER_TASK = Defaults(
-    tokens=0,
-    updates=40000,
-    batch_sentences=64,
-    lr=3e-5,
-    warmup=2400,
-    dropout=0.1,
-    save_every=1000,
-    threads=None,
-    schedule="linear",
-)
+_TASK = {"tokens": 0, "batch_sentences": 64, "schedule": "linear"}
+_TINY_TASK = replace(_TINY, **_TASK, updates=3000, lr=1e-3, warmup=200, save_every=500)
+_PAPER_TASK = replace(_PAPER, **_TASK, updates=40000, lr=3e-5, warmup=2400)
 
 
 def full_name(arch: str) -> str:
@@ -77,9 +56,7 @@ def full_name(arch: str) -> str:
 def defaults_for(arch: str, algorithm: bool) -> Defaults:
     """The defaults of an architecture, for text or for an algorithmic task; one of your own gets the published ones."""
     tiny = full_name(arch) == ARCH_PREFIX + "tiny"
-    if algorithm:
-        return _TINY_TASK if tiny else _PAPER_TASK
-    return _TINY if tiny else _PAPER
+    return (_TINY_TASK if tiny else _PAPER_TASK) if algorithm else (_TINY if tiny else _PAPER)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Specs looked at before a run starts: a misspelt one is refused now, not after fairseq has started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fairseq_rpe import encodings, positions

@@ -1,7 +1,5 @@
 """One training run from its folder's state to its end; the same request goes on where an earlier one was stopped."""
 
-from __future__ import annotations
-
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, lock
 from fairseq_rpe.runs import checkpoints, environment, launch

@@ -1,7 +1,5 @@
 """A sweep from its folder's state to its end: checked, put on record, and what is left of it carried out."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The runs of a sweep: what is trained once, and how it is evaluated for each method that shares it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace

@@ -1,16 +1,13 @@
 """The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -108,20 +105,6 @@ class _Active:
         return f"{self.cell.name} {self.stages[0].name}"
 
 
-@dataclass
-class _Progress:
-    """Units of work: one per update and one per evaluated length."""
-
-    bar: Any
-    done: dict[str, int] = field(default_factory=dict)
-
-    def show(self, active: Sequence[_Active]) -> None:
-        for job in active:
-            self.done[job.cell.name] = job.done
-        self.bar.set_description_str(" | ".join(job.describe() for job in active), refresh=False)
-        self.bar.update(max(0, sum(self.done.values()) - self.bar.n))
-
-
 def last_error(log: Path, start: int = 0) -> str:
     """The message in what was added to a log after ``start`` that best says why it ended, or nothing."""
     if not log.exists():
@@ -146,10 +129,11 @@ def execute(
     free = list(range(len(places)))
     active: list[_Active] = []
     failures: list[str] = []
-    total = sum(cell.plan.updates + cell.rows for cell in cells)
+    # units of work: one per update and one per evaluated length
+    whole = {cell.name: cell.plan.updates + cell.rows for cell in cells}
+    done = {cell.name: whole[cell.name] for cell in cells if cell not in pending}
     calm = 0.5 if sys.stderr.isatty() else 30.0
-    with processes.sigterm_raises(), tqdm(total=total, unit="", mininterval=calm) as bar:
-        progress = _Progress(bar, {c.name: c.plan.updates + c.rows for c in cells if c not in pending})
+    with processes.sigterm_raises(), tqdm(total=sum(whole.values()), unit="", mininterval=calm) as bar:
         try:
             while waiting or active:
                 while waiting and free:
@@ -173,10 +157,12 @@ def execute(
                         job.start(places[job.place])
                         continue
                     else:
-                        progress.done[job.cell.name] = job.cell.plan.updates + job.cell.rows
+                        done[job.cell.name] = whole[job.cell.name]
                     active.remove(job)
                     free.append(job.place)
-                progress.show(active)
+                done |= {job.cell.name: job.done for job in active}
+                bar.set_description_str(" | ".join(job.describe() for job in active), refresh=False)
+                bar.update(max(0, sum(done.values()) - bar.n))
         finally:
             processes.stop_all([job.child for job in active if job.child])
     return failures

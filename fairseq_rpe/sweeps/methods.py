@@ -1,7 +1,5 @@
 """The methods of a sweep looked at before anything is trained."""
 
-from __future__ import annotations
-
 import sys
 
 from fairseq_rpe import positions

@@ -1,7 +1,5 @@
 """Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

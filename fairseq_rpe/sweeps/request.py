@@ -1,7 +1,5 @@
 """What a sweep is asked to be, and what that comes to: a recipe's settings filled in, methods and tasks named."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

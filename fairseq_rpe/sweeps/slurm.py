@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -55,9 +56,13 @@ def settings(sweep: Sweep, given: Sequence[tuple[str, str]]) -> dict[str, object
 
 
 def _typed(value: str) -> object:
+    """Numbers, true, false and null as JSON has them, ``[a, b]`` as a list of texts, anything else as text."""
     if value.startswith("[") and value.endswith("]"):
         return [item.strip() for item in value[1:-1].split(",")]
-    return int(value) if value.isdigit() else value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def check() -> None:

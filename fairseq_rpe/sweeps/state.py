@@ -1,7 +1,5 @@
 """What a sweep compares and what is on record of it: ``sweep.json``, written by the sweep and read by its reports."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping
@@ -144,24 +142,14 @@ class State:
         return self.methods.get(name, Method(name, name))
 
 
-@dataclass(frozen=True)
 class SweepFolder:
-    """The ``--out`` folder of a sweep."""
+    """The ``--out`` folder of a sweep; ``lock`` is held while a sweep writes here."""
 
-    path: Path
-
-    @property
-    def state_path(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held while a sweep writes here."""
-        return self.path / ".lock"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state_path = path / "sweep.json"
+        self.lock = path / ".lock"
+        self.tensorboard = path / "tensorboard"
 
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / "runs" / name)

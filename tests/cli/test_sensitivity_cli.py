@@ -98,7 +98,7 @@ def test_files_table_and_what_is_said(drawn):
             == " | ".join([row["train_length"], row["skew"], *(f"{float(cell):.3f}" for cell in cells)]).split()
         )
         assert (row["width"], row["base"], row["exponential"]) == ("limit", "10000.0", "True")
-    assert "| 500             | beta |       0.029 |        0.031 |       0.013 |        0.013 |" in table
+    assert "500 beta 0.029 0.031 0.013 0.013".split() in [line.replace("|", " ").split() for line in table]
     assert "gives no head width" in shown
     assert shown.count("both skews lower the sum: yes; beta best at 4x: yes") == 2
     assert f"{drawn / 'sensitivity.csv'}" in shown and f"{drawn / 'figB.png'}" in shown

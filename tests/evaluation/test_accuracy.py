@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ from conftest import run
 from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
 from fairseq_rpe.evaluation.answers import interpolated
 from fairseq_rpe.sweeps import cells
-from fairseq_rpe.sweeps.request import Asked, resolve
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -389,7 +388,7 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path, capsy
 
     def work_left() -> list[cells.Stage]:
         args = build_parser("sweep").parse_args(sweep_command(out, swept[1]))
-        (cell,) = cells.make(resolve(Asked(**{f.name: getattr(args, f.name) for f in fields(Asked)})), None)
+        (cell,) = cells.make(resolved(args), None)
         assert cell.rows == 2 * (LONGEST - 1)
         return cell.work_left()
 

@@ -93,12 +93,14 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     """As submitit writes them: common ones, those of SLURM, sbatch's own, and commands before the job."""
     given = [("partition", "gpu"), ("exclude", "n1,n2"), ("additional_parameters.mail-type", "END")]
     given += [("setup", "[module load cuda, module load gcc]"), ("timeout_min", "90"), ("mem_gb", "16")]
+    given += [("gpus_per_node", "null"), ("gres", "gpu:4"), ("additional_parameters.requeue", "true")]
     sweep = asked(command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto"))
     made = slurm.executor(sweep, given)
     [job] = made.map_array(print, ["nothing"])
     [script] = submitted(cluster).values()
-    for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gpus-per-node=8"):
+    for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gres=gpu:4"):
         assert f"#SBATCH --{line}\n" in script
+    assert "#SBATCH --requeue\n" in script and "gpus-per-node" not in script
     assert "\nmodule load cuda\nmodule load gcc\n" in script and job.paths.folder.parent == tmp_path / "out/slurm"
     with pytest.raises(files.UserError, match="--slurm: .*partitoin"):
         slurm.executor(sweep, [("partitoin", "gpu")])
