@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 SCIENCE = {"core", "encodings", "positions", "algorithms", "attention"}
-GLUE = {"compat", "guards", "modules", "criterions", "tasks", "models"}
+GLUE = {"compat", "modules", "criterions", "tasks", "models"}
 _RUNS = {*SCIENCE, "analysis", "figures", "data", *GLUE}
 # room: the rooms that it may import beside itself
 ARROWS: dict[str, set[str]] = {
@@ -21,8 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "analysis": SCIENCE,
     "figures": {"core", "encodings", "analysis"},
     "data": {"core"},
-    "compat": {"core", "encodings", "guards"},
-    "guards": {"core"},
+    "compat": {"core", "encodings"},
     "modules": {*SCIENCE, "analysis", "figures"},
     "criterions": {*SCIENCE, "modules"},
     "tasks": {*SCIENCE, "data"},
@@ -34,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {*_RUNS, "runs", "evaluation", "sweeps", "reports"},
     "": {"models"},  # the package itself registers with fairseq
 }
-FAIRSEQ = {"compat", "guards", "modules", "criterions", "tasks", "models", "runs", "evaluation"}
+FAIRSEQ = {"compat", "modules", "criterions", "tasks", "models", "runs", "evaluation"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The blocks that an epoch is made of."""
 
-from __future__ import annotations
-
+import types
 from typing import Any
 
 import numpy as np
@@ -10,35 +9,33 @@ from fairseq.tasks.fairseq_task import FairseqTask
 
 from .replacement import replaces
 
+if not hasattr(np, "compat"):  # sample-break-mode eos, fairseq-interactive and generation want what left with numpy 2.0
+    np.compat = types.SimpleNamespace(long=int)
 
-def whole_batches() -> None:
+
+@replaces(data_utils, "batch_by_size")
+def whole_batches(original: Any, indices: Any, *args: Any, **kwargs: Any) -> list[np.ndarray]:
     """With a required batch size multiple (8 by default) ``batch_by_size`` drops the last few blocks, without a word.
 
     41 blocks in batches of 4 become 40: training never sees them and the validation perplexity is not that of the set.
     """
-
-    @replaces(data_utils, "batch_by_size")
-    def batch_by_size(original: Any, indices: Any, *args: Any, **kwargs: Any) -> list[np.ndarray]:
-        batches = list(original(indices, *args, **kwargs))
-        kept = sum(len(batch) for batch in batches)
-        size = max((len(batch) for batch in batches), default=1)
-        rest = np.asarray(indices, dtype=np.int64)[kept:]
-        return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
+    batches = list(original(indices, *args, **kwargs))
+    sizes = [len(batch) for batch in batches]
+    rest, size = np.asarray(indices, dtype=np.int64)[sum(sizes) :], max(sizes, default=1)
+    return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
 
 
-def same_batches_when_resumed() -> None:
+@replaces(FairseqTask, "get_batch_iterator")
+def same_batches_when_resumed(original: Any, self: Any, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
     """A run keeps the batches that it made in epoch 1. One resumed in a later epoch made others, of another seed.
 
     So it met some blocks of that epoch twice and others never, and its end was not that of an uninterrupted run.
     """
-
-    @replaces(FairseqTask, "get_batch_iterator")
-    def get_batch_iterator(original: Any, self: Any, dataset: Any, *args: Any, epoch: int = 1, **kwargs: Any) -> Any:
-        kept = not any(kwargs.get(flag) for flag in ("disable_iterator_cache", "update_epoch_batch_itr"))
-        kept = kept and not getattr(self.cfg, "rebuild_batches", False) and not self.has_sharded_data("train")
-        if not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
-            return original(self, dataset, *args, epoch=epoch, **kwargs)
-        iterator = original(self, dataset, *args, epoch=1, **kwargs)
-        iterator.epoch = max(epoch, 1)
-        dataset.set_epoch(epoch)
-        return iterator
+    kept = not any(kwargs.get(flag) for flag in ("disable_iterator_cache", "update_epoch_batch_itr"))
+    kept = kept and not getattr(self.cfg, "rebuild_batches", False) and not self.has_sharded_data("train")
+    if not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+        return original(self, dataset, *args, epoch=epoch, **kwargs)
+    iterator = original(self, dataset, *args, epoch=1, **kwargs)
+    iterator.epoch = max(epoch, 1)
+    dataset.set_epoch(epoch)
+    return iterator

@@ -1,7 +1,5 @@
 """Strings of a configuration are read, not run."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import sys

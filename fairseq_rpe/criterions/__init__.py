@@ -1,5 +1,1 @@
-"""Losses registered with fairseq."""
-
-from . import answer_cross_entropy, lm_cross_entropy
-
-__all__ = ["answer_cross_entropy", "lm_cross_entropy"]
+"""Losses for fairseq."""

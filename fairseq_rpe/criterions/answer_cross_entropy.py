@@ -1,7 +1,6 @@
 """The criterion ``answer_cross_entropy``."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from fairseq import utils
@@ -13,15 +12,8 @@ from torch.nn import functional as F
 from ..core import UserError
 from .lm_cross_entropy import log_watched, watched
 
-COUNTS = ("loss", "tokens", "right_tokens", "rows", "right_rows")
 
-
-@dataclass
-class AnswerCrossEntropyConfig(FairseqDataclass):
-    """No options."""
-
-
-@register_criterion("answer_cross_entropy", dataclass=AnswerCrossEntropyConfig)
+@register_criterion("answer_cross_entropy", dataclass=FairseqDataclass)
 class AnswerCrossEntropy(FairseqCriterion):
     """Cross-entropy of the answer given the prompt; what the prompt says is not learned.
 
@@ -63,7 +55,8 @@ class AnswerCrossEntropy(FairseqCriterion):
     @staticmethod
     def reduce_metrics(logging_outputs):
         """Sums over workers to bits per answer token and the two accuracies."""
-        total = {key: utils.item(sum(log.get(key, 0) for log in logging_outputs)) for key in COUNTS}
+        counts = ("loss", "tokens", "right_tokens", "rows", "right_rows")
+        total = {key: utils.item(sum(log.get(key, 0) for log in logging_outputs)) for key in counts}
         metrics.log_scalar("loss", total["loss"] / total["tokens"] / math.log(2), total["tokens"], round=4)
         metrics.log_scalar("accuracy", 100 * total["right_tokens"] / total["tokens"], total["tokens"], round=2)
         metrics.log_scalar("exact", 100 * total["right_rows"] / total["rows"], total["rows"], round=2)

@@ -18,7 +18,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from torch import Tensor
 from tqdm import tqdm
 
-from fairseq_rpe import compat, guards
+from fairseq_rpe import compat
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
@@ -171,7 +171,7 @@ def _eval_lm(flags: list[str]) -> Scored:
     from fairseq_cli import eval_lm
 
     # Where the models were imported before this module of fairseq's, nothing has guarded it yet.
-    guards.guard_module(eval_lm)
+    compat.guard_module(eval_lm)
     args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
     try:
         found = eval_lm.main(convert_namespace_to_omegaconf(args))

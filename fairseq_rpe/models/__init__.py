@@ -1,7 +1,9 @@
 """Registers everything with fairseq: the compatibility patches, the models, the criterions and the tasks."""
 
-from .. import compat, criterions, tasks
+from .. import compat
+from ..criterions import answer_cross_entropy, lm_cross_entropy
+from ..tasks import algorithmic
 from . import transformer_rpe_lm
 
 compat.apply()
-__all__ = ["compat", "criterions", "tasks", "transformer_rpe_lm"]
+__all__ = ["algorithmic", "answer_cross_entropy", "compat", "lm_cross_entropy", "transformer_rpe_lm"]

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Optional
 
 import torch
@@ -16,7 +17,6 @@ from omegaconf import II
 from ..core import UserError
 from ..encodings import build, load_module
 from ..modules.decoder import COMPUTE, RPEDecoder
-from ..modules.inspection import Inspector
 from ..modules.moves import Moves
 
 logger = logging.getLogger(__name__)
@@ -25,45 +25,38 @@ SHARES = ("auto", "model", "layer")
 # no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
 
 
+def _flag(default, text):
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class TransformerRPELMConfig(TransformerLanguageModelConfig):
     """Flags beside those of fairseq's transformer_lm."""
 
-    rpe: str = field(
-        default="sinusoidal",
-        metadata={"help": "positional encoding: name or name:key=value,key=value ('fairseq-rpe list' shows all)"},
+    rpe: str = _flag(
+        "sinusoidal", "positional encoding: name or name:key=value,key=value ('fairseq-rpe list' shows all)"
     )
-    rpe_share: str = field(
-        default="auto",
-        metadata={
-            "help": "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"
-        },
+    rpe_share: str = _flag(
+        "auto", "one encoding for the whole 'model', one per 'layer', or 'auto': what the encoding's paper does"
     )
-    attention_backend: str = field(default="auto", metadata={"help": "auto, reference, sdpa, flex or triton"})
-    compute_dtype: Optional[str] = field(
-        default=None,
-        metadata={"help": "fp32, or bf16: matrix products in bfloat16, all else in float32 (default: fp32)"},
+    attention_backend: str = _flag("auto", "auto, reference, sdpa, flex or triton")
+    compute_dtype: Optional[str] = _flag(
+        None, "fp32, or bf16: matrix products in bfloat16, all else in float32 (default: fp32)"
     )
-    positions_train: str = field(
-        default="identity", metadata={"help": "position transform in training: name or name:key=value,key=value"}
+    positions_train: str = _flag("identity", "position transform in training: name or name:key=value,key=value")
+    positions_eval: Optional[str] = _flag(
+        None, "position transform in evaluation (default: what the training transform names, or identity)"
     )
-    positions_eval: Optional[str] = field(
-        default=None,
-        metadata={"help": "position transform in evaluation (default: what the training transform names, or identity)"},
-    )
-    rpe_module: Optional[str] = field(
-        default=None, metadata={"help": "Python file that registers encodings of your own"}
-    )
-    rpe_inspect_every: int = field(
-        default=0,
-        metadata={"help": "updates between pictures of the bias in TensorBoard; 0 = none; needs --tensorboard-logdir"},
+    rpe_module: Optional[str] = _flag(None, "Python file that registers encodings of your own")
+    rpe_inspect_every: int = _flag(
+        0, "updates between pictures of the bias in TensorBoard; 0 = none; needs --tensorboard-logdir"
     )
     rpe_tensorboard: Optional[str] = II("common.tensorboard_logdir")
     # its own copy of the training length: --model-overrides may change tokens_per_sample when a checkpoint is evaluated
     rpe_train_length: Optional[int] = II("task.tokens_per_sample")
     rpe_seed: int = II("common.seed")
-    rpe_vocabulary: Optional[str] = field(
-        default=None, metadata={"help": "set by training: the dictionary's digest, which an evaluation compares"}
+    rpe_vocabulary: Optional[str] = _flag(
+        None, "set by training: the dictionary's digest, which an evaluation compares"
     )
 
 
@@ -93,20 +86,14 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
         encodings = _encodings(args)
-        moves = _moves(args, encodings)
-        decoder = RPEDecoder(
-            cfg,
-            task.target_dictionary,
-            cls._embedding(args, task),
-            encodings,
-            moves,
-            str(args.attention_backend),
-            args.compute_dtype,
-        )
-        if args.rpe_inspect_every:
-            inspector = Inspector(
-                str(args.rpe), args.rpe_inspect_every, str(args.rpe_tensorboard), args.rpe_train_length, _rank()
-            )
+        rank = distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0
+        moves = _moves(args, encodings[0], rank)
+        embedding, backend = cls._embedding(args, task), str(args.attention_backend)
+        decoder = RPEDecoder(cfg, task.target_dictionary, embedding, encodings, moves, backend, args.compute_dtype)
+        if every := args.rpe_inspect_every:
+            from ..modules.inspection import Inspector  # draws with matplotlib: most runs load nothing of it
+
+            inspector = Inspector(str(args.rpe), every, str(args.rpe_tensorboard), args.rpe_train_length, rank)
             decoder.register_forward_pre_hook(inspector)
         return cls(decoder)
 
@@ -114,24 +101,15 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
     def _embedding(cls, args, task):
         if not args.adaptive_input:
             return cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
-        if args.tie_adaptive_weights and (
-            args.adaptive_input_factor != args.adaptive_softmax_factor
-            or args.adaptive_input_cutoff != args.adaptive_softmax_cutoff
-            or args.decoder_input_dim != args.decoder_output_dim
-        ):
+        given = (args.adaptive_input_factor, args.adaptive_input_cutoff, args.decoder_input_dim)
+        softmax = (args.adaptive_softmax_factor, args.adaptive_softmax_cutoff, args.decoder_output_dim)
+        if args.tie_adaptive_weights and given != softmax:
             raise UserError(
                 "--tie-adaptive-weights needs equal factor, cutoff and dimension for adaptive input and softmax"
             )
-        return AdaptiveInput(
-            len(task.source_dictionary),
-            task.source_dictionary.pad(),
-            args.decoder_input_dim,
-            args.adaptive_input_factor,
-            args.decoder_embed_dim,
-            options.eval_str_list(args.adaptive_input_cutoff, type=int),
-            args.quant_noise_pq,
-            args.quant_noise_pq_block_size,
-        )
+        types, cutoff = task.source_dictionary, options.eval_str_list(args.adaptive_input_cutoff, type=int)
+        width, noise = args.decoder_embed_dim, (args.quant_noise_pq, args.quant_noise_pq_block_size)
+        return AdaptiveInput(len(types), types.pad(), given[2], given[0], width, cutoff, *noise)
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """As fairseq's; parameters that do not fit are one line."""
@@ -143,10 +121,6 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
                 f"the checkpoint does not fit this model ({first[0].strip()}): use the flags that it was trained with"
             ) from None
 
-    def max_positions(self):
-        """No limit of its own; an encoding with a table refuses what lies beyond it."""
-        return self.decoder.max_positions()
-
 
 def _refuse_unsupported(args):
     refusals = {
@@ -154,13 +128,12 @@ def _refuse_unsupported(args):
         "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
         "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
         "decoder_xformers_att_config": "xFormers attention knows no position bias: drop --decoder-xformers-att-config",
+        "rpe_eval": "--rpe-eval belongs to evaluation: train with --rpe",
         "offload_activations": "--offload-activations is not supported: use --checkpoint-activations",
     }
     for key, message in refusals.items():
         if getattr(args, key, None):
             raise UserError(message)
-    if getattr(args, "rpe_eval", None):
-        raise UserError("--rpe-eval belongs to evaluation: train with --rpe")
     if args.tie_adaptive_weights and not args.adaptive_input:
         raise UserError("--tie-adaptive-weights needs --adaptive-input")
     if str(args.rpe_share) not in SHARES:
@@ -188,10 +161,7 @@ def _check_vocabulary(args, dictionary):
 def _encodings(args):
     """One encoding for the model, or one per layer."""
     spec, share = str(args.rpe), str(args.rpe_share)
-
-    def make():
-        return build(spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length)
-
+    make = partial(build, spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length)
     first = make()
     if share == "auto":
         share = first.shares[0]
@@ -200,19 +170,14 @@ def _encodings(args):
     return [first] if share == "model" else [first] + [make() for _ in range(args.decoder_layers - 1)]
 
 
-def _rank():
-    return distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0
-
-
-def _moves(args, encodings):
+def _moves(args, encoding, rank):
     """The position transforms, refused where the encoding cannot follow them."""
-    moves = Moves(
-        str(args.positions_train), str(args.positions_eval or ""), args.rpe_train_length, args.rpe_seed, _rank()
-    )
+    train, evaluation = str(args.positions_train), str(args.positions_eval or "")
+    moves = Moves(train, evaluation, args.rpe_train_length, args.rpe_seed, rank)
     for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
-        if transform is not None and encodings[0].positions == "none":
+        if transform is not None and encoding.positions == "none":
             raise UserError(f"{flag}: '{args.rpe}' reads no positions, so moving them does nothing: drop the flag")
-        if transform is not None and transform.fractional and encodings[0].positions == "whole":
+        if transform is not None and transform.fractional and encoding.positions == "whole":
             raise UserError(f"{flag}: '{args.rpe}' knows whole positions only and this transform makes fractions")
     return moves
 
@@ -224,36 +189,24 @@ SIZES = {
     "base": (12, 768, 12, 3072, "relu"),
     "large": (24, 1024, 16, 4096, "gelu"),
 }
+PARTS = ("decoder_layers", "decoder_embed_dim", "decoder_attention_heads", "decoder_ffn_embed_dim", "activation_fn")
 
 
-def _register_size(name, layers, width, heads, ffn, activation):
-    @register_model_architecture("transformer_rpe_lm", f"transformer_rpe_lm_{name}")
-    def architecture(args):
-        defaults = {
-            "decoder_layers": layers,
-            "decoder_embed_dim": width,
-            "decoder_attention_heads": heads,
-            "decoder_ffn_embed_dim": ffn,
-            "activation_fn": activation,
-            "rpe": "sinusoidal",
-            "rpe_share": "auto",
-            "attention_backend": "auto",
-            "compute_dtype": "fp32",
-            "positions_train": "identity",
-            "positions_eval": None,
-            "rpe_module": None,
-            "rpe_inspect_every": 0,
-            "rpe_tensorboard": getattr(args, "tensorboard_logdir", None),
-            "rpe_train_length": None,
-            "rpe_seed": getattr(args, "seed", 1),
-            "rpe_vocabulary": None,
-            "max_target_positions": None,
-            "decoder_xformers_att_config": None,
-        }
-        for key, value in defaults.items():
-            setattr(args, key, getattr(args, key, value))
-        base_lm_architecture(args)
+def _architecture(size, args):
+    """Set what the flags leave open."""
+    own = {name: getattr(TransformerRPELMConfig, name) for name in TransformerRPELMConfig.__annotations__}
+    other = {
+        "compute_dtype": "fp32",
+        "rpe_tensorboard": getattr(args, "tensorboard_logdir", None),
+        "rpe_train_length": None,
+        "rpe_seed": getattr(args, "seed", 1),
+        "max_target_positions": None,
+        "decoder_xformers_att_config": None,
+    }
+    for key, value in {**own, **other, **dict(zip(PARTS, size, strict=True))}.items():
+        setattr(args, key, getattr(args, key, value))
+    base_lm_architecture(args)
 
 
 for _name, _size in SIZES.items():
-    _register_size(_name, *_size)
+    register_model_architecture("transformer_rpe_lm", f"transformer_rpe_lm_{_name}")(partial(_architecture, _size))

@@ -1,7 +1,5 @@
 """Self-attention of the fairseq decoder layer, with any encoding and any backend."""
 
-from __future__ import annotations
-
 import torch
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
@@ -18,22 +16,12 @@ class RPEAttention(MultiheadAttention):
     """
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        key_padding_mask: Tensor | None = None,
-        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
-        need_weights: bool = True,
-        static_kv: bool = False,
-        attn_mask: Plan | None = None,
-        before_softmax: bool = False,
-        need_head_weights: bool = False,
+        self, query: Tensor, key, value, *, incremental_state=None, need_weights=True, attn_mask=None, **others
     ) -> tuple[Tensor, None]:
         """query (n, B, C) -> (n, B, C). Attention weights are never returned."""
         if not isinstance(attn_mask, Plan):
             raise TypeError("RPEAttention takes its positions, bias and padding from a Plan passed as attn_mask")
-        if need_weights or need_head_weights or before_softmax or static_kv or key_padding_mask is not None:
+        if any(asked is not None and asked is not False for asked in (need_weights, *others.values())):
             raise NotImplementedError("RPEAttention returns no weights or scores and takes padding from its plan")
         plan, (n, batch, width) = attn_mask, query.shape
         q, k, v = (
@@ -61,9 +49,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tens
     parts = []
     for start in range(0, n, size):
         stop = min(start + size, n)
-        seen = m - n + stop
-        part = plan.part(start, stop)
-        parts.append(_attend_part(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], part, dropout))
+        keys = slice(m - n + stop)
+        parts.append(_attend_part(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], plan.part(start, stop), dropout))
     return torch.cat(parts, dim=2)
 
 
@@ -79,14 +66,7 @@ class RPEDecoderLayer(TransformerDecoderLayerBase):
 
     index: int
 
-    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
-        return RPEAttention(
-            embed_dim,
-            cfg.decoder.attention_heads,
-            dropout=cfg.attention_dropout,
-            add_bias_kv=add_bias_kv,
-            add_zero_attn=add_zero_attn,
-            self_attention=True,
-            q_noise=self.quant_noise,
-            qn_block_size=self.quant_noise_block_size,
-        )
+    def build_self_attention(self, embed_dim, cfg, **bias):
+        options = {"dropout": cfg.attention_dropout, "self_attention": True, **bias}
+        noise = {"q_noise": self.quant_noise, "qn_block_size": self.quant_noise_block_size}
+        return RPEAttention(embed_dim, cfg.decoder.attention_heads, **options, **noise)

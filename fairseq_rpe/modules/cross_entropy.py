@@ -5,8 +5,6 @@ The sum over v is taken along from tile to tile of the vocabulary with its maxim
 ``linear_cross_entropy`` where that exists (2.13 on); it does not sum a bfloat16 weight's gradient in float32.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

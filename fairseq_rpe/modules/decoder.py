@@ -1,12 +1,10 @@
 """A fairseq language-model decoder whose positions come from an encoding."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,17 +15,16 @@ from ..encodings import Encoding
 from .attention import RPEDecoderLayer
 from .moves import Moves
 
+Cache = dict[str, Any] | None  # keys and values of earlier tokens
 # what --compute-dtype names: the dtype of matrix products, parameters and residual stream stay in float32
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16}
-UNLIMITED = 2**31 - 1  # positions; fairseq drops longer blocks in silence, so the model names no smaller limit
 
 
 class RPEDecoder(TransformerDecoderBase):
     """fairseq's decoder with its own layer loop.
 
     Args:
-        cfg: fairseq's TransformerConfig.
-        dictionary, embed_tokens: as in fairseq.
+        cfg, dictionary, embed_tokens: as in fairseq.
         encodings: one encoding for all layers, or one per layer.
         moves: the position transforms for training and evaluation.
         backend: name of the attention backend.
@@ -35,17 +32,12 @@ class RPEDecoder(TransformerDecoderBase):
     """
 
     def __init__(
-        self,
-        cfg: Any,
-        dictionary: Any,
-        embed_tokens: nn.Module,
-        encodings: list[Encoding],
-        moves: Moves,
-        backend: str,
-        compute: str = "fp32",
+        self, cfg, dictionary, embed_tokens, encodings: list[Encoding], moves: Moves, backend: str, compute: str
     ) -> None:
-        self._built_layers = 0
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=True)
+        for index, layer in enumerate(self.layers.children()):
+            layer.index = index
+        self.checkpointed = bool(cfg.checkpoint_activations)
         self.encodings = nn.ModuleList(encodings)
         self.moves = moves
         self.reads_length = any(e.reads_length for e in encodings)
@@ -70,14 +62,9 @@ class RPEDecoder(TransformerDecoderBase):
         self.eps = eps
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
-        layer = RPEDecoderLayer(cfg, no_encoder_attn)
-        layer.index = self._built_layers
-        self._built_layers += 1
-        self.checkpointed = bool(cfg.checkpoint_activations)
-        return fsdp_wrap(layer, min_num_params=0 if self.checkpointed else cfg.min_params_to_wrap)
+        return RPEDecoderLayer(cfg, no_encoder_attn)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq calls this before every training batch."""
         self.moves.set_num_updates(num_updates)
 
     def computing(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -93,10 +80,9 @@ class RPEDecoder(TransformerDecoderBase):
         return torch.autocast(device.type, self.compute)
 
     def max_positions(self) -> int:
-        return UNLIMITED
+        return 2**31 - 1  # fairseq drops longer blocks in silence, so the model names no smaller limit
 
     def encoding_of(self, layer: int) -> Encoding:
-        """The encoding that layer ``layer`` uses."""
         return self.encodings[layer if len(self.encodings) > 1 else 0]
 
     def positions(self, tokens: Tensor, n: int) -> tuple[Positions, Tensor | None]:
@@ -117,28 +103,15 @@ class RPEDecoder(TransformerDecoderBase):
         return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
 
     def extract_features(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: Any = None,
-        incremental_state: dict[str, Any] | None = None,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
+        self, prev_output_tokens: Tensor, encoder_out: Any = None, incremental_state: Cache = None, **alignment: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         """Tokens (B, m) -> features (B, n, C): n = m, or those not yet cached in ``incremental_state``."""
-        if (
-            encoder_out is not None
-            or full_context_alignment
-            or alignment_layer is not None
-            or alignment_heads is not None
-        ):
+        if any(asked is not None and asked is not False for asked in (encoder_out, *alignment.values())):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
         with self.computing(prev_output_tokens.device):
             return self._features(prev_output_tokens, incremental_state)
 
-    def _features(
-        self, prev_output_tokens: Tensor, incremental_state: dict[str, Any] | None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _features(self, prev_output_tokens: Tensor, incremental_state: Cache) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
         positions, padding = self.positions(prev_output_tokens, tokens.shape[1])
         if self.moves.active(self.training) is not None:
@@ -146,10 +119,8 @@ class RPEDecoder(TransformerDecoderBase):
             positions = self.moves(positions, lengths, self.training, incremental_state is not None)
 
         x = self.embed_scale * self.embed_tokens(tokens.contiguous())
-        if self.quant_noise is not None:
-            x = self.quant_noise(x)
-        if self.project_in_dim is not None:
-            x = self.project_in_dim(x)
+        for change in (self.quant_noise, self.project_in_dim):
+            x = x if change is None else change(x)
         x = self.encodings[0].embed(x, positions)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
@@ -158,7 +129,7 @@ class RPEDecoder(TransformerDecoderBase):
         states = [x]
         plans: dict[int, Plan] = {}
         for layer in self.layers:
-            encoding = self.encoding_of(getattr(layer, "index", 0))
+            encoding = self.encoding_of(layer.index)
             if id(encoding) not in plans:
                 plans[id(encoding)] = self._plan(encoding, positions, padding)
             x = self._run(layer, x, incremental_state, plans[id(encoding)])
@@ -172,25 +143,19 @@ class RPEDecoder(TransformerDecoderBase):
             x = x.float()
         return x, {"attn": [None], "inner_states": states}
 
-    def _cached(self, incremental_state: dict[str, Any] | None) -> int:
+    def _cached(self, incremental_state: Cache) -> int:
         """Tokens whose keys and values are in the cache: the next call may bring one more, or a whole prompt."""
-        if incremental_state is None:
-            return 0
-        cache = self.layers[0].self_attn._get_input_buffer(incremental_state)
+        cache = self.layers[0].self_attn._get_input_buffer(incremental_state) if incremental_state else {}
         return cache["prev_key"].shape[2] if "prev_key" in cache else 0
 
     def _plan(self, encoding: Encoding, positions: Positions, padding: Tensor | None) -> Plan:
         with torch.autocast(positions.k.device.type, enabled=False):
             form = encoding.form(positions)
-        rotates = type(encoding).rotate is not Encoding.rotate
-        rotate = encoding.rotate if rotates else None
+        rotate = encoding.rotate if type(encoding).rotate is not Encoding.rotate else None
         return Plan(positions, form, padding, encoding.remap, rotate, self.attend, encoding.query_limit, self.eps)
 
-    def _run(self, layer: nn.Module, x: Tensor, incremental_state: dict[str, Any] | None, plan: Plan) -> Tensor:
-        def run(x: Tensor) -> Tensor:
-            return layer(x, None, None, incremental_state, self_attn_mask=plan)[0]
-
+    def _run(self, layer: nn.Module, x: Tensor, incremental_state: Cache, plan: Plan) -> Tensor:
         if self.checkpointed and self.training and torch.is_grad_enabled():
             # not fairseq's reentrant wrapper: the layers share the graph of the bias, which that would free too early
-            return checkpoint(run, x, use_reentrant=False)
-        return run(x)
+            layer = partial(checkpoint, layer, use_reentrant=False)
+        return layer(x, None, None, incremental_state, self_attn_mask=plan)[0]

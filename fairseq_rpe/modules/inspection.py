@@ -1,7 +1,5 @@
 """What TensorBoard shows of the encodings while they are trained."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -16,8 +14,6 @@ from ..analysis.bias_map import bias_map, require_bias, some_heads
 from ..analysis.history import History
 from ..encodings import Encoding
 from ..figures.biases import maps_of_heads, of_heads
-
-FOLDER = "encodings"
 
 
 class Inspector:
@@ -37,7 +33,7 @@ class Inspector:
 
     def __init__(self, spec: str, every: int, folder: str, length: int, rank: int) -> None:
         self.spec, self.every, self.length, self.rank = spec, every, length, rank
-        self.folder = os.path.join(folder, FOLDER)
+        self.folder = os.path.join(folder, "encodings")
         self.trained, self.written = -1, -1
         self.before: list[Tensor] | None = None
         self.writer: SummaryWriter | None = None
@@ -64,7 +60,9 @@ class Inspector:
         if self.trained < 0:
             require_bias(decoder.encodings[0], self.spec, "--rpe-inspect-every")
             if self.rank == 0:
-                self._open(update)
+                # what an interrupted run wrote from here on will be written again
+                self.writer = SummaryWriter(self.folder, purge_step=update)
+                self.history = History(self.folder, update, self.length)
         self.trained = update
         if self.rank == 0:
             self._look(decoder.encodings, update)
@@ -75,11 +73,6 @@ class Inspector:
         """Whether the update was made: it is skipped where 16-bit gradients overflow."""
         now = list(encodings.parameters())
         return not now or any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
-
-    def _open(self, update: int) -> None:
-        # what an interrupted run wrote from here on will be written again
-        self.writer = SummaryWriter(self.folder, purge_step=update)
-        self.history = History(self.folder, update, self.length)
 
     @torch.no_grad()
     def _look(self, encodings: nn.ModuleList, step: int) -> None:

@@ -1,7 +1,5 @@
 """The two position slots of a model: which transform moves its tokens in training and in evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch
@@ -23,8 +21,6 @@ class Moves:
         train: spec of the transform used in training.
         evaluation: spec used in evaluation; empty: what the training transform names, mostly ``identity``.
         train_length: training length in tokens.
-        seed: of the run.
-        rank: data-parallel rank.
     """
 
     def __init__(self, train: str, evaluation: str, train_length: int | None, seed: int, rank: int) -> None:

@@ -1,5 +1,1 @@
-"""Tasks registered with fairseq."""
-
-from . import algorithmic
-
-__all__ = ["algorithmic"]
+"""Tasks for fairseq."""

@@ -34,11 +34,8 @@ class AnswerDataset(FairseqDataset):
     """Prompts with their answers.
 
     A sample of B rows has ``src_tokens`` (B, T) int64, padded on the right; ``target`` (B, T), the next word, padding
-    included; ``answer`` (B, T) bool, where the next word belongs to the answer or ends it.
-
-    Args:
-        examples: what to show.
-        dictionary: closed vocabulary; a word that it lacks is an error.
+    included; ``answer`` (B, T) bool, where the next word belongs to the answer or ends it. A word that the closed
+    vocabulary ``dictionary`` lacks is an error.
     """
 
     def __init__(self, examples: list[Example], dictionary: Dictionary) -> None:
@@ -47,17 +44,15 @@ class AnswerDataset(FairseqDataset):
         self.sizes = np.array([len(e.prompt) + len(e.answer) for e in examples])
 
     def encode(self, words: tuple[str, ...]) -> list[int]:
-        """Numbers of the words."""
         return [self.dictionary.indices[word] for word in words]
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
-
     def size(self, index: int) -> int:
         return int(self.sizes[index])
+
+    num_tokens = size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = self.examples[index]
@@ -126,6 +121,4 @@ class AlgorithmicTask(FairseqTask):
     def source_dictionary(self) -> Dictionary:
         return self._dictionary
 
-    @property
-    def target_dictionary(self) -> Dictionary:
-        return self._dictionary
+    target_dictionary = source_dictionary

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import PACKAGE, fairseq, make_model
-from fairseq.tasks.language_modeling import LanguageModelingTask
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
-from fairseq_rpe import compat, guards
+from fairseq_rpe import compat
+from fairseq_rpe.compat.guards import guard_workers
 from fairseq_rpe.core import UserError
 
 PAYLOAD = "touched"
@@ -35,11 +35,14 @@ def without_plugin(code: str, tmp_path) -> subprocess.CompletedProcess:
 
 
 def test_apply_twice_is_once():
-    from fairseq import checkpoint_utils
+    import fairseq.utils
+    from fairseq_cli import eval_lm
 
-    before = checkpoint_utils.load_checkpoint_to_cpu
     compat.apply()
-    assert checkpoint_utils.load_checkpoint_to_cpu is before
+    before = eval_lm.eval_lm, eval_lm.SequenceScorer, vars(fairseq.utils)["eval"]
+    compat.apply()
+    assert (eval_lm.eval_lm, eval_lm.SequenceScorer, vars(fairseq.utils)["eval"]) == before
+    assert eval_lm.SequenceScorer.__mro__[1].__module__ == "fairseq.sequence_scorer"
 
 
 def test_importing_the_package_without_fairseq_repairs_nothing(tmp_path):
@@ -302,9 +305,9 @@ def test_context_window_with_workers_is_refused(task):
         task.eval_lm_dataloader(dataset=None, context_window=4, num_workers=2)
 
 
-def test_guard_counts_tokens(monkeypatch):
+def test_guard_counts_tokens():
     def expect(tokens: int, **flags: int) -> None:
-        LanguageModelingTask.eval_lm_dataloader(None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
+        guard_workers(lambda *_, **__: None, None, SimpleNamespace(sizes=np.ones(tokens)), **flags)
 
     class Scorer:
         def generate(self, models, sample, **kwargs):
@@ -320,10 +323,8 @@ def test_guard_counts_tokens(monkeypatch):
                 scorer.generate(models, batch)
             return {"loss": 1.0}
 
-    guards.guard_module(Module)
-    guards.guard_module(Module)
-    monkeypatch.setattr(LanguageModelingTask, "eval_lm_dataloader", lambda *_, **__: None)
-    guards.guard_workers()
+    compat.guard_module(Module)
+    compat.guard_module(Module)
     expect(3)
     assert Module.eval_lm(None, [[[-1.0, -2.0], [-3.0]]])["scored_tokens"] == 3
     with pytest.raises(UserError, match="scored 2 of 3 tokens"):

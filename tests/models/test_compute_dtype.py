@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import ALL_SPECS, make_model, model_args, run
 
-from fairseq_rpe.cli import checkpoints
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy
+from fairseq_rpe.runs import checkpoints
 
 
 def pair_of_models(task, spec, **options):
@@ -112,8 +112,8 @@ def test_train_and_both_engines(corpus, tmp_path, capsys):
     run(sys.executable, "-m", "fairseq_rpe.cli.main", *command, "--compute-dtype", "bf16", "--device", "cpu")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     assert settings["compute_dtype"] == "bf16"
-    checkpoint = folder / checkpoints.LAST
-    assert checkpoints.load_header(checkpoint)["cfg"]["model"]["compute_dtype"] == "bf16"
+    checkpoint = folder / "checkpoint_last.pt"
+    assert checkpoints.load(checkpoint).model["compute_dtype"] == "bf16"
     losses = {}
     for engine in ("fast", "fairseq"):
         for flags in ([], ["--compute-dtype", "fp32"]):
