@@ -5,8 +5,6 @@ n_emp(ε) = inf{ j : C_ij > (1 - ε)·C_ii } for query i, where C_ij sums exp(q�
 to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances count tokens, not moved positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 A block has positions 0 … L-1; the target at position p is predicted from p + 1 inputs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,9 +1,7 @@
 """What is to be measured of which checkpoint, and how that is loaded; known without loading it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +11,9 @@ from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.results import AnswerKey, TextKey
+
+# Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
+BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Overrides:
     rpe_module: Path | None = None
 
 
+AS_TRAINED = Overrides()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
     """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
@@ -41,7 +45,7 @@ class TextRequest:
     data: Path
     lengths: Sequence[int]
     subset: str = "test"
-    use: Overrides = field(default_factory=Overrides)
+    use: Overrides = AS_TRAINED
     engine: Literal["fast", "fairseq"] = "fast"
     attention_prune: float | None = None
     max_tokens: int | None = None
@@ -90,7 +94,7 @@ class AnswerRequest:
     checkpoint: Path
     lengths: Sequence[int] | None = None
     split: str = "test"
-    use: Overrides = field(default_factory=Overrides)
+    use: Overrides = AS_TRAINED
     unit: Literal["items", "tokens"] = "items"
     batch_size: int = 256
     log: Path | None = None

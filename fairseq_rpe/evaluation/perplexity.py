@@ -1,14 +1,11 @@
 """Perplexity in blocks of any length: what fairseq-eval-lm gives, every token of the split accounted for."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,31 +21,17 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
-from fairseq_rpe.evaluation.loading import check_plain, load, see
+from fairseq_rpe.evaluation.loading import check_plain, load, one_line
 from fairseq_rpe.evaluation.losses import BlockLoss
-from fairseq_rpe.evaluation.measurements import TextRequest
-from fairseq_rpe.evaluation.results import Buckets, TextKey, TextResult
+from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
+from fairseq_rpe.evaluation.results import TextKey, TextResult
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
-# Bounds the activations of one batch and, with fairseq, its logits; a longer block is a batch of its own.
-BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What an engine finds at one length: targets scored, bits per target, and 2 to them."""
-
-    tokens: int
-    loss_base2: float
-    ppl: float
-    positions_loss: Buckets | None = None
-
-
-# From the tokens of a block and of a batch.
-Engine = Callable[[int, int], Scored]
+# From what is to be measured and the tokens of a batch.
+Engine = Callable[[TextKey, int], TextResult]
 
 
 def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
@@ -64,14 +47,8 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
 
     def measure(key: TextKey) -> TextResult:
         start = time.monotonic()
-        try:
-            found = engine(key.length, request.max_tokens or max(key.length, BATCH_TOKENS))
-        except UserError:
-            raise
-        except Exception as error:
-            logger.error(traceback.format_exc())
-            what = f"evaluation at length {key.length} failed: {type(error).__name__}: {error}"
-            raise UserError(what + see(request.log)) from error
+        with one_line(f"evaluation at length {key.length} failed", request.log):
+            found = engine(key, request.max_tokens or max(key.length, BATCH_TOKENS))
         scored = f"{found.tokens} of {tokens}"
         logger.info("length %d, engine %s: scored tokens: %s", key.length, request.engine, scored)
         if found.tokens != tokens:
@@ -79,9 +56,8 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
                 f"length {key.length}: {scored} tokens were scored, so the result is not kept: "
                 "the model must accept this length, and the data hold no padding"
             )
-        return TextResult(
-            **vars(key),
-            **vars(found),
+        return replace(
+            found,
             encoding=checkpoint.encoding,
             seconds=round(time.monotonic() - start, 3),
             bits_per_byte=units.bits_per_byte(found.loss_base2) if units else None,
@@ -107,18 +83,18 @@ class Fast:
         if request.attention_prune is not None:
             self.model.decoder.prune_attention(request.attention_prune)
 
-    def __call__(self, length: int, batch_tokens: int) -> Scored:
+    def __call__(self, key: TextKey, batch_tokens: int) -> TextResult:
         if next(self.model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
         pad = self.task.source_dictionary.pad()
-        found = BlockLoss(self.model, length, pad)
-        with tqdm(desc=f"length {length}", unit=" tokens", disable=None, leave=False) as bar:
-            for inputs, targets in self.batches(length, batch_tokens):
+        found = BlockLoss(self.model, key.length, pad)
+        with tqdm(desc=f"length {key.length}", unit=" tokens", disable=None, leave=False) as bar:
+            for inputs, targets in self.batches(key.length, batch_tokens):
                 found.add(inputs, targets)
                 bar.update(int(targets.ne(pad).sum()))
         loss = found.loss_base2()
         ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
-        return Scored(found.tokens, loss, ppl, found.buckets())
+        return TextResult(**vars(key), tokens=found.tokens, loss_base2=loss, ppl=ppl, positions_loss=found.buckets())
 
     def batches(self, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets (B, n), padded at the end of rows.
@@ -163,22 +139,24 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     if use.device == "cpu":
         same.append("--cpu")
 
-    return lambda length, batch: _eval_lm([*same, "--tokens-per-sample", str(length), "--max-tokens", str(batch)])
-
-
-def _eval_lm(flags: list[str]) -> Scored:
     # When it is imported it settles where all messages go: after log_to, and only where it is asked for.
     from fairseq_cli import eval_lm
 
     # Where the models were imported before this module of fairseq's, nothing has guarded it yet.
     guards.guard_module(eval_lm)
-    args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
-    try:
-        found = eval_lm.main(convert_namespace_to_omegaconf(args))
-    finally:
-        compat.forget_overrides()
-    # Counted by the plugin's guard around fairseq's own evaluation loop.
-    return Scored(found["scored_tokens"], float(found["loss"]), float(found["perplexity"]))
+
+    def measure(key: TextKey, batch_tokens: int) -> TextResult:
+        flags = [*same, "--tokens-per-sample", str(key.length), "--max-tokens", str(batch_tokens)]
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
+        try:
+            found = eval_lm.main(convert_namespace_to_omegaconf(args))
+        finally:
+            compat.forget_overrides()
+        # Counted by the plugin's guard around fairseq's own evaluation loop.
+        tokens, loss, ppl = found["scored_tokens"], float(found["loss"]), float(found["perplexity"])
+        return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl)
+
+    return measure
 
 
 def peak_mb(device: str) -> float:

@@ -3,8 +3,6 @@
 What is measured is n_emp of :mod:`fairseq_rpe.analysis.receptive_field`, for each layer and head.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

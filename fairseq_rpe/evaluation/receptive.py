@@ -1,10 +1,8 @@
 """The empirical receptive field of trained checkpoints on a text: how many of the nearest keys hold their attention."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.measurements import Overrides
+from fairseq_rpe.evaluation.measurements import AS_TRAINED, BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.probe import LayerField, bias_alone, measured
 from fairseq_rpe.figures.empirical import Mass
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
-_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class FieldRequest:
     rows: int | None = None
     epsilons: Sequence[float] = (0.5, 0.1, 0.01)
     batch_size: int | None = None
-    use: Overrides = field(default_factory=Overrides)
+    use: Overrides = AS_TRAINED
 
     def sized(self, train_length: int) -> tuple[int, int]:
         """Tokens of a block and queries measured in it.
@@ -82,7 +79,7 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     # Blocks from all over the text, where there are more than are measured.
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
-    size = request.batch_size or max(1, _BATCH_TOKENS // length)
+    size = request.batch_size or max(1, BATCH_TOKENS // length)
     device = next(model.parameters()).device
     bar = tqdm(total=request.blocks, desc=subject.label, unit=" blocks", disable=None, leave=False)
     with torch.no_grad(), bar, measured(model.decoder, length, rows, request.epsilons) as found:

@@ -1,7 +1,5 @@
 """What evaluations leave behind: JSON lines that say what was measured of what, so that nothing is measured twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,12 +12,10 @@ from fairseq_rpe.core import files, records
 class Result:
     """A measurement of a model with an ``encoding``, and all that is in its key.
 
-    ``of``: the record that is its key, equal for two that measure the same. ``always``: fields that are kept even
-    where they are ``None``.
+    ``of``: the record that is its key, equal for two that measure the same.
     """
 
     of: ClassVar[type[Any]]
-    always: ClassVar[tuple[str, ...]] = ("rpe", "positions")
     encoding: str = ""
 
     @property
@@ -27,8 +23,8 @@ class Result:
         return self.of(**{f.name: getattr(self, f.name) for f in fields(self.of)})
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON keeps it: the fields that say something."""
-        return {k: v for k, v in records.write(self).items() if v is not None or k in self.always}
+        """As a line of JSON keeps it: the fields that say something, and what replaces the checkpoint's settings."""
+        return {k: v for k, v in records.write(self).items() if v is not None or k in ("rpe", "positions")}
 
 
 Found = TypeVar("Found", bound=Result)
@@ -127,7 +123,6 @@ class SlidingResult(SlidingKey, Result):
     """
 
     of = SlidingKey
-    always = ("positions",)
     loss_base2: float
     ppl: float
     seconds: float
