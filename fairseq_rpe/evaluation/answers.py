@@ -59,14 +59,14 @@ def measuring(
         # single tokens of a small model: more threads only wait for each other
         torch.set_num_threads(threads)
     algorithm = algorithm_of(checkpoint)
-    model, task = load(request.checkpoint, request.use, log=request.log)
+    model, task = load(request.checkpoint, request, log=request.log)
     moves, device = model.decoder.moves, next(model.parameters()).device
     if model.decoder.reads_length:
         raise UserError(
             "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
             "factor with --rpe, or use --positions interpolate, which has one ratio for each number of items"
         )
-    given = str(request.use.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
+    given = str(request.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
     task.load_dataset(request.split)
     data = task.dataset(request.split)
 

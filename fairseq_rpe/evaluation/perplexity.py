@@ -41,7 +41,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
         UserError: the checkpoint cannot be used. In a measurement: it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
-    load_rpe_module(request.use.rpe_module)
+    load_rpe_module(request.rpe_module)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else Fast(request, checkpoint)
     tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
 
@@ -63,7 +63,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
             bits_per_byte=units.bits_per_byte(found.loss_base2) if units else None,
             word_ppl=units.word_ppl(found.loss_base2) if units else None,
             engine=request.engine,
-            peak_mb=round(peak_mb(devices.chosen(request.use.device)), 1),
+            peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
         )
 
     return measure
@@ -79,7 +79,7 @@ class Fast:
     def __init__(self, request: TextRequest, checkpoint: Checkpoint) -> None:
         check_plain(checkpoint, otherwise=", or use --engine fairseq")
         self.request = request
-        self.model, self.task = load(request.checkpoint, request.use, request.data, request.log)
+        self.model, self.task = load(request.checkpoint, request, request.data, request.log)
         if request.attention_prune is not None:
             self.model.decoder.prune_attention(request.attention_prune)
 
@@ -120,23 +120,22 @@ class Fast:
 
 def _fairseq_engine(request: TextRequest) -> Engine:
     """The engine ``fairseq``: fairseq-eval-lm's own code, once per length."""
-    use = request.use
     if request.attention_prune is not None:
         raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
-    if use.attention_backend is not None:
+    if request.attention_backend is not None:
         raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
     same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
     same += ["--num-workers", "0", "--no-progress-bar", "--log-format", "none"]
     for flag, value in (
         ("--batch-size", request.batch_size),
-        ("--rpe-eval", use.rpe),
-        ("--positions-eval", use.positions),
-        ("--compute-dtype", use.compute_dtype),
-        ("--rpe-module", use.rpe_module),
+        ("--rpe-eval", request.rpe),
+        ("--positions-eval", request.positions),
+        ("--compute-dtype", request.compute_dtype),
+        ("--rpe-module", request.rpe_module),
     ):
         same += [flag, str(value)] if value else []
-    if use.device == "cpu":
+    if request.device == "cpu":
         same.append("--cpu")
 
     # When it is imported it settles where all messages go: after log_to, and only where it is asked for.

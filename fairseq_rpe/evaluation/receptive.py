@@ -15,7 +15,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.measurements import AS_TRAINED, BATCH_TOKENS, Overrides
+from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.probe import LayerField, bias_alone, measured
 from fairseq_rpe.figures.empirical import Mass
 
@@ -23,7 +23,7 @@ _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quart
 
 
 @dataclass(frozen=True, kw_only=True)
-class FieldRequest:
+class FieldRequest(Overrides):
     """What is measured of each checkpoint: the options of ``fairseq-rpe erf``.
 
     ``blocks`` of ``length`` tokens, in each the last ``rows`` queries, ``batch_size`` blocks at a time; ``None`` leaves
@@ -37,7 +37,6 @@ class FieldRequest:
     rows: int | None = None
     epsilons: Sequence[float] = (0.5, 0.1, 0.01)
     batch_size: int | None = None
-    use: Overrides = AS_TRAINED
 
     def sized(self, train_length: int) -> tuple[int, int]:
         """Tokens of a block and queries measured in it.
@@ -73,7 +72,7 @@ class Measured(Mass):
 
 def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> Measured:
     """The field of one checkpoint over blocks from all over the text, ``length`` and ``rows`` as they were sized."""
-    model, task = load(subject.path, request.use, request.data)
+    model, task = load(subject.path, request, request.data)
     total = corpus.count_tokens(request.data, request.subset)
     stream = read_stream(request.data, request.subset, task.source_dictionary, total)
     # Blocks from all over the text, where there are more than are measured.

@@ -1,7 +1,7 @@
 """What evaluations leave behind: JSON lines that say what was measured of what, so that nothing is measured twice."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -20,7 +20,7 @@ class Result:
 
     @property
     def key(self) -> Any:
-        return self.of(**{f.name: getattr(self, f.name) for f in fields(self.of)})
+        return records.filled(self.of, self)
 
     def record(self) -> dict[str, object]:
         """As a line of JSON keeps it: the fields that say something, and what replaces the checkpoint's settings."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.measurements import AS_TRAINED, BATCH_TOKENS, Overrides
+from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
 from fairseq_rpe.evaluation.windows import Windows, cached, check_windows, recomputed, why_not_cached
 
@@ -31,7 +32,7 @@ stated: compare the order of magnitude only.
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlidingRequest:
+class SlidingRequest(Overrides):
     """What is compared for each checkpoint: the options of ``fairseq-rpe sliding``.
 
     ``windows`` and ``stride`` in tokens; ``first_tokens``: score these only; ``cached``: also slide with cached keys
@@ -46,7 +47,6 @@ class SlidingRequest:
     cached: bool = False
     workers: int = 0
     max_tokens: int | None = None
-    use: Overrides = AS_TRAINED
 
     def check(self) -> int:
         """The tokens to score.
@@ -67,25 +67,18 @@ class SlidingRequest:
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """A measurement for each window and mode."""
-        same = SlidingKey(
-            checkpoint=file_digest(checkpoint),
-            data=corpus.digest(self.data),
-            subset=self.subset,
-            positions=self.use.positions,
-            tokens=self.check(),
-            workers=self.workers,
-            max_tokens=self.max_tokens or BATCH_TOKENS,
-            device=devices.chosen(self.use.device),
-            mode=PLAIN,
-            window=0,
-            stride=0,
-        )
-        found = []
-        for window in self.windows:
-            found.append(replace(same, window=window, stride=window))
-            for mode in (SLIDING, CACHED)[: 1 + self.cached]:
-                found.append(replace(same, mode=mode, window=window, stride=self.stride))
-        return found
+        same = {
+            "checkpoint": file_digest(checkpoint),
+            "data": corpus.digest(self.data),
+            "tokens": self.check(),
+            "max_tokens": self.max_tokens or BATCH_TOKENS,
+            "device": devices.chosen(self.device),
+        }
+        return [
+            filled(SlidingKey, self, **same, mode=mode, window=window, stride=window if mode == PLAIN else self.stride)
+            for window in self.windows
+            for mode in (PLAIN, SLIDING, CACHED)[: 2 + self.cached]
+        ]
 
 
 def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[SlidingResult]:
@@ -107,7 +100,7 @@ def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path)
 def _measuring(
     request: SlidingRequest, subject: Subject, missing: Sequence[SlidingKey]
 ) -> Callable[[SlidingKey], SlidingResult]:
-    model, task = load(subject.path, request.use, request.data)
+    model, task = load(subject.path, request, request.data)
     if model.decoder.moves.evaluation.random:
         raise UserError(
             f"{subject.label}: random positions are drawn anew for every batch, so windows cannot be compared: name "

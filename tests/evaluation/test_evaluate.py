@@ -19,7 +19,7 @@ from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY, describe_files
 from fairseq_rpe.evaluation import loading, results
 from fairseq_rpe.evaluation.losses import BlockLoss, target_losses
-from fairseq_rpe.evaluation.measurements import Overrides, TextRequest
+from fairseq_rpe.evaluation.measurements import TextRequest
 from fairseq_rpe.evaluation.perplexity import Fast
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
@@ -159,7 +159,7 @@ def test_buckets_hold_the_losses_of_their_positions(state, corpus, tmp_path, cap
     total = corpus_files.count_tokens(corpus, "test")
     length = total // 2 + 5
     row = rows_of(capsys, checkpoint, corpus, str(length))[0]
-    request = TextRequest(checkpoint=checkpoint, data=corpus, lengths=[8], use=Overrides(device="cpu"))
+    request = TextRequest(checkpoint=checkpoint, data=corpus, lengths=[8], device="cpu")
     engine = Fast(request, checkpoints.load(checkpoint))
     by_position = torch.zeros(length, dtype=torch.float64)
     for blocks, wanted in engine.batches(length, total):
