@@ -1,12 +1,14 @@
 """Perplexity in blocks of any length: what fairseq-eval-lm gives, every token of the split accounted for."""
 
 import logging
+import math
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from fairseq import options
@@ -22,9 +24,10 @@ from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.loading import check_plain, load, one_line
-from fairseq_rpe.evaluation.losses import BlockLoss
+from fairseq_rpe.evaluation.losses import buckets, by_position, defined
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
 from fairseq_rpe.evaluation.results import TextKey, TextResult
+from fairseq_rpe.modules.decoder import UNLIMITED
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.specs import load_rpe_module
@@ -42,7 +45,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     """
     checkpoint = checkpoints.load(request.checkpoint)
     load_rpe_module(request.rpe_module)
-    engine = _fairseq_engine(request) if request.engine == "fairseq" else Fast(request, checkpoint)
+    engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
 
     def measure(key: TextKey) -> TextResult:
@@ -69,53 +72,48 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     return measure
 
 
-class Fast:
-    """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits.
+def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
+    """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits."""
+    check_plain(checkpoint, otherwise=", or use --engine fairseq")
+    model, task = load(request.checkpoint, request, request.data, request.log)
+    if request.attention_prune is not None:
+        model.decoder.prune_attention(request.attention_prune)
+    pad = task.source_dictionary.pad()
 
-    Raises:
-        UserError: the checkpoint is not one of a plain language model of this plugin.
-    """
-
-    def __init__(self, request: TextRequest, checkpoint: Checkpoint) -> None:
-        check_plain(checkpoint, otherwise=", or use --engine fairseq")
-        self.request = request
-        self.model, self.task = load(request.checkpoint, request, request.data, request.log)
-        if request.attention_prune is not None:
-            self.model.decoder.prune_attention(request.attention_prune)
-
-    def __call__(self, key: TextKey, batch_tokens: int) -> TextResult:
-        if next(self.model.parameters()).is_cuda:
+    def measure(key: TextKey, batch_tokens: int) -> TextResult:
+        if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        pad = self.task.source_dictionary.pad()
-        found = BlockLoss(self.model, key.length, pad)
         with tqdm(desc=f"length {key.length}", unit=" tokens", disable=None, leave=False) as bar:
-            for inputs, targets in self.batches(key.length, batch_tokens):
-                found.add(inputs, targets)
-                bar.update(int(targets.ne(pad).sum()))
-        loss = found.loss_base2()
+            found = batches(request, task, key.length, batch_tokens)
+            nats, count = by_position(model, found, key.length, pad, bar.update)
+        tokens = int(count.sum())
+        loss = defined(nats.sum()) / tokens / math.log(2)
         ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
-        return TextResult(**vars(key), tokens=found.tokens, loss_base2=loss, ppl=ppl, positions_loss=found.buckets())
+        return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=buckets(nats, count))
 
-    def batches(self, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets (B, n), padded at the end of rows.
+    return measure
 
-        They are what fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch.
-        """
-        dictionary = self.task.source_dictionary
-        lines = data_utils.load_indexed_dataset(str(self.request.data / self.request.subset), dictionary)
-        blocks = TokenBlockDataset(
-            lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
-        )
-        samples = self.task.eval_lm_dataloader(
-            dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
-            max_tokens=batch_tokens,
-            batch_size=self.request.batch_size,
-            max_positions=self.model.max_positions(),
-            num_workers=0,
-            data_buffer_size=0,
-        )
-        for sample in samples:
-            yield sample["net_input"]["src_tokens"], sample["target"]
+
+def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets (B, n) of all blocks, padded at the end of rows.
+
+    They are what fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch.
+    """
+    dictionary = task.source_dictionary
+    lines = data_utils.load_indexed_dataset(str(request.data / request.subset), dictionary)
+    blocks = TokenBlockDataset(
+        lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
+    )
+    samples = task.eval_lm_dataloader(
+        dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
+        max_tokens=batch_tokens,
+        batch_size=request.batch_size,
+        max_positions=UNLIMITED,
+        num_workers=0,
+        data_buffer_size=0,
+    )
+    for sample in samples:
+        yield sample["net_input"]["src_tokens"], sample["target"]
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:

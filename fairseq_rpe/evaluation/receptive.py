@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp, quantised, thinned
@@ -75,7 +74,6 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     model, task = load(subject.path, request, request.data)
     total = corpus.count_tokens(request.data, request.subset)
     stream = read_stream(request.data, request.subset, task.source_dictionary, total)
-    # Blocks from all over the text, where there are more than are measured.
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
     size = request.batch_size or max(1, BATCH_TOKENS // length)
@@ -90,13 +88,9 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
         if layer.rows != wanted:
             raise UserError(f"{subject.path}: {layer.rows} of {wanted} rows were measured: report this")
     biases = bias_alone(model.decoder, length, rows, request.epsilons)
-    masses = (_mass(found.layers), _mass(biases) if biases else None)
+    mass, bias_mass = (torch.stack([one.mass for one in of]).cpu() if of else None for of in (found.layers, biases))
     here = (subject.path, request.blocks, rows, found.layers, biases)
-    return Measured(subject.label, subject.train_length, *masses, *here)
-
-
-def _mass(layers: Sequence[LayerField]) -> Tensor:
-    return torch.stack([layer.mass for layer in layers]).cpu()
+    return Measured(subject.label, subject.train_length, mass, bias_mass, *here)
 
 
 def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Any]) -> str:
