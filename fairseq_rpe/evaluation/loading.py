@@ -94,8 +94,7 @@ def find_subjects(paths: Sequence[Path]) -> list[Subject]:
 def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
     """Refuse a checkpoint that is not of this plugin or was not trained as a plain language model.
 
-    Args:
-        otherwise: a remedy of the calling command, added to those that are named for text.
+    ``otherwise``: a remedy of the calling command, added to those that are named for text.
     """
     path, task = checkpoint.path, checkpoint.task
     if task.get("algorithm"):

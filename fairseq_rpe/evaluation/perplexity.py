@@ -1,5 +1,6 @@
 """Perplexity in blocks of any length: what fairseq-eval-lm gives, every token of the split accounted for."""
 
+import contextlib
 import logging
 import math
 import resource
@@ -160,10 +161,8 @@ def peak_mb(device: str) -> float:
     """MiB: the most that this process has had in memory so far; on a GPU, of the GPU's."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    try:
+    with contextlib.suppress(OSError, IndexError):
         # not getrusage: after an exec it starts from what the parent had
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
-    except (OSError, IndexError):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most / 2**20 if sys.platform == "darwin" else most / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

@@ -19,12 +19,7 @@ ROWS = 128  # queries whose attention is in memory at a time
 
 
 class LayerField:
-    """What one layer's attention sums up to, row by row; memory is O(H·length·E).
-
-    Args:
-        length: tokens of a block.
-        epsilons: values of ε in (0, 1).
-    """
+    """What one layer's attention sums up to, row by row, at E values of ε in (0, 1); memory is O(H·length·E)."""
 
     def __init__(self, length: int, epsilons: Sequence[float]) -> None:
         check_epsilons(epsilons)
@@ -112,9 +107,7 @@ class Field:
 def measured(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> Iterator[Field]:
     """While this is open, what passes through the decoder in blocks of ``length`` tokens is measured.
 
-    Args:
-        decoder: of a ``transformer_rpe_lm`` in evaluation mode; its results do not change.
-        length, rows, epsilons: as in :class:`Field`.
+    It is that of a ``transformer_rpe_lm`` in evaluation mode, and its results do not change; see :class:`Field`.
     """
     field = decoder.attend = Field(decoder.attend, len(decoder.layers), length, rows, epsilons)
     try:

@@ -10,10 +10,7 @@ from fairseq_rpe.core import files, records
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A measurement of a model with an ``encoding``, and all that is in its key.
-
-    ``of``: the record that is its key, equal for two that measure the same.
-    """
+    """A measurement of a model with an ``encoding``; ``of``: the record that is its key, equal where it is the same."""
 
     of: ClassVar[type[Any]]
     encoding: str = ""

@@ -110,8 +110,7 @@ def recomputed(model: Any, windows: Windows, workers: int = 0, title: str = "") 
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
-        workers: processes that cut the windows.
-        title: of a progress bar.
+        workers: processes that cut the windows; ``title``: of a progress bar.
 
     Raises:
         UserError: a target has probability 0 or NaN, or was not scored exactly once.

@@ -330,7 +330,7 @@ def test_the_backend_of_an_evaluation(state, corpus, tmp_path, capsys, monkeypat
     decided, decide = [], kernels_pruned.left_out
     monkeypatch.setattr(kernels_pruned, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
     path = checkpoint_with(state, tmp_path, decoder_attention_heads=1)
-    length = str(min(900, corpus_files.count_tokens(corpus, "test") - 1))
+    length = str(min(600, corpus_files.count_tokens(corpus, "test") - 1))
     [plain] = rows_of(capsys, path, corpus, length)
     [kernels] = rows_of(capsys, path, corpus, length, "--attention-backend", "triton")
     assert kernels["loss_base2"] == pytest.approx(plain["loss_base2"], rel=1e-5) and not decided
