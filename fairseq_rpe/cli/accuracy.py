@@ -4,7 +4,8 @@ import argparse
 import functools
 import json
 
-from fairseq_rpe.cli.options import add_checkpoint, filled, int_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoint, int_list, positive_int
+from fairseq_rpe.core.records import filled
 
 _BATCH = 256
 
@@ -25,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
     from fairseq_rpe.evaluation.messages import log_to
 
     log_to(args.log)
-    from fairseq_rpe.evaluation.answers import Answers, algorithm_of
-    from fairseq_rpe.evaluation.measurements import AnswerRequest, Overrides
+    from fairseq_rpe.evaluation.answers import algorithm_of, measuring
+    from fairseq_rpe.evaluation.measurements import AnswerRequest
     from fairseq_rpe.evaluation.results import AnswerResult, resumed
     from fairseq_rpe.runs import checkpoints
 
-    request = filled(AnswerRequest, args, use=filled(Overrides, args))
+    request = filled(AnswerRequest, args)
     checkpoint = checkpoints.load(request.checkpoint)
-    begin = functools.partial(Answers, request, checkpoint)
+    begin = functools.partial(measuring, request, checkpoint)
     for result in resumed(AnswerResult, args.out, request.keys(algorithm_of(checkpoint)), begin):
         print(json.dumps(result.record()), flush=True)
     return 0

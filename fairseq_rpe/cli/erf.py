@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, filled, positive_int
+from fairseq_rpe.cli.options import add_checkpoints, positive_int
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.records import filled
 
 _FIELDS, _CURVES, _QUANTISED, _PNG, _PDF = "erf.csv", "erf_curve.csv", "erf_quantised.csv", "erf.png", "erf.pdf"
 
@@ -55,12 +56,11 @@ def run(args: argparse.Namespace) -> int:
     log_to(None)
     from fairseq_rpe.evaluation import receptive
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.evaluation.measurements import Overrides
     from fairseq_rpe.figures import empirical
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
-    request = filled(receptive.FieldRequest, args, use=filled(Overrides, args))
+    request = filled(receptive.FieldRequest, args)
     length, rows = request.sized(max(subject.train_length for subject in subjects))
     check_folder(args.out, (_FIELDS, _CURVES, _QUANTISED, _PNG, _PDF))
     make_folder(args.out)

@@ -5,7 +5,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoint, filled, int_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoint, int_list, positive_int
+from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +40,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation.measurements import Overrides, TextRequest
+    from fairseq_rpe.evaluation.measurements import TextRequest
     from fairseq_rpe.evaluation.messages import log_to
     from fairseq_rpe.evaluation.results import TextKey, TextResult, resumed
 
-    request = filled(TextRequest, args, use=filled(Overrides, args))
+    request = filled(TextRequest, args)
 
     def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
         log_to(args.log)

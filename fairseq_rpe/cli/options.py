@@ -2,14 +2,11 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
 
 from fairseq_rpe.core.errors import UserError
 
 BY_ARCH = "default: by architecture"
-Record = TypeVar("Record")
 
 
 def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bool], words: str) -> float:
@@ -125,9 +122,3 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
     parser.add_argument("--subset", default="test", help="split to read (default: test)")
     add_loading(parser)
-
-
-def filled(kind: type[Record], args: argparse.Namespace, **own: object) -> Record:
-    """A record of the options that are called like its fields, and of what is its ``own``."""
-    given = {f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}
-    return kind(**{**given, **own})

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, count, filled, int_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoints, count, int_list, positive_int
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import csv_of
 
 _RESULTS, _CSV, _MARKDOWN, _PNG, _PDF = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "png", "pdf"))
@@ -48,12 +49,11 @@ def run(args: argparse.Namespace) -> int:
     log_to(None)
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.evaluation.measurements import Overrides
     from fairseq_rpe.figures import sliding_time
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
-    request = filled(sliding.SlidingRequest, args, use=filled(Overrides, args))
+    request = filled(sliding.SlidingRequest, args)
     request.check()
     check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))
     make_folder(args.out)

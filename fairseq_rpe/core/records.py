@@ -65,6 +65,12 @@ def write(record: Any) -> dict[str, Any]:
     return dataclasses.asdict(record)
 
 
+def filled(kind: type[Record], source: object, **own: object) -> Record:
+    """A record of what ``source`` has by the names of its fields, and of what is its ``own``."""
+    given = {f.name: getattr(source, f.name) for f in dataclasses.fields(kind) if hasattr(source, f.name)}
+    return kind(**{**given, **own})
+
+
 def _value(hint: Any, value: object, source: str, key: str, what: str, strict: bool) -> Any:
     def refuse(words: str) -> typing.NoReturn:
         raise UserError(f"{source}: {key} of {what} must be {words}, not {value!r}")

@@ -1,11 +1,9 @@
 """Exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,47 +46,52 @@ def interpolated(spec: str, trained: int, length: int) -> str:
     return f"interpolate:ratio={trained / length!r}" if length > trained else IDENTITY
 
 
-class Answers:
-    """A loaded model with the examples of a split: called with a key it gives the result.
+def measuring(
+    request: AnswerRequest, checkpoint: Checkpoint, wanted: Sequence[AnswerKey]
+) -> Callable[[AnswerKey], AnswerResult]:
+    """Load the model and the examples of a split, to be asked one number of items after the other.
 
     Raises:
         UserError: the checkpoint cannot be used, or some number of items in ``wanted`` has no example or no positions.
     """
+    threads = defaults_for(checkpoint.arch, algorithm=True).threads
+    if threads and "OMP_NUM_THREADS" not in os.environ:
+        # single tokens of a small model: more threads only wait for each other
+        torch.set_num_threads(threads)
+    algorithm = algorithm_of(checkpoint)
+    model, task = load(request.checkpoint, request, log=request.log)
+    moves, device = model.decoder.moves, next(model.parameters()).device
+    if model.decoder.reads_length:
+        raise UserError(
+            "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
+            "factor with --rpe, or use --positions interpolate, which has one ratio for each number of items"
+        )
+    given = str(request.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
+    task.load_dataset(request.split)
+    data = task.dataset(request.split)
 
-    def __init__(self, request: AnswerRequest, checkpoint: Checkpoint, wanted: Sequence[AnswerKey]) -> None:
-        threads = defaults_for(checkpoint.arch, algorithm=True).threads
-        if threads and "OMP_NUM_THREADS" not in os.environ:
-            # single tokens of a small model: more threads only wait for each other
-            torch.set_num_threads(threads)
-        self.request, self.encoding, self.algorithm = request, checkpoint.encoding, algorithm_of(checkpoint)
-        self.model, self.task = load(request.checkpoint, request.use, log=request.log)
-        moves = self.model.decoder.moves
-        if self.model.decoder.reads_length:
-            raise UserError(
-                "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
-                "factor with --rpe, or use --positions interpolate, which has one ratio for each number of items"
-            )
-        self.spec = str(request.use.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
-        self.task.load_dataset(request.split)
-        self.data = self.task.dataset(request.split)
-        for key in wanted:
-            if not (self.data.items == key.length).any():
-                raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
-            self._place(key.length)
+    def place(length: int) -> str:
+        """Settle the positions of a whole row of ``length`` items before its first token is read, and name them."""
+        whole, trained = algorithm.tokens(length), task.train_tokens
+        sizes = (algorithm.longest("train"), length) if request.unit == "items" else (trained, whole)
+        spec = interpolated(given, *sizes)
+        seed = hashlib.blake2b(f"{given}|{length}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
+        moves.evaluation = positions.freeze(positions.build(spec, trained), whole, generator)
+        return spec
 
-    def __call__(self, key: AnswerKey) -> AnswerResult:
+    def measure(key: AnswerKey) -> AnswerResult:
         start = time.monotonic()
-        transform = self._place(key.length)
-        rows = (self.data.items == key.length).nonzero()[0].tolist()
-        device = next(self.model.parameters()).device
+        transform = place(key.length)
+        rows = torch.from_numpy(data.items == key.length).nonzero().flatten()
         right = 0
-        for first in range(0, len(rows), self.request.batch_size):
-            prompts, answers = self.data.prompts(rows[first : first + self.request.batch_size])
-            written = greedy(self.model, prompts.to(device), answers.shape[1])
+        for part in rows.split(request.batch_size):
+            prompts, answers = data.prompts(part.tolist())
+            written = greedy(model, prompts.to(device), answers.shape[1])
             right += int(torch.eq(written.cpu(), answers).all(1).sum())
         return AnswerResult(
             **vars(key),
-            encoding=self.encoding,
+            encoding=checkpoint.encoding,
             examples=len(rows),
             right=right,
             accuracy=right / len(rows),
@@ -96,39 +99,29 @@ class Answers:
             seconds=round(time.monotonic() - start, 3),
         )
 
-    def _place(self, length: int) -> str:
-        """Settle the positions of a whole row of ``length`` items before its first token is read, and name them."""
-        whole, trained = self.algorithm.tokens(length), self.task.train_tokens
-        if self.request.unit == "items":
-            spec = interpolated(self.spec, self.algorithm.longest("train"), length)
-        else:
-            spec = interpolated(self.spec, trained, whole)
-        seed = hashlib.blake2b(f"{self.spec}|{length}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
-        self.model.decoder.moves.evaluation = positions.freeze(positions.build(spec, trained), whole, generator)
-        return spec
+    for key in wanted:
+        if not (data.items == key.length).any():
+            raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
+        place(key.length)
+    return measure
 
 
 @torch.no_grad()
 def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
-    """The likeliest next token, ``steps`` times.
-
-    Rows go on after the end of the sentence: whoever compares them with answers of ``steps`` tokens needs no more.
+    """The likeliest next token, ``steps`` >= 1 times, past the end of the sentence as well.
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
         prompts: (B, P) int64 without padding, P >= 1.
-        steps: tokens to add, >= 1.
 
     Returns:
         (B, steps) int64.
     """
-    decoder = model.decoder
     state: Cache = {}
     rows = prompts
     for _ in range(steps):
-        features = decoder(rows, incremental_state=state, features_only=True)[0]
-        scores = decoder.output_layer(features[:, -1])
-        scores[:, decoder.padding_idx] = -torch.inf
+        features = model.decoder(rows, incremental_state=state, features_only=True)[0]
+        scores = model.decoder.output_layer(features[:, -1])
+        scores[:, model.decoder.padding_idx] = -torch.inf
         rows = torch.cat([rows, scores.argmax(-1, keepdim=True)], dim=1)
     return rows[:, prompts.shape[1] :]

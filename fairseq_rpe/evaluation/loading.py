@@ -1,13 +1,11 @@
 """Checkpoints as models that can be measured, and the text that they are measured on."""
 
-from __future__ import annotations
-
+import contextlib
 import logging
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
@@ -27,13 +25,6 @@ logger = logging.getLogger(__name__)
 _SETTINGS = ("rpe", "positions_eval", "compute_dtype", "attention_backend")  # of a checkpoint, that may be replaced
 
 
-class Loaded(NamedTuple):
-    """A ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task."""
-
-    model: Any
-    task: Any
-
-
 @dataclass(frozen=True)
 class Subject:
     """A checkpoint to measure; no other has its ``label``."""
@@ -43,8 +34,10 @@ class Subject:
     train_length: int
 
 
-def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> Loaded:
-    """Load a checkpoint, with the dictionary of ``data`` if its task is on text.
+def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> tuple[Any, Any]:
+    """A checkpoint's ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task.
+
+    ``data`` has the dictionary of a task on text.
 
     Raises:
         UserError: it cannot be used, or is older than a setting that is to be replaced. ``log`` is named.
@@ -52,24 +45,26 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
     load_rpe_module(use.rpe_module)
     wanted = {key: value for key in _SETTINGS if (value := getattr(use, key.removesuffix("_eval")))}
     changed = wanted if data is None else {"data": str(data), **wanted}
-    try:
+    with one_line(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
-    except UserError:
-        raise
-    except Exception as error:
-        logger.error(traceback.format_exc())
-        used = f"{path} cannot be used with {data}" if data else f"{path} cannot be used"
-        raise UserError(f"{used}: {type(error).__name__}: {error}{see(log)}") from error
     for key, value in wanted.items():
         if getattr(cfg.model, key, None) != value:
             flag = "--" + key.removesuffix("_eval").replace("_", "-")
             raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
-    return Loaded(models[0].eval().to(devices.chosen(use.device)), task)
+    return models[0].eval().to(devices.chosen(use.device)), task
 
 
-def see(log: Path | None) -> str:
-    """The end of a message about what is explained in ``log``."""
-    return f"; see {log}" if log else ""
+@contextlib.contextmanager
+def one_line(what: str, log: Path | None) -> Iterator[None]:
+    """Failures inside become a message that says ``what`` failed and names ``log``, where the traceback is."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        logger.exception(what)
+        more = f"; see {log}" if log else ""
+        raise UserError(f"{what}: {type(error).__name__}: {error}{more}") from error
 
 
 def find_subjects(paths: Sequence[Path]) -> list[Subject]:
@@ -99,8 +94,7 @@ def find_subjects(paths: Sequence[Path]) -> list[Subject]:
 def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
     """Refuse a checkpoint that is not of this plugin or was not trained as a plain language model.
 
-    Args:
-        otherwise: a remedy of the calling command, added to those that are named for text.
+    ``otherwise``: a remedy of the calling command, added to those that are named for text.
     """
     path, task = checkpoint.path, checkpoint.task
     if task.get("algorithm"):

@@ -3,10 +3,9 @@
 A block has positions 0 … L-1; the target at position p is predicted from p + 1 inputs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,50 +45,36 @@ def defined(nats: Tensor) -> float:
     return float(nats)
 
 
-class BlockLoss:
-    """Adds up losses in float64, one sum for each position of blocks of at most ``length`` tokens.
+@torch.no_grad()
+def by_position(
+    model: Any, batches: Iterable[tuple[Tensor, Tensor]], length: int, pad: int, tick: Callable[[int], Any]
+) -> tuple[Tensor, Tensor]:
+    """Sums of losses in nats (length,) float64, and the targets in them (length,), at each position of a block.
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
-        length: tokens in a full block.
+        batches: inputs and targets (B, n), n <= length, rows padded at their end.
         pad: the number of the padding symbol.
+        tick: told the targets of each batch.
     """
+    device = next(model.parameters()).device
+    nats = torch.zeros(length, dtype=torch.float64, device=device)
+    count = torch.zeros(length, dtype=torch.int64)
+    for inputs, targets in batches:
+        kept = targets.ne(pad)
+        inputs, targets = inputs.to(device), targets.to(device)
+        found = torch.zeros(targets.shape, device=device)
+        features = model.decoder(inputs, features_only=True)[0]
+        found[kept] = _feature_losses(model, features[kept], targets[kept])
+        nats[: targets.shape[1]] += found.double().sum(0)
+        count[: targets.shape[1]] += kept.sum(0)
+        tick(int(kept.sum()))
+    return nats.cpu(), count
 
-    def __init__(self, model: Any, length: int, pad: int) -> None:
-        self.model, self.pad = model, pad
-        device = next(model.parameters()).device
-        self._nats = torch.zeros(length, dtype=torch.float64, device=device)
-        self._count = torch.zeros(length, dtype=torch.int64, device=device)
 
-    @torch.no_grad()
-    def add(self, inputs: Tensor, targets: Tensor) -> None:
-        """Score blocks: inputs and targets (B, n), rows padded at their end."""
-        inputs, targets = inputs.to(self._nats.device), targets.to(self._nats.device)
-        kept = targets.ne(self.pad)
-        found = torch.zeros(targets.shape, device=targets.device)
-        features = self.model.decoder(inputs, features_only=True)[0]
-        found[kept] = _feature_losses(self.model, features[kept], targets[kept])
-        n = targets.shape[1]
-        self._nats[:n] += found.double().sum(0)
-        self._count[:n] += kept.sum(0)
-
-    @property
-    def tokens(self) -> int:
-        """Targets scored."""
-        return int(self._count.sum())
-
-    def loss_base2(self) -> float:
-        """Bits per token.
-
-        Raises:
-            UserError: a target has probability 0 or NaN.
-        """
-        return defined(self._nats.sum()) / self.tokens / math.log(2)
-
-    def buckets(self) -> Buckets:
-        """The loss at positions 0, 1, 2 … 3, 4 … 7 and so on to the end of a full block."""
-        length = len(self._nats)
-        edges = [0, *(1 << k for k in range((length - 1).bit_length())), length]
-        sizes = [b - a for a, b in itertools.pairwise(edges)]
-        nats, count = (torch.stack([p.sum() for p in part.split(sizes)]) for part in (self._nats, self._count))
-        return Buckets(*map(tuple, ([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())))
+def buckets(nats: Tensor, count: Tensor) -> Buckets:
+    """The loss at positions 0, 1, 2 … 3, 4 … 7 and so on to the end of a full block."""
+    edges = [0, *(1 << k for k in range((len(nats) - 1).bit_length())), len(nats)]
+    sizes = [b - a for a, b in itertools.pairwise(edges)]
+    nats, count = (torch.stack([p.sum() for p in part.split(sizes)]) for part in (nats, count))
+    return Buckets(*map(tuple, ([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())))

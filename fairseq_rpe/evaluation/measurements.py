@@ -1,23 +1,25 @@
 """What is to be measured of which checkpoint, and how that is loaded; known without loading it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.results import AnswerKey, TextKey
 
+# Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
+BATCH_TOKENS = 2048
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """How a checkpoint is loaded; ``None`` leaves its own setting. ``device``: auto, cpu or cuda.
+    """How checkpoints are loaded; ``None`` leaves a checkpoint's own setting. ``device``: auto, cpu or cuda.
 
     ``rpe_module``: Python file with encodings of the user's own.
     """
@@ -31,7 +33,7 @@ class Overrides:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRequest:
+class TextRequest(Overrides):
     """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
 
     ``max_tokens`` and ``batch_size`` bound a batch, in tokens and in blocks; ``log`` is named where something fails.
@@ -41,7 +43,6 @@ class TextRequest:
     data: Path
     lengths: Sequence[int]
     subset: str = "test"
-    use: Overrides = field(default_factory=Overrides)
     engine: Literal["fast", "fairseq"] = "fast"
     attention_prune: float | None = None
     max_tokens: int | None = None
@@ -66,21 +67,12 @@ class TextRequest:
                 f"{self.data}/corpus.json counts {units.tokens} tokens in {self.subset} where the data have {tokens}: "
                 "prepare the corpus again"
             )
-        same = TextKey(
-            checkpoint=file_digest(self.checkpoint),
-            data=corpus.digest(self.data),
-            subset=self.subset,
-            rpe=self.use.rpe,
-            positions=self.use.positions,
-            compute_dtype=self.use.compute_dtype,
-            attention_prune=self.attention_prune,
-            length=0,
-        )
-        return [replace(same, length=length) for length in self.lengths]
+        of = {"checkpoint": file_digest(self.checkpoint), "data": corpus.digest(self.data)}
+        return [filled(TextKey, self, **of, length=length) for length in self.lengths]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerRequest:
+class AnswerRequest(Overrides):
     """Exact answers of a checkpoint to its algorithmic task: the options of ``fairseq-rpe accuracy``.
 
     ``lengths`` are numbers of items, by default all there are; ``unit``: of interpolation's ratio; ``batch_size``
@@ -90,20 +82,11 @@ class AnswerRequest:
     checkpoint: Path
     lengths: Sequence[int] | None = None
     split: str = "test"
-    use: Overrides = field(default_factory=Overrides)
     unit: Literal["items", "tokens"] = "items"
     batch_size: int = 256
     log: Path | None = None
 
     def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
         """A measurement for each number of items."""
-        same = AnswerKey(
-            checkpoint=file_digest(self.checkpoint),
-            algorithm=algorithm.spec,
-            split=self.split,
-            rpe=self.use.rpe,
-            positions=self.use.positions,
-            unit=self.unit,
-            length=0,
-        )
-        return [replace(same, length=length) for length in self.lengths or algorithm.lengths(self.split)]
+        of = {"checkpoint": file_digest(self.checkpoint), "algorithm": algorithm.spec}
+        return [filled(AnswerKey, self, **of, length=n) for n in self.lengths or algorithm.lengths(self.split)]

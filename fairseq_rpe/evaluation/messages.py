@@ -1,7 +1,5 @@
 """Where fairseq's messages go."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,15 +1,15 @@
 """Perplexity in blocks of any length: what fairseq-eval-lm gives, every token of the split accounted for."""
 
-from __future__ import annotations
-
+import contextlib
 import logging
+import math
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from fairseq import options
@@ -24,31 +24,18 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.units import read_units
-from fairseq_rpe.evaluation.loading import check_plain, load, see
-from fairseq_rpe.evaluation.losses import BlockLoss
-from fairseq_rpe.evaluation.measurements import TextRequest
-from fairseq_rpe.evaluation.results import Buckets, TextKey, TextResult
+from fairseq_rpe.evaluation.loading import check_plain, load, one_line
+from fairseq_rpe.evaluation.losses import buckets, by_position, defined
+from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
+from fairseq_rpe.evaluation.results import TextKey, TextResult
+from fairseq_rpe.modules.decoder import UNLIMITED
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
-# Bounds the activations of one batch and, with fairseq, its logits; a longer block is a batch of its own.
-BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What an engine finds at one length: targets scored, bits per target, and 2 to them."""
-
-    tokens: int
-    loss_base2: float
-    ppl: float
-    positions_loss: Buckets | None = None
-
-
-# From the tokens of a block and of a batch.
-Engine = Callable[[int, int], Scored]
+# From what is to be measured and the tokens of a batch.
+Engine = Callable[[TextKey, int], TextResult]
 
 
 def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
@@ -58,20 +45,14 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
         UserError: the checkpoint cannot be used. In a measurement: it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
-    load_rpe_module(request.use.rpe_module)
-    engine = _fairseq_engine(request) if request.engine == "fairseq" else Fast(request, checkpoint)
+    load_rpe_module(request.rpe_module)
+    engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
 
     def measure(key: TextKey) -> TextResult:
         start = time.monotonic()
-        try:
-            found = engine(key.length, request.max_tokens or max(key.length, BATCH_TOKENS))
-        except UserError:
-            raise
-        except Exception as error:
-            logger.error(traceback.format_exc())
-            what = f"evaluation at length {key.length} failed: {type(error).__name__}: {error}"
-            raise UserError(what + see(request.log)) from error
+        with one_line(f"evaluation at length {key.length} failed", request.log):
+            found = engine(key, request.max_tokens or max(key.length, BATCH_TOKENS))
         scored = f"{found.tokens} of {tokens}"
         logger.info("length %d, engine %s: scored tokens: %s", key.length, request.engine, scored)
         if found.tokens != tokens:
@@ -79,116 +60,109 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
                 f"length {key.length}: {scored} tokens were scored, so the result is not kept: "
                 "the model must accept this length, and the data hold no padding"
             )
-        return TextResult(
-            **vars(key),
-            **vars(found),
+        return replace(
+            found,
             encoding=checkpoint.encoding,
             seconds=round(time.monotonic() - start, 3),
             bits_per_byte=units.bits_per_byte(found.loss_base2) if units else None,
             word_ppl=units.word_ppl(found.loss_base2) if units else None,
             engine=request.engine,
-            peak_mb=round(peak_mb(devices.chosen(request.use.device)), 1),
+            peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
         )
 
     return measure
 
 
-class Fast:
-    """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits.
+def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
+    """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits."""
+    check_plain(checkpoint, otherwise=", or use --engine fairseq")
+    model, task = load(request.checkpoint, request, request.data, request.log)
+    if request.attention_prune is not None:
+        model.decoder.prune_attention(request.attention_prune)
+    pad = task.source_dictionary.pad()
 
-    Raises:
-        UserError: the checkpoint is not one of a plain language model of this plugin.
-    """
-
-    def __init__(self, request: TextRequest, checkpoint: Checkpoint) -> None:
-        check_plain(checkpoint, otherwise=", or use --engine fairseq")
-        self.request = request
-        self.model, self.task = load(request.checkpoint, request.use, request.data, request.log)
-        if request.attention_prune is not None:
-            self.model.decoder.prune_attention(request.attention_prune)
-
-    def __call__(self, length: int, batch_tokens: int) -> Scored:
-        if next(self.model.parameters()).is_cuda:
+    def measure(key: TextKey, batch_tokens: int) -> TextResult:
+        if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        pad = self.task.source_dictionary.pad()
-        found = BlockLoss(self.model, length, pad)
-        with tqdm(desc=f"length {length}", unit=" tokens", disable=None, leave=False) as bar:
-            for inputs, targets in self.batches(length, batch_tokens):
-                found.add(inputs, targets)
-                bar.update(int(targets.ne(pad).sum()))
-        loss = found.loss_base2()
+        with tqdm(desc=f"length {key.length}", unit=" tokens", disable=None, leave=False) as bar:
+            found = batches(request, task, key.length, batch_tokens)
+            nats, count = by_position(model, found, key.length, pad, bar.update)
+        tokens = int(count.sum())
+        loss = defined(nats.sum()) / tokens / math.log(2)
         ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
-        return Scored(found.tokens, loss, ppl, found.buckets())
+        return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=buckets(nats, count))
 
-    def batches(self, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets (B, n), padded at the end of rows.
+    return measure
 
-        They are what fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch.
-        """
-        dictionary = self.task.source_dictionary
-        lines = data_utils.load_indexed_dataset(str(self.request.data / self.request.subset), dictionary)
-        blocks = TokenBlockDataset(
-            lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
-        )
-        samples = self.task.eval_lm_dataloader(
-            dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
-            max_tokens=batch_tokens,
-            batch_size=self.request.batch_size,
-            max_positions=self.model.max_positions(),
-            num_workers=0,
-            data_buffer_size=0,
-        )
-        for sample in samples:
-            yield sample["net_input"]["src_tokens"], sample["target"]
+
+def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets (B, n) of all blocks, padded at the end of rows.
+
+    They are what fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch.
+    """
+    dictionary = task.source_dictionary
+    lines = data_utils.load_indexed_dataset(str(request.data / request.subset), dictionary)
+    blocks = TokenBlockDataset(
+        lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
+    )
+    samples = task.eval_lm_dataloader(
+        dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
+        max_tokens=batch_tokens,
+        batch_size=request.batch_size,
+        max_positions=UNLIMITED,
+        num_workers=0,
+        data_buffer_size=0,
+    )
+    for sample in samples:
+        yield sample["net_input"]["src_tokens"], sample["target"]
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:
     """The engine ``fairseq``: fairseq-eval-lm's own code, once per length."""
-    use = request.use
     if request.attention_prune is not None:
         raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
-    if use.attention_backend is not None:
+    if request.attention_backend is not None:
         raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
     same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
     same += ["--num-workers", "0", "--no-progress-bar", "--log-format", "none"]
     for flag, value in (
         ("--batch-size", request.batch_size),
-        ("--rpe-eval", use.rpe),
-        ("--positions-eval", use.positions),
-        ("--compute-dtype", use.compute_dtype),
-        ("--rpe-module", use.rpe_module),
+        ("--rpe-eval", request.rpe),
+        ("--positions-eval", request.positions),
+        ("--compute-dtype", request.compute_dtype),
+        ("--rpe-module", request.rpe_module),
     ):
         same += [flag, str(value)] if value else []
-    if use.device == "cpu":
+    if request.device == "cpu":
         same.append("--cpu")
 
-    return lambda length, batch: _eval_lm([*same, "--tokens-per-sample", str(length), "--max-tokens", str(batch)])
-
-
-def _eval_lm(flags: list[str]) -> Scored:
     # When it is imported it settles where all messages go: after log_to, and only where it is asked for.
     from fairseq_cli import eval_lm
 
     # Where the models were imported before this module of fairseq's, nothing has guarded it yet.
     compat.guard_module(eval_lm)
-    args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
-    try:
-        found = eval_lm.main(convert_namespace_to_omegaconf(args))
-    finally:
-        compat.forget_overrides()
-    # Counted by the plugin's guard around fairseq's own evaluation loop.
-    return Scored(found["scored_tokens"], float(found["loss"]), float(found["perplexity"]))
+
+    def measure(key: TextKey, batch_tokens: int) -> TextResult:
+        flags = [*same, "--tokens-per-sample", str(key.length), "--max-tokens", str(batch_tokens)]
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), input_args=flags)
+        try:
+            found = eval_lm.main(convert_namespace_to_omegaconf(args))
+        finally:
+            compat.forget_overrides()
+        # Counted by the plugin's guard around fairseq's own evaluation loop.
+        tokens, loss, ppl = found["scored_tokens"], float(found["loss"]), float(found["perplexity"])
+        return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl)
+
+    return measure
 
 
 def peak_mb(device: str) -> float:
     """MiB: the most that this process has had in memory so far; on a GPU, of the GPU's."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    try:
+    with contextlib.suppress(OSError, IndexError):
         # not getrusage: after an exec it starts from what the parent had
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
-    except (OSError, IndexError):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most / 2**20 if sys.platform == "darwin" else most / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

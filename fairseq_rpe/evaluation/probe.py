@@ -3,8 +3,6 @@
 What is measured is n_emp of :mod:`fairseq_rpe.analysis.receptive_field`, for each layer and head.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,24 +19,17 @@ ROWS = 128  # queries whose attention is in memory at a time
 
 
 class LayerField:
-    """What one layer's attention sums up to, row by row; memory is O(H·length·E).
-
-    Args:
-        length: tokens of a block.
-        epsilons: values of ε in (0, 1).
-    """
+    """What one layer's attention sums up to, row by row, at E values of ε in (0, 1); memory is O(H·length·E)."""
 
     def __init__(self, length: int, epsilons: Sequence[float]) -> None:
         check_epsilons(epsilons)
-        self.length, self.epsilons = length, tuple(epsilons)
-        self.rows = 0
-        self._mass: Tensor | None = None
-        self._counts: Tensor | None = None
+        self.length, self.epsilons, self.rows = length, tuple(epsilons), 0
+        self._mass = self._counts = torch.empty(0)
 
     def add(self, found: Tensor) -> None:
         """Count weights (B, H, n, m): each row sums to 1, the queries are the last n of m tokens, m <= length."""
         batch, heads, n, m = found.shape
-        if self._mass is None or self._counts is None:
+        if not self.rows:
             self._mass = found.new_zeros(heads, self.length, dtype=torch.float64)
             shape = (len(self.epsilons), heads, self.length + 1)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=found.device)
@@ -47,8 +38,7 @@ class LayerField:
         near = found.flip(-1).double()
         future = torch.arange(n - 1, -1, -1, device=found.device)
         self._mass[:, :m] += _diagonal_sums(near.sum(0).flip(1))
-        keys = n_emp(near, self.epsilons) - future
-        keys = keys.transpose(1, 2).flatten(2)  # (E, H, B·n)
+        keys = (n_emp(near, self.epsilons) - future).transpose(1, 2).flatten(2)  # (E, H, B·n)
         self._counts.scatter_add_(2, keys, torch.ones_like(keys))
 
     @property
@@ -69,18 +59,16 @@ class LayerField:
         low, high = ((below <= place).sum(-1) for place in ((self.rows - 1) // 2, self.rows // 2))
         return (low + high).double() / 2
 
-    @staticmethod
-    def _seen(value: Tensor | None) -> Tensor:
-        if value is None:
+    def _seen(self, sums: Tensor) -> Tensor:
+        if not self.rows:
             raise UserError("no attention was measured: pass at least one block through the model")
-        return value
+        return sums
 
 
 class Field:
     """An attention backend that returns what ``inner`` returns and measures the last ``rows`` queries of each block.
 
-    Layers are told apart by order: a call whose first query is the first token begins the next layer. At most
-    ``chunk`` queries' weights of one layer are in memory at a time.
+    Layers are told apart by order: a call whose first query is the first token begins the next layer.
 
     Args:
         inner: the backend that computes attention.
@@ -88,21 +76,14 @@ class Field:
         length: tokens of every block.
         rows: queries measured in each block, its last ones.
         epsilons: values of ε in (0, 1).
-        chunk: queries measured at a time.
     """
 
     def __init__(
-        self,
-        inner: Callable[..., Tensor],
-        layers: int,
-        length: int,
-        rows: int,
-        epsilons: Sequence[float],
-        chunk: int = ROWS,
+        self, inner: Callable[..., Tensor], layers: int, length: int, rows: int, epsilons: Sequence[float]
     ) -> None:
         if not 1 <= rows <= length:
             raise UserError(f"{rows} rows cannot be measured in blocks of {length} tokens: choose 1 to {length}")
-        self.inner, self.length, self.rows, self.chunk = inner, length, rows, chunk
+        self.inner, self.length, self.rows = inner, length, rows
         self.layers = [LayerField(length, epsilons) for _ in range(layers)]
         self._layer = -1
 
@@ -115,8 +96,8 @@ class Field:
             self._layer = (self._layer + 1) % len(self.layers)
         if k.shape[2] > self.length:
             raise UserError(f"a block of {k.shape[2]} tokens does not fit a measurement at {self.length}")
-        for start in range(max(0, self.length - self.rows - before), q.shape[2], self.chunk):
-            stop = min(start + self.chunk, q.shape[2])
+        for start in range(max(0, self.length - self.rows - before), q.shape[2], ROWS):
+            stop = min(start + ROWS, q.shape[2])
             own = plan.part(start, stop)
             self.layers[self._layer].add(weights(q[:, :, start:stop], k[:, :, : before + stop], own))
         return self.inner(q, k, v, plan, dropout)
@@ -126,43 +107,32 @@ class Field:
 def measured(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> Iterator[Field]:
     """While this is open, what passes through the decoder in blocks of ``length`` tokens is measured.
 
-    Args:
-        decoder: of a ``transformer_rpe_lm`` in evaluation mode; its results do not change.
-        length, rows, epsilons: as in :class:`Field`.
+    It is that of a ``transformer_rpe_lm`` in evaluation mode, and its results do not change; see :class:`Field`.
     """
-    inner = decoder.attend
-    field = Field(inner, len(decoder.layers), length, rows, epsilons)
-    decoder.attend = field
+    field = decoder.attend = Field(decoder.attend, len(decoder.layers), length, rows, epsilons)
     try:
         yield field
     finally:
-        decoder.attend = inner
+        decoder.attend = field.inner
 
 
 @torch.no_grad()
-def bias_alone(
-    decoder: Any, length: int, rows: int, epsilons: Sequence[float], chunk: int = ROWS
-) -> list[LayerField] | None:
+def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> list[LayerField] | None:
     """What each layer would measure if q·k were 0 everywhere: its bias alone, in the same rows of a block.
 
     A row that sees m keys then has n(ε) = inf{ j : Σ_(t<j) b_t > (1 - ε)·Σ_(t<m) b_t }, b = exp(bias): the theoretical
     receptive field of Eq. 22 with its series ended at m.
 
-    Args:
-        decoder: of a ``transformer_rpe_lm`` in evaluation mode.
-        length, rows, epsilons, chunk: as in :class:`Field`.
-
-    Returns:
-        One per layer; None without an additive bias, or where scores or positions are changed.
+    Arguments are those of :func:`measured`. One for each layer; None without an additive bias, or where scores or
+    positions are changed.
     """
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
     if decoder.moves.active(False) is not None or any(e.remap is not None for e in encodings):
         return None
     positions = Positions.arange(length, device=next(decoder.parameters()).device)
-    found = Field(lambda q, *_: q, len(encodings), length, rows, epsilons, chunk)
+    found = Field(lambda q, *_: q, len(encodings), length, rows, epsilons)
     for encoding in encodings:
-        form = encoding.form(positions)
-        if form is None:
+        if (form := encoding.form(positions)) is None:
             return None
         nothing = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
         found(nothing, nothing, nothing, Plan(positions, form))

@@ -1,15 +1,12 @@
 """The empirical receptive field of trained checkpoints on a text: how many of the nearest keys hold their attention."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp, quantised, thinned
@@ -17,16 +14,15 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.measurements import Overrides
+from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.probe import LayerField, bias_alone, measured
 from fairseq_rpe.figures.empirical import Mass
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
-_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class FieldRequest:
+class FieldRequest(Overrides):
     """What is measured of each checkpoint: the options of ``fairseq-rpe erf``.
 
     ``blocks`` of ``length`` tokens, in each the last ``rows`` queries, ``batch_size`` blocks at a time; ``None`` leaves
@@ -40,7 +36,6 @@ class FieldRequest:
     rows: int | None = None
     epsilons: Sequence[float] = (0.5, 0.1, 0.01)
     batch_size: int | None = None
-    use: Overrides = field(default_factory=Overrides)
 
     def sized(self, train_length: int) -> tuple[int, int]:
         """Tokens of a block and queries measured in it.
@@ -76,13 +71,12 @@ class Measured(Mass):
 
 def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> Measured:
     """The field of one checkpoint over blocks from all over the text, ``length`` and ``rows`` as they were sized."""
-    model, task = load(subject.path, request.use, request.data)
+    model, task = load(subject.path, request, request.data)
     total = corpus.count_tokens(request.data, request.subset)
     stream = read_stream(request.data, request.subset, task.source_dictionary, total)
-    # Blocks from all over the text, where there are more than are measured.
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
-    size = request.batch_size or max(1, _BATCH_TOKENS // length)
+    size = request.batch_size or max(1, BATCH_TOKENS // length)
     device = next(model.parameters()).device
     bar = tqdm(total=request.blocks, desc=subject.label, unit=" blocks", disable=None, leave=False)
     with torch.no_grad(), bar, measured(model.decoder, length, rows, request.epsilons) as found:
@@ -94,13 +88,9 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
         if layer.rows != wanted:
             raise UserError(f"{subject.path}: {layer.rows} of {wanted} rows were measured: report this")
     biases = bias_alone(model.decoder, length, rows, request.epsilons)
-    masses = (_mass(found.layers), _mass(biases) if biases else None)
+    mass, bias_mass = (torch.stack([one.mass for one in of]).cpu() if of else None for of in (found.layers, biases))
     here = (subject.path, request.blocks, rows, found.layers, biases)
-    return Measured(subject.label, subject.train_length, *masses, *here)
-
-
-def _mass(layers: Sequence[LayerField]) -> Tensor:
-    return torch.stack([layer.mass for layer in layers]).cpu()
+    return Measured(subject.label, subject.train_length, mass, bias_mass, *here)
 
 
 def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Any]) -> str:

@@ -1,9 +1,7 @@
 """What evaluations leave behind: JSON lines that say what was measured of what, so that nothing is measured twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -12,23 +10,18 @@ from fairseq_rpe.core import files, records
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A measurement of a model with an ``encoding``, and all that is in its key.
-
-    ``of``: the record that is its key, equal for two that measure the same. ``always``: fields that are kept even
-    where they are ``None``.
-    """
+    """A measurement of a model with an ``encoding``; ``of``: the record that is its key, equal where it is the same."""
 
     of: ClassVar[type[Any]]
-    always: ClassVar[tuple[str, ...]] = ("rpe", "positions")
     encoding: str = ""
 
     @property
     def key(self) -> Any:
-        return self.of(**{f.name: getattr(self, f.name) for f in fields(self.of)})
+        return records.filled(self.of, self)
 
     def record(self) -> dict[str, object]:
-        """As a line of JSON keeps it: the fields that say something."""
-        return {k: v for k, v in records.write(self).items() if v is not None or k in self.always}
+        """As a line of JSON keeps it: the fields that say something, and what replaces the checkpoint's settings."""
+        return {k: v for k, v in records.write(self).items() if v is not None or k in ("rpe", "positions")}
 
 
 Found = TypeVar("Found", bound=Result)
@@ -127,7 +120,6 @@ class SlidingResult(SlidingKey, Result):
     """
 
     of = SlidingKey
-    always = ("positions",)
     loss_base2: float
     ppl: float
     seconds: float

@@ -1,34 +1,26 @@
 """Perplexity and time of sliding-window against non-overlapping evaluation, window by window."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation import loading
-from fairseq_rpe.evaluation.loading import Subject
-from fairseq_rpe.evaluation.measurements import Overrides
+from fairseq_rpe.evaluation.loading import Subject, load, read_stream
+from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
 from fairseq_rpe.evaluation.windows import Windows, cached, check_windows, recomputed, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
 PLAIN, SLIDING, CACHED = "non-overlapping", "sliding", "cached"
-BATCH_TOKENS = 2048
 # Short measurements are repeated and their median counts: they are what all others are divided by.
 LONG_ENOUGH, REPEATS = 2.0, 5
 NOTE = f"""\
@@ -40,7 +32,7 @@ stated: compare the order of magnitude only.
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlidingRequest:
+class SlidingRequest(Overrides):
     """What is compared for each checkpoint: the options of ``fairseq-rpe sliding``.
 
     ``windows`` and ``stride`` in tokens; ``first_tokens``: score these only; ``cached``: also slide with cached keys
@@ -55,7 +47,6 @@ class SlidingRequest:
     cached: bool = False
     workers: int = 0
     max_tokens: int | None = None
-    use: Overrides = field(default_factory=Overrides)
 
     def check(self) -> int:
         """The tokens to score.
@@ -76,25 +67,18 @@ class SlidingRequest:
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """A measurement for each window and mode."""
-        same = SlidingKey(
-            checkpoint=file_digest(checkpoint),
-            data=corpus.digest(self.data),
-            subset=self.subset,
-            positions=self.use.positions,
-            tokens=self.check(),
-            workers=self.workers,
-            max_tokens=self.max_tokens or BATCH_TOKENS,
-            device=devices.chosen(self.use.device),
-            mode=PLAIN,
-            window=0,
-            stride=0,
-        )
-        found = []
-        for window in self.windows:
-            found.append(replace(same, window=window, stride=window))
-            for mode in (SLIDING, CACHED)[: 1 + self.cached]:
-                found.append(replace(same, mode=mode, window=window, stride=self.stride))
-        return found
+        same = {
+            "checkpoint": file_digest(checkpoint),
+            "data": corpus.digest(self.data),
+            "tokens": self.check(),
+            "max_tokens": self.max_tokens or BATCH_TOKENS,
+            "device": devices.chosen(self.device),
+        }
+        return [
+            filled(SlidingKey, self, **same, mode=mode, window=window, stride=window if mode == PLAIN else self.stride)
+            for window in self.windows
+            for mode in (PLAIN, SLIDING, CACHED)[: 2 + self.cached]
+        ]
 
 
 def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[SlidingResult]:
@@ -116,9 +100,8 @@ def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path)
 def _measuring(
     request: SlidingRequest, subject: Subject, missing: Sequence[SlidingKey]
 ) -> Callable[[SlidingKey], SlidingResult]:
-    model, task = loading.load(subject.path, request.use, request.data)
-    transform = model.decoder.moves.active(False)
-    if transform is not None and transform.random:
+    model, task = load(subject.path, request, request.data)
+    if model.decoder.moves.evaluation.random:
         raise UserError(
             f"{subject.label}: random positions are drawn anew for every batch, so windows cannot be compared: name "
             "another --positions"
@@ -126,35 +109,28 @@ def _measuring(
     for key in missing:
         if key.mode == CACHED and (reason := why_not_cached(model, key.window, key.stride)):
             raise UserError(f"--cached: {subject.label}: {reason}")
-    stream = loading.read_stream(request.data, request.subset, task.source_dictionary, missing[0].tokens)
-    return lambda key: _measure(model, stream, key, subject.label)
+    stream = read_stream(request.data, request.subset, task.source_dictionary, missing[0].tokens)
 
-
-def _measure(model: Any, stream: Tensor, key: SlidingKey, label: str) -> SlidingResult:
-    """Perplexity and median time."""
-    windows = Windows(stream, key.window, key.stride, (key.max_tokens or BATCH_TOKENS) // key.window)
-    seconds: list[float] = []
-    while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:
-        title = f"{label}, {key.mode}, window {key.window}"
-        with tqdm(total=key.tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
+    def measure(key: SlidingKey) -> SlidingResult:
+        windows = Windows(stream, key.window, key.stride, (key.max_tokens or BATCH_TOKENS) // key.window)
+        title = f"{subject.label}, {key.mode}, window {key.window}"
+        seconds: list[float] = []
+        while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:
             if key.mode == CACHED:
-                score = cached(model, windows, bar.update)
+                score = cached(model, windows, title)
             else:
-                loader = DataLoader(windows, batch_size=None, num_workers=key.workers or 0)
-                score = recomputed(model, loader, bar.update)
-        if score.tokens != key.tokens:
-            raise UserError(
-                f"window {key.window}: {score.tokens} of {key.tokens} tokens were scored: the result is not kept"
-            )
-        seconds.append(score.seconds)
-    nats = score.nats / key.tokens
-    return SlidingResult(
-        **vars(key),
-        encoding=label,
-        loss_base2=nats / math.log(2),
-        ppl=math.exp(nats),
-        seconds=statistics.median(seconds),
-    )
+                score = recomputed(model, windows, key.workers or 0, title)
+            seconds.append(score.seconds)
+        nats = score.nats / key.tokens
+        return SlidingResult(
+            **vars(key),
+            encoding=subject.label,
+            loss_base2=nats / math.log(2),
+            ppl=math.exp(nats),
+            seconds=statistics.median(seconds),
+        )
+
+    return measure
 
 
 def by_window(rows: Sequence[SlidingResult]) -> Table:

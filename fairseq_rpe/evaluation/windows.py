@@ -7,35 +7,29 @@ all its targets, every other one its last s, and a last, shorter one what is lef
 from w - s + 1 to w inputs, at the start from as many as there are. Stride w is non-overlapping evaluation.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
 from .losses import Cache, defined, losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
-Tick = Callable[[int], Any]
-
-
-def _silent(_: int) -> None:
-    """Nobody is told."""
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the negative log-likelihoods in nats, targets scored, and seconds without the first, warming-up batch."""
+    """Sum of the negative log-likelihoods in nats, and seconds without the first, warming-up batch."""
 
     nats: float
-    tokens: int
     seconds: float
 
 
@@ -52,14 +46,14 @@ class Windows(Dataset):
     """
 
     def __init__(self, stream: Tensor, window: int, stride: int, rows: int = 1) -> None:
-        total = len(stream) - 1
-        check_windows(total, window, stride)
+        self.tokens = len(stream) - 1
+        check_windows(self.tokens, window, stride)
         self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
-        self.starts = range(0, total - window + 1, stride)
+        self.starts = range(0, self.tokens - window + 1, stride)
         self.first = (self.starts[:1], window, window)
-        after = total - window - self.starts[-1]
+        after = self.tokens - window - self.starts[-1]
         end = self.starts[-1] + stride
-        self.last = [(range(end, end + 1), total - end, after)] if after else []
+        self.last = [(range(end, end + 1), self.tokens - end, after)] if after else []
         alone = [self.first] if stride < window else []
         inner = range(len(alone), len(self.starts), self.rows)
         self.batches = [*alone, *((self.starts[k : k + self.rows], window, stride) for k in inner), *self.last]
@@ -67,10 +61,10 @@ class Windows(Dataset):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, number: int) -> Batch:
         return self.cut(*self.batches[number])
 
-    def cut(self, starts: range, length: int, targets: int) -> tuple[Tensor, Tensor]:
+    def cut(self, starts: range, length: int, targets: int) -> Batch:
         """Windows of ``length`` inputs each, with their last targets."""
         places = torch.tensor(starts)[:, None] + torch.arange(length)
         return self.stream[places], self.stream[places[:, length - targets :] + 1]
@@ -84,79 +78,80 @@ def check_windows(total: int, window: int, stride: int) -> None:
         raise UserError(f"window {window} is more than the {total} tokens to score: take a smaller one or more text")
 
 
-class _Sum:
+@torch.no_grad()
+def _scored(model: Any, windows: Windows, batches: Iterable[tuple[Tensor, Tensor, Cache | None]], title: str) -> Score:
     """Scores batches one after the other; the clock starts when the first has been scored once."""
+    device = next(model.parameters()).device
+    nats, tokens, start = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
 
-    def __init__(self, model: Any, tick: Tick) -> None:
-        self.model, self.tick, self.device = model, tick, next(model.parameters()).device
-        self.nats = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.tokens, self.start = 0, None
-
-    def add(self, batch: tuple[Tensor, Tensor], state: Cache | None = None) -> None:
-        inputs, targets = (part.to(self.device) for part in batch)
-        if self.start is None:
-            losses(self.model, inputs, targets)
-            self.start = self._now()
-        self.nats += losses(self.model, inputs, targets, state).double().sum()
-        self.tokens += targets.numel()
-        self.tick(targets.numel())
-
-    def score(self) -> Score:
-        return Score(defined(self.nats), self.tokens, self._now() - (self.start or 0.0))
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
+    with tqdm(total=windows.tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
+        for inputs, targets, state in batches:
+            inputs, targets = inputs.to(device), targets.to(device)
+            if not tokens:
+                losses(model, inputs, targets)
+                start = now()
+            nats += losses(model, inputs, targets, state).double().sum()
+            tokens += targets.numel()
+            bar.update(targets.numel())
+    seconds = now() - start
+    if tokens != windows.tokens:
+        counts = f"{tokens} of {windows.tokens} tokens were scored"
+        raise UserError(f"window {windows.window}: {counts}: the result is not kept")
+    return Score(defined(nats), seconds)
 
-@torch.no_grad()
-def recomputed(model: Any, batches: Iterable[tuple[Tensor, Tensor]], tick: Tick = _silent) -> Score:
+
+def recomputed(model: Any, windows: Windows, workers: int = 0, title: str = "") -> Score:
     """Score every window by a forward pass of its own.
 
     Args:
         model: a ``transformer_rpe_lm`` in evaluation mode.
-        batches: what :class:`Windows` gives, perhaps through a loader.
-        tick: called with the number of targets of each batch.
+        workers: processes that cut the windows; ``title``: of a progress bar.
 
     Raises:
-        UserError: a target has probability 0 or NaN.
+        UserError: a target has probability 0 or NaN, or was not scored exactly once.
     """
-    found = _Sum(model, tick)
-    for batch in batches:
-        found.add(batch)
-    return found.score()
+    loader = DataLoader(windows, batch_size=None, num_workers=workers)
+    return _scored(model, windows, ((*batch, None) for batch in loader), title)
 
 
-@torch.no_grad()
-def cached(model: Any, windows: Windows, tick: Tick = _silent) -> Score:
+def cached(model: Any, windows: Windows, title: str = "") -> Score:
     """The same scores from keys and values kept between windows: each moves on by s new tokens and drops the s oldest.
 
     The text is cut into up to ``SEGMENTS`` stretches that move on side by side; each fills its cache with w - s tokens
     first. Positions are those in the window at every step, for the cached keys as well.
 
     Raises:
-        UserError: the result would not be that of :func:`recomputed` (see :func:`why_not_cached`), or a target has
-            probability 0 or NaN.
+        UserError: the result would not be that of :func:`recomputed` (see :func:`why_not_cached`), or as there.
     """
     if reason := why_not_cached(model, windows.window, windows.stride):
         raise UserError(reason)
-    found, state = _Sum(model, tick), Cache()
+    return _scored(model, windows, _side_by_side(model.decoder, windows), title)
+
+
+def _side_by_side(decoder: Any, windows: Windows) -> Iterator[tuple[Tensor, Tensor, Cache | None]]:
+    state = Cache()
     keep, steps = windows.window - windows.stride, windows.starts[1:]
     # Filling the caches costs at most about a quarter of what the steps cost.
     rows = max(1, min(SEGMENTS, windows.rows, len(steps) * windows.stride // (4 * keep)))
     length = max(1, -(-len(steps) // rows))
-    found.add(windows.cut(*windows.first))
+    yield *windows.cut(*windows.first), None
     if steps:
-        filling = windows.cut(steps[::length], keep, 0)[0].to(found.device)
-        model.decoder(filling, incremental_state=state, features_only=True)
+        filling = windows.cut(steps[::length], keep, 0)[0].to(next(decoder.parameters()).device)
+        decoder(filling, incremental_state=state, features_only=True)
         for step in range(length):
-            side_by_side = steps[step::length]
-            _trim(model.decoder, state, len(side_by_side), keep)
-            found.add(windows.cut(side_by_side, windows.window, windows.stride), state)
+            starts = steps[step::length]
+            for layer in decoder.layers:
+                cache = layer.self_attn._get_input_buffer(state)
+                kept = {name: part[: len(starts), :, -keep:] for name, part in cache.items()}
+                layer.self_attn._set_input_buffer(state, kept)
+            yield *windows.cut(starts, windows.window, windows.stride), state
     for part in windows.last:
-        found.add(windows.cut(*part))
-    return found.score()
+        yield *windows.cut(*part), None
 
 
 def why_not_cached(model: Any, window: int, stride: int) -> str | None:
@@ -171,8 +166,12 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     decoder = model.decoder
     if stride >= window:
         return f"windows of {window} do not overlap at stride {stride}, so nothing can be cached: leave that window out"
-    where = _positions(decoder, window)
-    if _moves_input(decoder, where):
+    device = next(decoder.parameters()).device
+    where = decoder.moves(Positions.arange(window, device=device), torch.tensor([window]), False, False)
+    where = replace(where, q=where.q.double(), k=where.k.double())
+    x = torch.ones(1, window, decoder.encodings[0].width, device=device)
+    embedded = decoder.encodings[0].embed(x, where)
+    if not torch.allclose(embedded, embedded[:, :1].expand_as(x)):
         return (
             "this encoding adds positions to the input, which are other ones in every window, so cached keys would be "
             "wrong: use recomputation"
@@ -193,30 +192,6 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     if not where.contiguous or not all(_shift_invariant(e, where) for e in encodings):
         return "its scores depend on more than the distance in tokens, so cached states differ: use recomputation"
     return None
-
-
-def _trim(decoder: Any, state: Cache, rows: int, keep: int) -> None:
-    for layer in decoder.layers:
-        cache = layer.self_attn._get_input_buffer(state)
-        layer.self_attn._set_input_buffer(state, {name: part[:rows, :, -keep:] for name, part in cache.items()})
-
-
-def _positions(decoder: Any, window: int) -> Positions:
-    """Where the tokens of one window are, in float64."""
-    device = next(decoder.parameters()).device
-    tokens = torch.full((1, window), decoder.padding_idx + 1, device=device)
-    where, _ = decoder.positions(tokens, window)
-    where = decoder.moves(where, torch.tensor([window]), False, False)
-    return Positions(where.q.double(), where.k.double(), where.step, where.contiguous)
-
-
-def _moves_input(decoder: Any, where: Positions) -> bool:
-    encoding = decoder.encodings[0]
-    if type(encoding).embed is Encoding.embed:
-        return False
-    x = torch.ones(1, where.k.shape[1], encoding.width, device=where.k.device)
-    out = encoding.embed(x, where)
-    return not torch.allclose(out, out[:, :1].expand_as(out))
 
 
 def _keys_seen(encoding: Encoding, where: Positions) -> int:

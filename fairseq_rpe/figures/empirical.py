@@ -1,7 +1,5 @@
 """Draws empirical receptive fields: one panel per head, one curve per model (mean over its layers)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Draws what a sliding window gains in perplexity and costs in time, window by window."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -16,7 +16,6 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding, PairBias
 from fairseq_rpe.evaluation import receptive
 from fairseq_rpe.evaluation.loading import find_subjects
-from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.figures import biases, empirical, fields, sweep_curves
 from fairseq_rpe.figures.saving import save
 from fairseq_rpe.reports import findings
@@ -173,8 +172,7 @@ def attention(gallery: Gallery) -> dict[str, Figure]:
         raise Skip("every method moves positions")
     found = find_subjects([_checkpoint(trained, name, gallery.seed) for name in plain])
     named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
-    use = Overrides(rpe_module=trained.rpe_module)
-    request = receptive.FieldRequest(data=trained.data, length=gallery.length, use=use)
+    request = receptive.FieldRequest(data=trained.data, length=gallery.length, rpe_module=trained.rpe_module)
     length, rows = request.sized(max(subject.train_length for subject in named))
     measured = [receptive.measure(request, subject, length, rows) for subject in named]
     return {"erf": empirical.curves(measured, request.epsilons)}

@@ -12,6 +12,7 @@ from fairseq_rpe.analysis.receptive_field import n_emp, quantised, thinned
 from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation import probe
 from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone, measured
 
 LENGTH, ROWS, EPSILONS = 23, 9, (0.5, 0.1, 0.01)
@@ -80,9 +81,8 @@ def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
 def test_rows_in_pieces_give_the_same(task, blocks, monkeypatch, chunk):
     model = make_model(task, "type1")
     whole = field_of(model, blocks)
-    piece = Field(model.decoder.attend, len(model.decoder.layers), LENGTH, ROWS, EPSILONS, chunk)
-    monkeypatch.setattr(model.decoder, "attend", piece)
-    with torch.no_grad():
+    monkeypatch.setattr(probe, "ROWS", chunk)
+    with torch.no_grad(), measured(model.decoder, LENGTH, ROWS, EPSILONS) as piece:
         model(blocks)
     for a, b in zip(whole.layers, piece.layers, strict=True):
         assert a.rows == b.rows and torch.allclose(a.mass, b.mass, atol=1e-7)
@@ -120,9 +120,10 @@ def test_thinned_curves_keep_the_first_and_the_last_distance():
     assert far[:65] == list(range(65)) and far[-1] == 99_999 and len(far) <= 257 and far == sorted(set(far))
 
 
-def test_bias_alone_is_the_series_ended_at_each_row(task):
+def test_bias_alone_is_the_series_ended_at_each_row(task, monkeypatch):
+    monkeypatch.setattr(probe, "ROWS", 4)
     model = make_model(task, "alibi")
-    fields = bias_alone(model.decoder, LENGTH, ROWS, EPSILONS, chunk=4)
+    fields = bias_alone(model.decoder, LENGTH, ROWS, EPSILONS)
     slopes = [2.0 ** (-8 * h / 4) for h in (1, 2, 3, 4)]
     for h, slope in enumerate(slopes):
         weights = (-slope * torch.arange(LENGTH, dtype=torch.float64)).exp()

@@ -17,13 +17,11 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, records
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY, describe_files
-from fairseq_rpe.evaluation import loading, results
-from fairseq_rpe.evaluation.losses import BlockLoss, target_losses
-from fairseq_rpe.evaluation.measurements import Overrides, TextRequest
-from fairseq_rpe.evaluation.perplexity import Fast
+from fairseq_rpe.evaluation import loading, perplexity, results
+from fairseq_rpe.evaluation.losses import by_position, target_losses
+from fairseq_rpe.evaluation.measurements import TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
-from fairseq_rpe.runs import checkpoints
 
 
 def rows_of(capsys, checkpoint: Path, corpus: Path, lengths: str, *flags: object) -> list[dict]:
@@ -128,13 +126,12 @@ def test_adaptive_softmax(task):
     torch.manual_seed(0)
     inputs, targets = torch.randint(4, 60, (2, 3, 17))
     targets[0, -5:] = 1
-    found = BlockLoss(model, 20, 1)
-    found.add(inputs, targets)
+    nats, count = by_position(model, [(inputs, targets)], 20, 1, lambda scored: None)
     with torch.no_grad():
         plain = model.get_normalized_probs(model(inputs), log_probs=True, sample={"target": targets})
     bits = -plain.gather(-1, targets[..., None])[..., 0][targets.ne(1)].double() / math.log(2)
-    assert found.tokens == len(bits) == 46
-    assert found.loss_base2() == pytest.approx(float(bits.mean()), rel=1e-6)
+    assert count.sum() == len(bits) == 46
+    assert float(nats.sum() / 46) / math.log(2) == pytest.approx(float(bits.mean()), rel=1e-6)
 
 
 def test_row_and_buckets(state, corpus, tmp_path, capsys):
@@ -159,14 +156,14 @@ def test_buckets_hold_the_losses_of_their_positions(state, corpus, tmp_path, cap
     total = corpus_files.count_tokens(corpus, "test")
     length = total // 2 + 5
     row = rows_of(capsys, checkpoint, corpus, str(length))[0]
-    request = TextRequest(checkpoint=checkpoint, data=corpus, lengths=[8], use=Overrides(device="cpu"))
-    engine = Fast(request, checkpoints.load(checkpoint))
+    request = TextRequest(checkpoint=checkpoint, data=corpus, lengths=[8], device="cpu")
+    model, task = loading.load(checkpoint, request, corpus)
     by_position = torch.zeros(length, dtype=torch.float64)
-    for blocks, wanted in engine.batches(length, total):
+    for blocks, wanted in perplexity.batches(request, task, length, total):
         for inputs, targets in zip(blocks, wanted, strict=True):
             n = int(targets.ne(1).sum())
             with torch.no_grad():
-                logits = engine.model(inputs[None, :n])[0][0].double()
+                logits = model(inputs[None, :n])[0][0].double()
             by_position[:n] += F.cross_entropy(logits, targets[:n], reduction="none")
     start, found = 0, row["positions_loss"]
     for last, loss, tokens in zip(found["upto"], found["loss_base2"], found["tokens"], strict=True):
@@ -238,8 +235,8 @@ def test_known_results_are_printed_without_torch(state, corpus, tmp_path, capsys
 
 
 def test_tokens_that_were_not_scored_are_refused(state, corpus, tmp_path, capsys, monkeypatch):
-    add = BlockLoss.add
-    monkeypatch.setattr(BlockLoss, "add", lambda self, x, y: add(self, x[:, :-1], y[:, :-1]))
+    whole = perplexity.batches
+    monkeypatch.setattr(perplexity, "batches", lambda *a: ((x[:, :-1], y[:, :-1]) for x, y in whole(*a)))
     out = tmp_path / "eval.jsonl"
     argv = ["eval", checkpoint_with(state, tmp_path), corpus, "--lengths", "37", "--device", "cpu", "--out", out]
     assert main([str(a) for a in argv]) == 2
@@ -332,7 +329,7 @@ def test_the_backend_of_an_evaluation(state, corpus, tmp_path, capsys, monkeypat
     decided, decide = [], autograd.left_out
     monkeypatch.setattr(autograd, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
     path = checkpoint_with(state, tmp_path, decoder_attention_heads=1)
-    length = str(min(900, corpus_files.count_tokens(corpus, "test") - 1))
+    length = str(min(600, corpus_files.count_tokens(corpus, "test") - 1))
     [plain] = rows_of(capsys, path, corpus, length)
     [kernels] = rows_of(capsys, path, corpus, length, "--attention-backend", "triton")
     assert kernels["loss_base2"] == pytest.approx(plain["loss_base2"], rel=1e-5) and not decided

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 from conftest import VOCABULARY, checkpoint_with, make_model
-from torch.utils.data import DataLoader
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
@@ -43,8 +42,8 @@ def brute_force(model, stream, window: int, stride: int) -> float:
 def test_perplexity_is_that_of_each_token_in_its_own_window(task, stream, window, stride, workers):
     model = make_model(task, "sinusoidal")
     parts = Windows(stream, window, stride, rows=3)
-    score = recomputed(model, DataLoader(parts, batch_size=None, num_workers=workers))
-    assert score.tokens == TOKENS and score.seconds > 0
+    score = recomputed(model, parts, workers)
+    assert parts.tokens == TOKENS and score.seconds > 0
     wanted = math.exp(brute_force(model, stream, window, stride) / TOKENS)
     assert math.exp(score.nats / TOKENS) == pytest.approx(wanted, rel=1e-5)
     if stride < window:
@@ -85,7 +84,6 @@ def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch,
     for segments in (1, 3):
         monkeypatch.setattr(windows, "SEGMENTS", segments)
         score = cached(model, Windows(stream, window, stride, rows=8))
-        assert score.tokens == TOKENS
         assert score.nats == pytest.approx(wanted, rel=1e-5)
 
 
