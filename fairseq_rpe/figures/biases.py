@@ -38,15 +38,13 @@ def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
     scale = _scale(LogNorm(_FLOOR, 1.0))
     figure, shown = _few_columns(len(maps), (2.1, 2.2))
     for axes, (name, bias) in zip(shown, maps.items(), strict=True):
-        past = _past(len(bias))
-        kept = bias.double().masked_fill(~past, -torch.inf)
-        _map(axes, (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR), step, scale, name)
-        axes.locator_params(nbins=4, integer=True)
-        axes.tick_params(labelsize="x-small")
+        kept = bias.double().masked_fill(~_past(len(bias)), -torch.inf)
+        weights = (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR)
+        _map(axes, weights, step, scale, name, nbins=4, labelsize="x-small")
     about = "exp(bias − largest bias of the row)"
     figure.colorbar(scale, ax=shown, shrink=0.6, extend="min", pad=0.01, label=about)
-    figure.suptitle(f"Weight that the bias alone gives to each key, head {head}", fontsize="medium")
-    return _axes_named(figure, "key (tokens)", "query (tokens)")
+    title = f"Weight that the bias alone gives to each key, head {head}"
+    return _named(figure, "key (tokens)", "query (tokens)", title)
 
 
 def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
@@ -66,16 +64,12 @@ def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> 
     scale = _scale(Normalize(0.0, top if top > 0 else 1.0))
 
     columns = count if count <= 2 else -(-count // 2)
-    rows = -(-count // columns)
-    figure, shown = _tiles(rows, columns, count, (3.0 * columns + 0.8, 3.0 * rows + 0.4))
+    figure, shown = _tiles(count, columns, (3.0, 3.0), (0.8, 0.4))
     for axes, head, value in zip(shown, heads, values, strict=True):
-        _map(axes, value, step, scale, f"head {head + 1}")
-        axes.locator_params(nbins=5, integer=True)
-        axes.tick_params(labelsize="small")
+        _map(axes, value, step, scale, f"head {head + 1}", nbins=5, labelsize="small")
     figure.colorbar(scale, ax=shown, label="exp(bias)", shrink=0.9)
-    figure.suptitle(title, fontsize="medium")
     every = f", one in {step} shown" if step > 1 else ""
-    return _axes_named(figure, f"key (tokens{every})", f"query (tokens{every})")
+    return _named(figure, f"key (tokens{every})", f"query (tokens{every})", title)
 
 
 def of_heads(profile: Tensor, title: str) -> Figure:
@@ -95,23 +89,20 @@ def of_heads(profile: Tensor, title: str) -> Figure:
 def profiles(values: Mapping[str, Tensor]) -> Figure:
     """Bias minus its largest value over distance, a panel for each encoding and a line for each head.
 
-    Args:
-        values: name -> (H, n) log-bias over the distances 0 … n-1; H and n the same for all.
+    ``values``: name -> (H, n) log-bias over the distances 0 … n-1; H and n the same for all.
     """
     heads, n = next(iter(values.values())).shape
-    tops = {name: profile.double() - profile.amax(-1, keepdim=True) for name, profile in values.items()}
-    figure, shown = _over_distance({k: lines.clamp_min(2 * _LOWEST) for k, lines in tops.items()}, range(n), _HEADS_MAP)
-    shown[0].set_ylim(_LOWEST, 0.4)
-    _ramp_bar(figure, shown, _HEADS_MAP, (1, heads))
-    return _axes_named(figure, "distance (tokens)", "bias − largest bias (nats)")
+    doubles = {name: profile.double() for name, profile in values.items()}
+    below = {k: (bias - bias.amax(-1, keepdim=True)).clamp_min(2 * _LOWEST) for k, bias in doubles.items()}
+    figure = _over_distance(below, range(n), _HEADS_MAP, (1, heads))
+    figure.axes[0].set_ylim(_LOWEST, 0.4)
+    return _named(figure, "distance (tokens)", "bias − largest bias (nats)")
 
 
 def compared(values: Mapping[str, Tensor], head: int) -> Figure:
     """exp(bias - largest bias) of one head over distance + 1, both logarithmic: a power of the distance is straight.
 
-    Args:
-        values: name -> (n,) log-bias over the distances 0 … n-1.
-        head: from 1, for the title.
+    ``values``: name -> (n,) log-bias over the distances 0 … n-1; ``head``: from 1, for the title.
     """
     figure, (axes,) = panels(1, 1, (7.6, 4.4))
     shown = looks(list(values))
@@ -130,9 +121,7 @@ def compared(values: Mapping[str, Tensor], head: int) -> Figure:
 def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
     """What a learned bias gives to the keys of a few queries: a row for each query, a column for each layer.
 
-    Args:
-        biases: query position i -> (layers, H, i + 1) bias over key positions 0 … i.
-        name: of the encoding, for the title.
+    ``biases``: query position i -> (layers, H, i + 1) bias over key positions 0 … i; ``name``: of the encoding.
     """
     layers, heads, _ = next(iter(biases.values())).shape
     size = (0.9 + 2.6 * layers, 0.7 + 2.0 * len(biases))
@@ -145,8 +134,7 @@ def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
         axes.margins(x=0)
         axes.tick_params(labelsize="x-small")
     _ramp_bar(figure, made, _HEADS_MAP, (1, heads))
-    figure.suptitle(f"Learned bias of {name}", fontsize="medium")
-    return _axes_named(figure, "key position (tokens)", "bias (nats)")
+    return _named(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 
 
 def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps: Sequence[int], name: str) -> Figure:
@@ -159,10 +147,8 @@ def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps:
         name: of the encoding, for the title.
     """
     changes = {title: bias.double() - bias[:, :1] for title, bias in values.items()}
-    figure, shown = _over_distance(changes, distances, _TIME_MAP)
-    _ramp_bar(figure, shown, _TIME_MAP, (steps[0], steps[-1]))
-    figure.suptitle(f"Bias of {name} over its training", fontsize="medium")
-    return _axes_named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)")
+    figure = _over_distance(changes, distances, _TIME_MAP, (steps[0], steps[-1]))
+    return _named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)", f"Bias of {name} over its training")
 
 
 def _past(n: int) -> Tensor:
@@ -173,7 +159,7 @@ def _scale(norm: Normalize) -> ScalarMappable:
     return ScalarMappable(norm, colormaps["viridis"].with_extremes(bad="0.9"))
 
 
-def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str) -> None:
+def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str, nbins: int, labelsize: str) -> None:
     """(n, n) values of query × key, the future left out."""
     n = len(values)
     low, high = -step / 2, (n - 0.5) * step
@@ -181,11 +167,15 @@ def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: st
     # nearest: a blend of two cells is nobody's bias
     axes.imshow(shown, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
     axes.set_title(title, fontsize="small")
+    axes.locator_params(nbins=nbins, integer=True)
+    axes.tick_params(labelsize=labelsize)
 
 
-def _axes_named(figure: Figure, x: str, y: str) -> Figure:
+def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
     figure.supxlabel(x, fontsize="small")
     figure.supylabel(y, fontsize="small")
+    if title:
+        figure.suptitle(title, fontsize="medium")
     return figure
 
 
@@ -193,8 +183,7 @@ def _few_columns(count: int, size: tuple[float, float], grid: bool = False) -> t
     if not count:
         raise UserError("there is nothing to draw: name an encoding with an additive bias")
     columns = min(_COLUMNS, count)
-    rows = -(-count // columns)
-    figure, shown = _tiles(rows, columns, count, (max(5.0, 1.2 + size[0] * columns), 0.8 + size[1] * rows), grid)
+    figure, shown = _tiles(count, columns, size, (max(1.2, 5.0 - size[0] * columns), 0.8), grid)
     for axes in shown[-columns:]:
         # the lowest panel of a column, where the grid is not full
         axes.tick_params(labelbottom=True)
@@ -202,16 +191,18 @@ def _few_columns(count: int, size: tuple[float, float], grid: bool = False) -> t
 
 
 def _tiles(
-    rows: int, columns: int, count: int, size: tuple[float, float], grid: bool = False
+    count: int, columns: int, size: tuple[float, float], margin: tuple[float, float], grid: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """``count`` panels with the same axes, the last row perhaps not full."""
-    figure, made = panels(rows, columns, size, grid=grid, sharex=True, sharey=True)
+    """``count`` panels with the same axes, the last row perhaps not full; ``size`` of each."""
+    rows = -(-count // columns)
+    whole = margin[0] + size[0] * columns, margin[1] + size[1] * rows
+    figure, made = panels(rows, columns, whole, grid=grid, sharex=True, sharey=True)
     for axes in made[count:]:
         axes.set_visible(False)
     return figure, made[:count]
 
 
-def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str) -> tuple[Figure, list[Axes]]:
+def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, span: tuple[int, int]) -> Figure:
     """A panel for each title, in it a line for each row of (lines, len(distances)) in a colour of the ramp."""
     figure, shown = _few_columns(len(values), (2.3, 1.9), grid=True)
     ticks = [d for d in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384) if d <= distances[-1]]
@@ -225,7 +216,8 @@ def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp:
         axes.set_xlim(0, distances[-1])
         axes.set_title(title, fontsize="small")
         axes.tick_params(labelsize="x-small")
-    return figure, shown
+    _ramp_bar(figure, shown, ramp, span)
+    return figure
 
 
 def _ramp(name: str, count: int) -> list[Any]:

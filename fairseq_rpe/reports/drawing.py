@@ -93,11 +93,11 @@ def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int
         torch.manual_seed(seed)
         if spec in found:
             raise UserError(f"'{spec}' is named twice: leave one out")
-        found[spec] = [encodings.build(spec, heads, 64 * heads, length)]
-        if not found[spec][0].adds_bias:
-            if specs:
-                raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
-            del found[spec]
+        encoding = encodings.build(spec, heads, 64 * heads, length)
+        if encoding.adds_bias:
+            found[spec] = [encoding]
+        elif specs:
+            raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
     return Gallery(found, length, seed, head)
 
 
