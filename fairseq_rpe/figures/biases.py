@@ -30,10 +30,8 @@ _HEADS_MAP, _TIME_MAP = "viridis", "plasma"
 def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
     """exp(bias - largest bias of the row) on a logarithmic scale, a panel for each encoding.
 
-    Args:
-        maps: name -> (n, n) log-bias of query × key; the future is not looked at.
-        step: tokens between neighbouring rows and columns.
-        head: from 1, for the title.
+    ``maps``: name -> (n, n) log-bias of query × key, of which the future is not looked at; ``step``: tokens between
+    neighbouring rows and columns; ``head``: from 1, for the title.
     """
     scale = _scale(LogNorm(_FLOOR, 1.0))
     figure, shown = _few_columns(len(maps), (2.1, 2.2))
@@ -50,11 +48,8 @@ def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
 def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
     """exp(bias) as a map per head, keys to the right and queries downwards; the future stays grey.
 
-    Args:
-        bias: (H', n, n) log-bias of query × key, as ``analysis.bias_map`` gives it.
-        title: of the figure.
-        heads: indices of the H' heads in their model, for the panel titles.
-        step: tokens between neighbouring rows and columns.
+    ``bias``: (H', n, n) log-bias of query × key; ``heads``: indices of the H' heads in their model, for the panels'
+    titles; ``step``: tokens between neighbouring rows and columns. As ``analysis.bias_map`` gives them.
     """
     count, n, _ = bias.shape
     values = bias.double().cpu().exp()
@@ -140,11 +135,8 @@ def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
 def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps: Sequence[int], name: str) -> Figure:
     """Bias minus its value at distance 0 over distance, coloured by the update, a panel for each head.
 
-    Args:
-        values: panel title, e.g. "layer 0, head 1" -> (len(steps), len(distances)) log-bias.
-        distances: in tokens.
-        steps: updates done, rising.
-        name: of the encoding, for the title.
+    ``values``: panel title, e.g. "layer 0, head 1" -> (len(steps), len(distances)) log-bias; ``distances`` in tokens;
+    ``steps``: updates done, rising; ``name``: of the encoding.
     """
     changes = {title: bias.double() - bias[:, :1] for title, bias in values.items()}
     figure = _over_distance(changes, distances, _TIME_MAP, (steps[0], steps[-1]))
@@ -172,10 +164,10 @@ def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: st
 
 
 def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
-    figure.supxlabel(x, fontsize="small")
-    figure.supylabel(y, fontsize="small")
     if title:
         figure.suptitle(title, fontsize="medium")
+    figure.supxlabel(x, fontsize="small")
+    figure.supylabel(y, fontsize="small")
     return figure
 
 

@@ -14,7 +14,6 @@ from fairseq_rpe.runs.learned import load_encodings
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 NONE = "none"
-_PREDICTIONS = (CONVERGES, DIVERGES, UNDECIDED, NONE)
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
 
@@ -112,7 +111,7 @@ def deviations(judged: Sequence[Judged], limit: float) -> Table:
 def observed(judged: Sequence[Judged], limit: float, one_sided: bool) -> Table:
     """By prediction, the methods that extrapolate and those that do not; predictions of no method are left out."""
     rows = []
-    for said in _PREDICTIONS:
+    for said in (CONVERGES, DIVERGES, UNDECIDED, NONE):
         own = [one for one in judged if one.prediction.verdict == said]
         if own or said in (CONVERGES, DIVERGES):
             sides = [[o.name for o in own if o.found.extrapolates(limit, one_sided) is side] for side in (True, False)]

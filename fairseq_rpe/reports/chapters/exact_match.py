@@ -42,9 +42,9 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
 
 def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
     """The mean exact answers in per cent: within the training range, beyond it, over all; published."""
-    head, caption = ["method", "trained", "beyond", "all"], f"{task}: exact match in %, mean over the numbers of items"
+    caption = f"{task}: exact match in %, mean over the numbers of items and seeds."
+    head = ["method", "trained", "beyond", "all"]
     lines = {name: list(found.means(task, name).values()) for name in found.methods(task)}
-    caption += " and seeds."
     if known:
         head.append("published")
         caption += " Published: not comparable, hold the order of the methods against it only."
