@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     load_rpe_module(args.rpe_module)
     if args.out is not None and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder: name the file of the page")
-    folders = [SweepFolder(path) for path in args.sweeps]
-    if len(set(folders)) < len(folders):
+    if len(set(args.sweeps)) < len(args.sweeps):
         raise UserError("a sweep is named twice: leave one out")
+    folders = [SweepFolder(path) for path in args.sweeps]
     for folder in folders:
         check(folder, args.delta)
     sections = []

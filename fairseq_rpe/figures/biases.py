@@ -4,8 +4,6 @@ Source of the kinds of figure: "Exploring Transformer Extrapolation" (arXiv 2307
 maps); FIRE (arXiv 2310.04418), Fig. 4 and 8 (learned biases of one query).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -20,7 +18,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodF
 from torch import Tensor
 
 from ..core import UserError
-from .canvas import gridded, legend_beside, panels
+from .canvas import legend_beside, panels
 from .style import DASHES, PALETTE, looks
 
 _COLUMNS = 4
@@ -32,33 +30,26 @@ _HEADS_MAP, _TIME_MAP = "viridis", "plasma"
 def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
     """exp(bias - largest bias of the row) on a logarithmic scale, a panel for each encoding.
 
-    Args:
-        maps: name -> (n, n) log-bias of query × key; the future is not looked at.
-        step: tokens between neighbouring rows and columns.
-        head: from 1, for the title.
+    ``maps``: name -> (n, n) log-bias of query × key, of which the future is not looked at; ``step``: tokens between
+    neighbouring rows and columns; ``head``: from 1, for the title.
     """
     scale = _scale(LogNorm(_FLOOR, 1.0))
     figure, shown = _few_columns(len(maps), (2.1, 2.2))
     for axes, (name, bias) in zip(shown, maps.items(), strict=True):
-        past = _past(len(bias))
-        kept = bias.double().masked_fill(~past, -torch.inf)
-        _map(axes, (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR), step, scale, name)
-        axes.locator_params(nbins=4, integer=True)
-        axes.tick_params(labelsize="x-small")
-    bar = figure.colorbar(scale, ax=shown, shrink=0.6, extend="min", pad=0.01)
-    bar.set_label("exp(bias − largest bias of the row)")
-    figure.suptitle(f"Weight that the bias alone gives to each key, head {head}", fontsize="medium")
-    return _axes_named(figure, "key (tokens)", "query (tokens)")
+        kept = bias.double().masked_fill(~_past(len(bias)), -torch.inf)
+        weights = (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR)
+        _map(axes, weights, step, scale, name, nbins=4, labelsize="x-small")
+    about = "exp(bias − largest bias of the row)"
+    figure.colorbar(scale, ax=shown, shrink=0.6, extend="min", pad=0.01, label=about)
+    title = f"Weight that the bias alone gives to each key, head {head}"
+    return _named(figure, "key (tokens)", "query (tokens)", title)
 
 
 def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> Figure:
     """exp(bias) as a map per head, keys to the right and queries downwards; the future stays grey.
 
-    Args:
-        bias: (H', n, n) log-bias of query × key, as ``analysis.bias_map`` gives it.
-        title: of the figure.
-        heads: indices of the H' heads in their model, for the panel titles.
-        step: tokens between neighbouring rows and columns.
+    ``bias``: (H', n, n) log-bias of query × key; ``heads``: indices of the H' heads in their model, for the panels'
+    titles; ``step``: tokens between neighbouring rows and columns. As ``analysis.bias_map`` gives them.
     """
     count, n, _ = bias.shape
     values = bias.double().cpu().exp()
@@ -68,33 +59,21 @@ def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> 
     scale = _scale(Normalize(0.0, top if top > 0 else 1.0))
 
     columns = count if count <= 2 else -(-count // 2)
-    rows = -(-count // columns)
-    figure, made = panels(rows, columns, (3.0 * columns + 0.8, 3.0 * rows + 0.4), sharex=True, sharey=True)
-    for axes in made[count:]:
-        axes.set_visible(False)
-    for axes, head, value in zip(made[:count], heads, values, strict=True):
-        _map(axes, value, step, scale, f"head {head + 1}")
-        axes.locator_params(nbins=5, integer=True)
-        axes.tick_params(labelsize="small")
-    figure.colorbar(scale, ax=made[:count], label="exp(bias)", shrink=0.9)
-    figure.suptitle(title, fontsize="medium")
+    figure, shown = _tiles(count, columns, (3.0, 3.0), (0.8, 0.4))
+    for axes, head, value in zip(shown, heads, values, strict=True):
+        _map(axes, value, step, scale, f"head {head + 1}", nbins=5, labelsize="small")
+    figure.colorbar(scale, ax=shown, label="exp(bias)", shrink=0.9)
     every = f", one in {step} shown" if step > 1 else ""
-    return _axes_named(figure, f"key (tokens{every})", f"query (tokens{every})")
+    return _named(figure, f"key (tokens{every})", f"query (tokens{every})", title)
 
 
 def of_heads(profile: Tensor, title: str) -> Figure:
     """The log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
     heads, n = profile.shape
-    figure, (axes,) = gridded(1, 1, (6.4, 4.0))
+    figure, (axes,) = panels(1, 1, (6.4, 4.0))
     for head, values in enumerate(profile.double().cpu()):
-        axes.plot(
-            range(n),
-            values,
-            color=PALETTE[head % len(PALETTE)],
-            linestyle=DASHES[head // len(PALETTE) % len(DASHES)],
-            linewidth=1.6,
-            label=f"head {head + 1}",
-        )
+        look = {"color": PALETTE[head % len(PALETTE)], "linestyle": DASHES[head // len(PALETTE) % len(DASHES)]}
+        axes.plot(range(n), values, **look, linewidth=1.6, label=f"head {head + 1}")
     axes.set(title=title, xlabel="distance (tokens)", ylabel="bias (nats)")
     axes.title.set_fontsize("medium")
     axes.margins(x=0)
@@ -105,38 +84,29 @@ def of_heads(profile: Tensor, title: str) -> Figure:
 def profiles(values: Mapping[str, Tensor]) -> Figure:
     """Bias minus its largest value over distance, a panel for each encoding and a line for each head.
 
-    Args:
-        values: name -> (H, n) log-bias over the distances 0 … n-1; H and n the same for all.
+    ``values``: name -> (H, n) log-bias over the distances 0 … n-1; H and n the same for all.
     """
     heads, n = next(iter(values.values())).shape
-    figure, shown = _few_columns(len(values), (2.3, 1.9))
-    for axes, (name, profile) in zip(shown, values.items(), strict=True):
-        for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
-            axes.plot(range(n), _below_top(profile[head]), color=colour, linewidth=1.2)
-        _distance_axis(axes, n)
-        axes.set_ylim(_LOWEST, 0.4)
-        axes.set_title(name, fontsize="small")
-    _ramp_bar(figure, shown, _HEADS_MAP, (1, heads), "head", whole=True)
-    return _axes_named(figure, "distance (tokens)", "bias − largest bias (nats)")
+    doubles = {name: profile.double() for name, profile in values.items()}
+    below = {k: (bias - bias.amax(-1, keepdim=True)).clamp_min(2 * _LOWEST) for k, bias in doubles.items()}
+    figure = _over_distance(below, range(n), _HEADS_MAP, (1, heads))
+    figure.axes[0].set_ylim(_LOWEST, 0.4)
+    return _named(figure, "distance (tokens)", "bias − largest bias (nats)")
 
 
 def compared(values: Mapping[str, Tensor], head: int) -> Figure:
     """exp(bias - largest bias) of one head over distance + 1, both logarithmic: a power of the distance is straight.
 
-    Args:
-        values: name -> (n,) log-bias over the distances 0 … n-1.
-        head: from 1, for the title.
+    ``values``: name -> (n,) log-bias over the distances 0 … n-1; ``head``: from 1, for the title.
     """
-    figure, (axes,) = gridded(1, 1, (7.6, 4.4))
+    figure, (axes,) = panels(1, 1, (7.6, 4.4))
     shown = looks(list(values))
     for name, profile in values.items():
         x = torch.arange(1, len(profile) + 1)
-        look = shown[name]
-        drawn: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes}
         weights = (profile.double() - profile.max()).exp()
-        axes.plot(x, weights, **drawn, linewidth=1.4, markersize=4, markevery=0.09, label=name)
-    axes.set(xscale="log", yscale="log", ylim=(_FLOOR / 10, 2), xlabel="distance + 1 (tokens)")
-    axes.set_ylabel("exp(bias − largest bias)")
+        axes.plot(x, weights, **shown[name].drawn(), linewidth=1.4, markevery=0.09, label=name)
+    axes.set(xscale="log", yscale="log", ylim=(_FLOOR / 10, 2))
+    axes.set(xlabel="distance + 1 (tokens)", ylabel="exp(bias − largest bias)")
     axes.set_title(f"Weight by distance that the bias alone gives, head {head}", fontsize="medium")
     axes.margins(x=0)
     legend_beside(axes)
@@ -146,13 +116,11 @@ def compared(values: Mapping[str, Tensor], head: int) -> Figure:
 def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
     """What a learned bias gives to the keys of a few queries: a row for each query, a column for each layer.
 
-    Args:
-        biases: query position i -> (layers, H, i + 1) bias over key positions 0 … i.
-        name: of the encoding, for the title.
+    ``biases``: query position i -> (layers, H, i + 1) bias over key positions 0 … i; ``name``: of the encoding.
     """
     layers, heads, _ = next(iter(biases.values())).shape
     size = (0.9 + 2.6 * layers, 0.7 + 2.0 * len(biases))
-    figure, made = gridded(len(biases), layers, (max(5.2, size[0]), size[1]), sharey=True, sharex="row")
+    figure, made = panels(len(biases), layers, (max(5.2, size[0]), size[1]), sharey=True, sharex="row")
     for axes, (query, layer) in zip(made, product(biases, range(layers)), strict=True):
         for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
             axes.plot(range(query + 1), biases[query][layer, head].double(), color=colour, linewidth=1.3)
@@ -160,34 +128,19 @@ def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
         axes.set_title(f"query {query}{where}", fontsize="small")
         axes.margins(x=0)
         axes.tick_params(labelsize="x-small")
-    _ramp_bar(figure, made, _HEADS_MAP, (1, heads), "head", whole=True)
-    figure.suptitle(f"Learned bias of {name}", fontsize="medium")
-    return _axes_named(figure, "key position (tokens)", "bias (nats)")
+    _ramp_bar(figure, made, _HEADS_MAP, (1, heads))
+    return _named(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 
 
 def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps: Sequence[int], name: str) -> Figure:
     """Bias minus its value at distance 0 over distance, coloured by the update, a panel for each head.
 
-    Args:
-        values: panel title, e.g. "layer 0, head 1" -> (len(steps), len(distances)) log-bias.
-        distances: in tokens.
-        steps: updates done, rising.
-        name: of the encoding, for the title.
+    ``values``: panel title, e.g. "layer 0, head 1" -> (len(steps), len(distances)) log-bias; ``distances`` in tokens;
+    ``steps``: updates done, rising; ``name``: of the encoding.
     """
-    figure, shown = _few_columns(len(values), (2.3, 1.9))
-    colours = _ramp(_TIME_MAP, len(steps))
-    for axes, (title, bias) in zip(shown, values.items(), strict=True):
-        for line, colour in zip(bias.double(), colours, strict=True):
-            axes.plot(distances, line - line[0], color=colour, linewidth=1.2)
-        _distance_axis(axes, max(distances) + 1)
-        axes.set_title(title, fontsize="small")
-    _ramp_bar(figure, shown, _TIME_MAP, (steps[0], steps[-1]), "updates")
-    figure.suptitle(f"Bias of {name} over its training", fontsize="medium")
-    return _axes_named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)")
-
-
-def _below_top(profile: Tensor) -> Tensor:
-    return (profile.double() - profile.max()).clamp_min(2 * _LOWEST)
+    changes = {title: bias.double() - bias[:, :1] for title, bias in values.items()}
+    figure = _over_distance(changes, distances, _TIME_MAP, (steps[0], steps[-1]))
+    return _named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)", f"Bias of {name} over its training")
 
 
 def _past(n: int) -> Tensor:
@@ -198,7 +151,7 @@ def _scale(norm: Normalize) -> ScalarMappable:
     return ScalarMappable(norm, colormaps["viridis"].with_extremes(bad="0.9"))
 
 
-def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str) -> None:
+def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str, nbins: int, labelsize: str) -> None:
     """(n, n) values of query × key, the future left out."""
     n = len(values)
     low, high = -step / 2, (n - 0.5) * step
@@ -206,37 +159,57 @@ def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: st
     # nearest: a blend of two cells is nobody's bias
     axes.imshow(shown, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
     axes.set_title(title, fontsize="small")
+    axes.locator_params(nbins=nbins, integer=True)
+    axes.tick_params(labelsize=labelsize)
 
 
-def _axes_named(figure: Figure, x: str, y: str) -> Figure:
+def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
+    if title:
+        figure.suptitle(title, fontsize="medium")
     figure.supxlabel(x, fontsize="small")
     figure.supylabel(y, fontsize="small")
     return figure
 
 
-def _few_columns(count: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+def _few_columns(count: int, size: tuple[float, float], grid: bool = False) -> tuple[Figure, list[Axes]]:
     if not count:
         raise UserError("there is nothing to draw: name an encoding with an additive bias")
     columns = min(_COLUMNS, count)
-    rows = -(-count // columns)
-    whole = max(5.0, 1.2 + size[0] * columns), 0.8 + size[1] * rows
-    figure, made = panels(rows, columns, whole, sharex=True, sharey=True)
-    for axes in made[count:]:
-        axes.set_visible(False)
-    for axes in made[max(0, count - columns) : count]:
+    figure, shown = _tiles(count, columns, size, (max(1.2, 5.0 - size[0] * columns), 0.8), grid)
+    for axes in shown[-columns:]:
         # the lowest panel of a column, where the grid is not full
         axes.tick_params(labelbottom=True)
+    return figure, shown
+
+
+def _tiles(
+    count: int, columns: int, size: tuple[float, float], margin: tuple[float, float], grid: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """``count`` panels with the same axes, the last row perhaps not full; ``size`` of each."""
+    rows = -(-count // columns)
+    whole = margin[0] + size[0] * columns, margin[1] + size[1] * rows
+    figure, made = panels(rows, columns, whole, grid=grid, sharex=True, sharey=True)
+    for axes in made[count:]:
+        axes.set_visible(False)
     return figure, made[:count]
 
 
-def _distance_axis(axes: Axes, n: int) -> None:
-    axes.set_xscale("symlog", linthresh=1, base=2)
-    axes.xaxis.set_major_locator(FixedLocator([d for d in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384) if d < n]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-    axes.set_xlim(0, n - 1)
-    axes.tick_params(labelsize="x-small")
-    axes.grid(alpha=0.25)
+def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, span: tuple[int, int]) -> Figure:
+    """A panel for each title, in it a line for each row of (lines, len(distances)) in a colour of the ramp."""
+    figure, shown = _few_columns(len(values), (2.3, 1.9), grid=True)
+    ticks = [d for d in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384) if d <= distances[-1]]
+    for axes, (title, lines) in zip(shown, values.items(), strict=True):
+        for line, colour in zip(lines, _ramp(ramp, len(lines)), strict=True):
+            axes.plot(distances, line, color=colour, linewidth=1.2)
+        axes.set_xscale("symlog", linthresh=1, base=2)
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axes.set_xlim(0, distances[-1])
+        axes.set_title(title, fontsize="small")
+        axes.tick_params(labelsize="x-small")
+    _ramp_bar(figure, shown, ramp, span)
+    return figure
 
 
 def _ramp(name: str, count: int) -> list[Any]:
@@ -244,12 +217,11 @@ def _ramp(name: str, count: int) -> list[Any]:
     return [colormaps[name](0.9 * k / max(1, count - 1)) for k in range(count)]
 
 
-def _ramp_bar(
-    figure: Figure, panels: list[Axes], name: str, span: tuple[int, int], label: str, whole: bool = False
-) -> None:
+def _ramp_bar(figure: Figure, panels: list[Axes], name: str, span: tuple[int, int]) -> None:
     if span[0] == span[1]:
         return
     colours = LinearSegmentedColormap.from_list("ramp", _ramp(name, 64))
+    label = "head" if name == _HEADS_MAP else "updates"
     bar = figure.colorbar(ScalarMappable(Normalize(*span), colours), ax=panels, shrink=0.8, pad=0.01, label=label)
-    if whole:
+    if name == _HEADS_MAP:
         bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))

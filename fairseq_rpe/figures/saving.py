@@ -1,7 +1,5 @@
 """Figures as files that are whole or absent, and as SVG within a page."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How encodings look in figures: an encoding keeps its colour, marker and dashes in every one of them."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Sequence
@@ -35,6 +33,10 @@ class Look(NamedTuple):
     colour: str
     marker: str
     dashes: Any
+
+    def drawn(self) -> dict[str, Any]:
+        """What matplotlib's ``plot`` is told."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.dashes, "markersize": 4}
 
 
 def looks(specs: Sequence[str]) -> dict[str, Look]:

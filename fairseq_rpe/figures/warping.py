@@ -3,10 +3,9 @@
 Source of the quantities: "Improving Length Generalization via Position Index Warping", Eq. 3, 4, 6 to 9.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..analysis import index_warping
 from ..analysis.index_warping import TIMES, Attention, Differences, Falling, Setting, Tail
-from .canvas import Line, gridded, legend_below, legend_beside, plot
+from .canvas import legend_below, legend_beside, panels
 from .style import PALETTE
 
 _MARKED = 24  # fewer points than this are shown one by one
@@ -26,55 +25,42 @@ _TESTS = {1: PALETTE[6], 2: PALETTE[2], 4: PALETTE[3]}
 
 def attention(setting: Setting, found: Attention) -> Figure:
     """exp(raw attention) against distance in tokens, with the level e^-1 that RoPE cannot fall below."""
-    figure, (axes,) = gridded(1, 1, (7.6, 4.2))
+    figure, (axes,) = panels(1, 1, (7.6, 4.2))
     axes.axhline(math.exp(-1), color="0.35", linestyle=(0, (1, 1.5)), linewidth=1.2)
-    axes.text(
-        found.distances.max().item() / 1.2,
-        math.exp(-1) - 0.03,
-        "$e^{-1}$, RoPE's lower bound",
-        fontsize="small",
-        color="0.25",
-        horizontalalignment="right",
-        verticalalignment="top",
-    )
+    place = (found.distances.max().item() / 1.2, math.exp(-1) - 0.03)
+    look = {"fontsize": "small", "color": "0.25", "horizontalalignment": "right", "verticalalignment": "top"}
+    axes.text(*place, "$e^{-1}$, RoPE's lower bound", **look)
     looks = {64: (PALETTE[5], 0.8), 128: (PALETTE[0], 0.8), None: (PALETTE[6], 1.6)}
     for width, y in found.rope.items():
         colour, thick = looks.get(width, ("0.75", 0.8))
         name = "RoPE, wide head" if width is None else f"RoPE, head width {width}"
-        _plot(axes, Line(found.distances, y, name, colour, width=thick))
+        _plot(axes, found.distances, y, name, colour, linewidth=thick)
     styles = ((PALETTE[1], "--"), (PALETTE[4], "-."), (PALETTE[2], (0, (5, 1))), (PALETTE[3], ":"))
     for (head, y), (colour, style) in zip(found.alibi.items(), styles, strict=True):
-        _plot(axes, Line(found.distances, y, f"ALiBi, head {head} of 8", colour, style))
-    axes.set_xscale("log")
+        _plot(axes, found.distances, y, f"ALiBi, head {head} of 8", colour, linestyle=style)
     axes.margins(x=0)
-    axes.set_ylim(-0.06, 2.8)
-    axes.set_title("Raw attention over distance")
-    axes.set_xlabel("distance (tokens)")
-    axes.set_ylabel("exp(raw attention)")
+    axes.set(xscale="log", ylim=(-0.06, 2.8), title="Raw attention over distance")
+    axes.set(xlabel="distance (tokens)", ylabel="exp(raw attention)")
     legend_beside(axes, handlelength=2.6)
     return figure
 
 
 def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
     """Size of the sensitivity (Eq. 6) over all positions, and sensitivity at the last tokens."""
-    figure, (left, right) = gridded(1, 2, (9.6, 4.2))
+    figure, (left, right) = panels(1, 2, (9.6, 4.2))
     averaged = [(one.times, one.single) for one in found if one.single]
     for times, curve in averaged:
-        _plot(left, Line(*curve, "", _TESTS[times], width=0.5, alpha=0.35))
+        _plot(left, *curve, "_", _TESTS[times], linewidth=0.5, alpha=0.35)
     for one in found:
-        _plot(left, Line(*one.size, _test(setting, one.times), _TESTS[one.times]))
-        _plot(right, _from_the_end(one.tail, _test(setting, one.times), _TESTS[one.times]))
-    left.set_xscale("log")
-    left.set_yscale("log")
+        _plot(left, *one.size, _test(setting, one.times), _TESTS[one.times])
+        _plot_from_the_end(right, setting, one.times, one.tail)
     seen = torch.cat([one.size[1] for one in found])
-    left.set_ylim(seen[seen > 0].min().item() / 5, seen.max().item() * 3)
+    left.set(xscale="log", yscale="log", ylim=(seen[seen > 0].min().item() / 5, seen.max().item() * 3))
     left.xaxis.set_minor_formatter(NullFormatter())
     left.set_title("All positions (thick: mean over one wave)" if averaged else "All positions")
     left.set_xlabel(f"position p (0 to {setting.train_length} training tokens)")
     left.set_ylabel(f"|sensitivity| of {setting.unit}, per token")
-    _plain_scale(right)
-    right.set_title("The last tokens")
-    right.set_ylabel(f"sensitivity of {setting.unit}, per token")
+    right.set(title="The last tokens", ylabel=f"sensitivity of {setting.unit}, per token")
     _counted_from_the_end(right)
     legend_below(figure, right)
     return figure
@@ -82,14 +68,12 @@ def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
 
 def tails(setting: Setting, found: Sequence[Tail]) -> Figure:
     """Sensitivity in training against that in tests, aligned at the last token: a panel for each skew, one scale."""
-    figure, rows = gridded(len(found), 1, (7.6, 2.3 * len(found) + 0.7), sharex=True, sharey=True)
+    figure, rows = panels(len(found), 1, (7.6, 2.3 * len(found) + 0.7), sharex=True, sharey=True)
     for axes, one in zip(rows, found, strict=True):
         for times, y in one.at.items():
-            thick = 1.6 if times == 1 else 1.2
-            _plot(axes, _from_the_end(y, _test(setting, times), _TESTS[times], thick))
+            _plot_from_the_end(axes, setting, times, y, linewidth=1.6 if times == 1 else 1.2)
         sums = ", ".join(f"{value:.3g} at {t}×" for value, t in zip(one.sums, TIMES, strict=True))
         axes.set_title(f"{_SKEWS[one.skew][0]}: total difference (c = {one.reach}) {sums}")
-        _plain_scale(axes)
     _counted_from_the_end(rows[-1])
     figure.supylabel(f"sensitivity of {setting.unit}, per token", fontsize="medium")
     legend_below(figure, rows[0])
@@ -99,17 +83,14 @@ def tails(setting: Setting, found: Sequence[Tail]) -> Figure:
 def warps(setting: Setting, found: Mapping[str, Tensor]) -> Figure:
     """Position p_j (Eq. 7, 8) against index j, both in tokens."""
     length = setting.train_length
-    figure, (axes,) = gridded(1, 1, (6.2, 4.4))
+    figure, (axes,) = panels(1, 1, (6.2, 4.4))
     j = torch.arange(length + 1, dtype=torch.float64)
     for skew, p in found.items():
-        _plot(axes, Line(j, p, *_SKEWS[skew]))
+        _plot(axes, j, p, *_SKEWS[skew])
     for part, colour, style in ((2, 2, "--"), (4, 3, "-."), (6, 4, (0, (5, 1))), (8, 5, ":")):
-        _plot(axes, Line(j, j / part, f"head, α = 1/{part}", PALETTE[colour], style))
-    axes.set_title(f"Warped positions, training length {length}")
-    axes.set_xlabel("index j (tokens)")
-    axes.set_ylabel("position $p_j$ (tokens)")
-    axes.set_xlim(0, length)
-    axes.set_ylim(0, length * 1.02)
+        _plot(axes, j, j / part, f"head, α = 1/{part}", PALETTE[colour], linestyle=style)
+    axes.set(title=f"Warped positions, training length {length}", xlim=(0, length), ylim=(0, length * 1.02))
+    axes.set(xlabel="index j (tokens)", ylabel="position $p_j$ (tokens)")
     axes.set_box_aspect(1)
     legend_beside(axes, handlelength=2.6)
     return figure
@@ -117,24 +98,15 @@ def warps(setting: Setting, found: Mapping[str, Tensor]) -> Figure:
 
 def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
     """Total difference (Eq. 9) against test length / training length: lines computed, with them published points."""
-    figure, columns = gridded(1, len(found), (4.6 * len(found), 4.2))
+    figure, columns = panels(1, len(found), (4.6 * len(found), 4.2))
     for axes, one in zip(columns, found, strict=True):
         for skew, sums in one.sums.items():
             name, colour = _SKEWS[skew]
-            _plot(axes, Line(one.times, sums, name, colour))
-            axes.plot(
-                TIMES,
-                one.published[skew],
-                linestyle="none",
-                marker="o",
-                markersize=7,
-                markerfacecolor="white",
-                markeredgecolor=colour,
-                markeredgewidth=1.6,
-                label=f"{name}, published",
-            )
-        axes.set_title(f"training length {one.train_length}, c = {one.reach}")
-        axes.set_xlabel("test length / training length")
+            _plot(axes, one.times, sums, name, colour)
+            dots = {"marker": "o", "markersize": 7, "markerfacecolor": "white", "markeredgewidth": 1.6}
+            look = {**dots, "linestyle": "none", "markeredgecolor": colour}
+            axes.plot(TIMES, one.published[skew], **look, label=f"{name}, published")
+        axes.set(title=f"training length {one.train_length}, c = {one.reach}", xlabel="test length / training length")
         axes.set_ylim(bottom=0)
     columns[0].set_ylabel(f"total difference of {setting.unit}")
     legend_below(figure, columns[0])
@@ -156,15 +128,13 @@ def _test(setting: Setting, times: int) -> str:
     return f"training, {tokens}" if times == 1 else f"interpolated, {times}× ({tokens})"
 
 
-def _from_the_end(y: Tensor, label: str, colour: str, width: float = 1.6) -> Line:
-    return Line(torch.arange(len(y) - 1, -1, -1), y, label, colour, width=width)
+def _plot(axes: Axes, x: Tensor, y: Tensor, label: str, colour: str, **look: Any) -> None:
+    marker = "." if len(x) < _MARKED else None
+    axes.plot(x, y, label=label, color=colour, marker=marker, **{"linewidth": 1.6, **look})
 
 
-def _plot(axes: Axes, line: Line) -> None:
-    plot(axes, line, marker="." if len(line.x) < _MARKED else None)
-
-
-def _plain_scale(axes: Axes) -> None:
+def _plot_from_the_end(axes: Axes, setting: Setting, times: int, y: Tensor, **look: Any) -> None:
+    _plot(axes, torch.arange(len(y) - 1, -1, -1), y, _test(setting, times), _TESTS[times], **look)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 
 

@@ -1,21 +1,19 @@
 """Definition 0.1 in a sweep: what the theory predicts of each method, beside what was observed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
 from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number, words
 from fairseq_rpe.encodings import names
-from fairseq_rpe.reports.findings import Perplexities
+from fairseq_rpe.reports.findings import Perplexities, asked
 from fairseq_rpe.reports.page import Block, Text
 from fairseq_rpe.runs.learned import load_encodings
-from fairseq_rpe.sweeps.state import State, SweepFolder
+from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 NONE = "none"
-_PREDICTIONS = (CONVERGES, DIVERGES, UNDECIDED, NONE)
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
 
@@ -56,23 +54,22 @@ class Judged:
 
 def predict(folder: SweepFolder, state: State) -> dict[str, Prediction]:
     """The prediction for each method of a sweep whose runs are finished, from the parameters that it learned."""
-    found = {}
-    for name in state.encodings:
-        method = state.method(name)
-        paths = [folder.run_of(method, seed).checkpoints.last for seed in state.seeds]
-        paths = [path for path in paths if path.is_file()]
-        if not paths:
-            continue
-        if not method.leaves_positions:
-            found[name] = Prediction(NONE, why="positions are moved")
-        elif method.rpe.partition(":")[0] not in names():
-            found[name] = Prediction(NONE, why="not loaded: give --rpe-module")
-        else:
-            encodings = [encoding for path in paths for encoding in load_encodings(path).encodings]
-            decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
-            of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
-            found[name] = Prediction(of_all, decisions.count(CONVERGES), len(decisions))
-    return found
+    paths: dict[str, list[Path]] = {}
+    for _, method, _, run in asked(folder, state):
+        if run.checkpoints.last.is_file():
+            paths.setdefault(method.name, []).append(run.checkpoints.last)
+    return {name: _predicted(state.method(name), own) for name, own in paths.items()}
+
+
+def _predicted(method: Method, paths: Sequence[Path]) -> Prediction:
+    if not method.leaves_positions:
+        return Prediction(NONE, why="positions are moved")
+    if method.rpe.partition(":")[0] not in names():
+        return Prediction(NONE, why="not loaded: give --rpe-module")
+    encodings = [encoding for path in paths for encoding in load_encodings(path).encodings]
+    decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
+    of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
+    return Prediction(of_all, decisions.count(CONVERGES), len(decisions))
 
 
 def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Judged]:
@@ -114,13 +111,11 @@ def deviations(judged: Sequence[Judged], limit: float) -> Table:
 def observed(judged: Sequence[Judged], limit: float, one_sided: bool) -> Table:
     """By prediction, the methods that extrapolate and those that do not; predictions of no method are left out."""
     rows = []
-    for said in _PREDICTIONS:
-        sides: dict[bool, list[str]] = {True: [], False: []}
-        for one in judged:
-            if one.prediction.verdict == said:
-                sides[one.found.extrapolates(limit, one_sided)].append(one.name)
-        if said in (CONVERGES, DIVERGES) or any(sides.values()):
-            cells = [Cell(f"{len(names)}: {', '.join(names)}" if names else "0") for names in sides.values()]
+    for said in (CONVERGES, DIVERGES, UNDECIDED, NONE):
+        own = [one for one in judged if one.prediction.verdict == said]
+        if own or said in (CONVERGES, DIVERGES):
+            sides = [[o.name for o in own if o.found.extrapolates(limit, one_sided) is side] for side in (True, False)]
+            cells = [Cell(f"{len(side)}: {', '.join(side)}" if side else "0") for side in sides]
             rows.append(Row("no prediction" if said == NONE else said, cells))
     caption = f"Predicted (rows) and observed (columns) at δ = {limit:g}{', one-sided' if one_sided else ''}."
     return Table(caption, ["Σ exp(bias)", "extrapolates", "does not"], rows, words=True)
@@ -137,14 +132,10 @@ def where(judged: Sequence[Judged], one_sided: bool) -> str:
     found = agreeing(sides[CONVERGES], sides[DIVERGES])
     if found is None:
         return "There is no δ at which prediction and observation agree for every method."
-    low, high = _told_apart(*found)
+    # with three decimals, as in the table, or with as many as tell them apart
+    pairs = ([f"{end:.{digits}f}" for end in found] for digits in range(3, 10))
+    low, high = next((pair for pair in pairs if pair[0] != pair[1]), map(repr, found))
     return f"Prediction and observation agree for every method if {low} < δ <= {high}."
-
-
-def _told_apart(low: float, high: float) -> tuple[str, str]:
-    """Both with three decimals, as in the table, or with as many as tell them apart."""
-    shown = ((f"{low:.{digits}f}", f"{high:.{digits}f}") for digits in range(3, 10))
-    return next((pair for pair in shown if pair[0] != pair[1]), (repr(low), repr(high)))
 
 
 def csv(judged: Sequence[Judged], limit: float) -> str:

@@ -1,7 +1,5 @@
 """Every figure on encodings that there is, from specs or from the checkpoints of a sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from fairseq_rpe.figures import biases, empirical, fields, sweep_curves
 from fairseq_rpe.figures.saving import save
 from fairseq_rpe.reports import findings
 from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug
 
 _WINDOW = "window:window=64"  # the one encoding that has to be given a number
@@ -33,6 +32,9 @@ class Trained:
     state: State
     data: Path | None = None
     rpe_module: Path | None = None
+
+    def run(self, name: str, seed: int) -> RunFolder:
+        return self.folder.run_of(self.state.method(name), seed)
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,9 @@ class Gallery:
     trained: Trained | None = None
 
     def __post_init__(self) -> None:
-        if self.head is not None and self.head > self._heads:
-            raise UserError(f"--head {self.head}: there are {self._heads} heads")
+        if self.index >= (heads := self._heads()):
+            raise UserError(f"--head {self.head}: there are {heads} heads")
 
-    @property
     def _heads(self) -> int:
         return min(layers[0].heads for layers in self.encodings.values())
 
@@ -73,7 +74,7 @@ class Gallery:
     @property
     def index(self) -> int:
         """Of the head that is shown, from 0."""
-        return (self.head or (self._heads + 1) // 2) - 1
+        return (self.head or (self._heads() + 1) // 2) - 1
 
 
 class Skip(Exception):
@@ -91,11 +92,11 @@ def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int
         torch.manual_seed(seed)
         if spec in found:
             raise UserError(f"'{spec}' is named twice: leave one out")
-        found[spec] = [encodings.build(spec, heads, 64 * heads, length)]
-        if not found[spec][0].adds_bias:
-            if specs:
-                raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
-            del found[spec]
+        encoding = encodings.build(spec, heads, 64 * heads, length)
+        if encoding.adds_bias:
+            found[spec] = [encoding]
+        elif specs:
+            raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
     return Gallery(found, length, seed, head)
 
 
@@ -108,7 +109,7 @@ def of_sweep(trained: Trained, length: int, seed: int, head: int | None) -> Gall
     folder, state = trained.folder, trained.state
     if state.algorithms:
         raise UserError(f"{folder.path} is a sweep of algorithmic tasks: these figures are for text")
-    paths = {name: _checkpoint(trained, name, seed) for name in state.encodings}
+    paths = {name: trained.run(name, seed).checkpoints.last for name in state.encodings}
     found = {name: load_encodings(path).encodings for name, path in paths.items() if path.is_file()}
     if not found:
         raise UserError(
@@ -120,57 +121,57 @@ def of_sweep(trained: Trained, length: int, seed: int, head: int | None) -> Gall
 def draw(gallery: Gallery, folder: Path) -> Iterator[str]:
     """Draw each figure as PNG and PDF; says of each, as soon as it is there, where, and last which were not drawn."""
     skipped = []
-    for name, make in FIGURES.items():
+    for name, (make, reason) in FIGURES.items():
         try:
             figures = make(gallery)
-        except Skip as reason:
+        except Skip as missing:
+            figures, reason = {}, str(missing)
+        if not figures:
             skipped.append(f"not drawn, {name}: {reason}")
-            continue
         for stem, figure in figures.items():
             save(figure, *(folder / f"{stem}.{ending}" for ending in ("png", "pdf")))
             yield f"{folder / stem}.png, also as .pdf"
     yield from skipped
 
 
-def heat_maps(gallery: Gallery) -> dict[str, Figure]:
+def _heat_maps(gallery: Gallery) -> dict[str, Figure]:
     maps, step = {}, 1
-    for name, encoding in _some(gallery.biased).items():
+    for name, encoding in gallery.biased.items():
         bias, step = bias_map(encoding, gallery.length, [gallery.index])
         maps[name] = bias[0]
-    return {"heat_maps": biases.heat_maps(maps, step, gallery.index + 1)}
+    return {"heat_maps": biases.heat_maps(maps, step, gallery.index + 1)} if maps else {}
 
 
-def profiles(gallery: Gallery) -> dict[str, Figure]:
-    values = {name: encoding.profile(gallery.length) for name, encoding in _some(gallery.biased).items()}
+def _profiles(gallery: Gallery) -> dict[str, Figure]:
+    values = {name: encoding.profile(gallery.length) for name, encoding in gallery.biased.items()}
+    if not values:
+        return {}
     one = {name: profile[gallery.index] for name, profile in values.items()}
     return {"profiles": biases.profiles(values), "profiles_compared": biases.compared(one, gallery.index + 1)}
 
 
-def theory(gallery: Gallery) -> dict[str, Figure]:
+def _theory(gallery: Gallery) -> dict[str, Figure]:
     heads = {name: judgement.judge([encoding])[gallery.index] for name, encoding in gallery.biased.items()}
-    found = {name: judgement.fields([head]).curves for name, head in heads.items()}
-    curves = {name: one for name, one in found.items() if one}
-    if not curves:
-        raise Skip("no series converges")
-    return {"trf": fields.fields(curves, title=f"Theoretical receptive field, head {gallery.index + 1}")}
+    curves = {name: found for name, head in heads.items() if (found := judgement.fields([head]).curves)}
+    title = f"Theoretical receptive field, head {gallery.index + 1}"
+    return {"trf": fields.fields(curves, title=title)} if curves else {}
 
 
-def perplexity(gallery: Gallery) -> dict[str, Figure]:
+def _perplexity(gallery: Gallery) -> dict[str, Figure]:
     trained = _trained(gallery)
     found = findings.perplexities(trained.folder, trained.state)
-    if not found.rows:
-        raise Skip("the sweep has no finished evaluation")
-    return {"ppl": sweep_curves.perplexity({name: found.of(name) for name in found.encodings}, found.trained_at)}
+    curves = {name: found.of(name) for name in found.encodings}
+    return {"ppl": sweep_curves.perplexity(curves, found.trained_at)} if curves else {}
 
 
-def attention(gallery: Gallery) -> dict[str, Figure]:
+def _attention(gallery: Gallery) -> dict[str, Figure]:
     trained = gallery.trained
     if trained is None or trained.data is None:
         raise Skip("needs --sweep and --data")
     plain = [name for name in gallery.encodings if trained.state.method(name).leaves_positions]
     if not plain:
-        raise Skip("every method moves positions")
-    found = find_subjects([_checkpoint(trained, name, gallery.seed) for name in plain])
+        return {}
+    found = find_subjects([trained.run(name, gallery.seed).checkpoints.last for name in plain])
     named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
     request = receptive.FieldRequest(data=trained.data, length=gallery.length, rpe_module=trained.rpe_module)
     length, rows = request.sized(max(subject.train_length for subject in named))
@@ -178,7 +179,7 @@ def attention(gallery: Gallery) -> dict[str, Figure]:
     return {"erf": empirical.curves(measured, request.epsilons)}
 
 
-def queries(gallery: Gallery) -> dict[str, Figure]:
+def _queries(gallery: Gallery) -> dict[str, Figure]:
     at = _trained(gallery, ", because it shows learned biases").state.settings.tokens or gallery.length
     figures = {}
     for name, layers in gallery.encodings.items():
@@ -186,17 +187,14 @@ def queries(gallery: Gallery) -> dict[str, Figure]:
             shown = sorted({at // 2, at, gallery.length})
             rows = {i: torch.stack([e.profile(i + 1).flip(-1) for e in layers]) for i in shown}
             figures[f"queries-{slug(name, gallery.seed)}"] = biases.of_queries(rows, name)
-    if not figures:
-        raise Skip("the sweep has no learned bias of both positions, such as fire")
     return figures
 
 
-def training(gallery: Gallery) -> dict[str, Figure]:
+def _training(gallery: Gallery) -> dict[str, Figure]:
     trained = _trained(gallery)
     figures = {}
     for name, layers in gallery.encodings.items():
-        run = trained.folder.run_of(trained.state.method(name), gallery.seed)
-        inspected = trained.folder.tensorboard / run.name / "encodings"
+        inspected = trained.folder.tensorboard / trained.run(name, gallery.seed).name / "encodings"
         looks = history.read(inspected) if list(layers[0].parameters()) else []
         if len(looks) < 2:
             continue
@@ -208,15 +206,7 @@ def training(gallery: Gallery) -> dict[str, Figure]:
         steps = [look["step"] for look in looks]
         stem = f"training-{slug(name, gallery.seed)}"
         figures[stem] = biases.over_training(values, looks[0]["distances"], steps, name)
-    if not figures:
-        raise Skip("no run with learned biases was trained with --inspect-every")
     return figures
-
-
-def _some(found: dict[str, Encoding]) -> dict[str, Encoding]:
-    if not found:
-        raise Skip("none has an additive bias")
-    return found
 
 
 def _trained(gallery: Gallery, why: str = "") -> Trained:
@@ -225,16 +215,13 @@ def _trained(gallery: Gallery, why: str = "") -> Trained:
     return gallery.trained
 
 
-def _checkpoint(trained: Trained, name: str, seed: int) -> Path:
-    return trained.folder.run_of(trained.state.method(name), seed).checkpoints.last
-
-
-FIGURES: dict[str, Callable[[Gallery], dict[str, Figure]]] = {
-    "heat maps of exp(bias)": heat_maps,
-    "bias over distance": profiles,
-    "theoretical receptive field": theory,
-    "perplexity": perplexity,
-    "empirical receptive field": attention,
-    "learned biases of single queries": queries,
-    "biases over training": training,
+# what is drawn -> how, and why there may be nothing of it
+FIGURES: dict[str, tuple[Callable[[Gallery], dict[str, Figure]], str]] = {
+    "heat maps of exp(bias)": (_heat_maps, "none has an additive bias"),
+    "bias over distance": (_profiles, "none has an additive bias"),
+    "theoretical receptive field": (_theory, "no series converges"),
+    "perplexity": (_perplexity, "the sweep has no finished evaluation"),
+    "empirical receptive field": (_attention, "every method moves positions"),
+    "learned biases of single queries": (_queries, "the sweep has no learned bias of both positions, such as fire"),
+    "biases over training": (_training, "no run with learned biases was trained with --inspect-every"),
 }

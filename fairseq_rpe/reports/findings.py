@@ -1,10 +1,8 @@
 """The results that belong to a sweep's settings, in the order in which they were asked for, and their means."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
@@ -18,25 +16,29 @@ Found = TypeVar("Found", TextResult, AnswerResult)
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """A perplexity of a method; ``ratio``: over that of the same run at the training length, if it is there."""
+class Finding(Generic[Found]):
+    """A result of a method; ``ratio``: of a perplexity over that of the same run at the training length, if known."""
 
-    encoding: str
+    method: str
     seed: int
-    ratio: float | None
-    result: TextResult
+    result: Found
+    ratio: float | None = None
+
+    @property
+    def task(self) -> str | None:
+        return self.result.algorithm if isinstance(self.result, AnswerResult) else None
 
 
 @dataclass(frozen=True)
 class Perplexities:
     """What a sweep on text found; ``trained_at`` in tokens."""
 
-    rows: Sequence[Perplexity]
+    rows: Sequence[Finding[TextResult]]
     trained_at: int
 
     @property
     def encodings(self) -> list[str]:
-        return list(dict.fromkeys(row.encoding for row in self.rows))
+        return list(dict.fromkeys(row.method for row in self.rows))
 
     @property
     def lengths(self) -> list[int]:
@@ -44,11 +46,7 @@ class Perplexities:
 
     def of(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed."""
-        found: dict[int, list[float]] = {}
-        for row in self.rows:
-            if row.encoding == encoding:
-                found.setdefault(row.result.length, []).append(row.result.ppl)
-        return dict(sorted(found.items()))
+        return _by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
 
     def means(self, encoding: str) -> dict[int, float]:
         """By length, the mean over seeds."""
@@ -57,36 +55,21 @@ class Perplexities:
     def ratio(self, encoding: str) -> float | None:
         """At the longest length of all, the mean over seeds."""
         at = self.lengths[-1]
-        found = [row.ratio for row in self.rows if (row.encoding, row.result.length) == (encoding, at)]
-        return _mean(ratio for ratio in found if ratio is not None)
+        return _mean(row.ratio for row in self.rows if (row.method, row.result.length) == (encoding, at))
 
     def csv(self) -> str:
-        head = ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed")
+        found = ((row, row.result) for row in self.rows)
         return csv_text(
-            head,
-            (
-                (row.encoding, one.length, one.ppl, one.loss_base2, one.tokens, row.ratio, row.seed)
-                for row in self.rows
-                for one in [row.result]
-            ),
+            ("encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"),
+            ((row.method, one.length, one.ppl, one.loss_base2, one.tokens, row.ratio, row.seed) for row, one in found),
         )
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """A share of exact answers of a method to a task."""
-
-    task: str
-    method: str
-    seed: int
-    result: AnswerResult
 
 
 @dataclass(frozen=True)
 class ExactAnswers:
     """What a sweep over algorithmic tasks found; of each task the most items in training and in evaluation."""
 
-    rows: Sequence[Exactness]
+    rows: Sequence[Finding[AnswerResult]]
     trained: Mapping[str, int]
     longest: Mapping[str, int]
 
@@ -100,21 +83,17 @@ class ExactAnswers:
 
     def of(self, task: str, method: str) -> dict[int, list[float]]:
         """By number of items, the exact answers of each seed in per cent."""
-        found: dict[int, list[float]] = {}
-        for row in self.rows:
-            if (row.task, row.method) == (task, method):
-                found.setdefault(row.result.length, []).append(100 * row.result.accuracy)
-        return found
+        own = [row.result for row in self.rows if (row.task, row.method) == (task, method)]
+        return _by_length((one.length, 100 * one.accuracy) for one in own)
 
     def means(self, task: str, method: str) -> dict[str, float | None]:
         """In per cent over the trained numbers of items, those beyond, and all; every number and seed weighs alike."""
-        found, trained = self.of(task, method), self.trained[task]
-        parts = {
-            "trained": range(2, trained + 1),
-            "beyond": range(trained + 1, self.longest[task] + 1),
-            "all": range(2, self.longest[task] + 1),
+        found, trained, longest = self.of(task, method), self.trained[task], self.longest[task]
+        parts = {"trained": (2, trained), "beyond": (trained + 1, longest), "all": (2, longest)}
+        return {
+            part: _mean(v for n in range(first, last + 1) for v in found.get(n, ()))
+            for part, (first, last) in parts.items()
         }
-        return {part: _mean(v for n in numbers for v in found.get(n, ())) for part, numbers in parts.items()}
 
     def ranges(self) -> str:
         """In words, how many items each task has in training and in evaluation."""
@@ -124,20 +103,32 @@ class ExactAnswers:
         )
 
     def csv(self) -> str:
-        head = ("task", "method", "seed", "items", "examples", "right", "accuracy", "positions")
-        return csv_text(
-            head,
-            (
-                (row.task, row.method, row.seed, one.length, one.examples, one.right, one.accuracy, one.transform)
-                for row in self.rows
-                for one in [row.result]
-            ),
-        )
+        lines = []
+        for row in self.rows:
+            one = row.result
+            counts = (one.length, one.examples, one.right, one.accuracy)
+            lines.append((one.algorithm, row.method, row.seed, *counts, one.transform))
+        return csv_text(("task", "method", "seed", "items", "examples", "right", "accuracy", "positions"), lines)
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    given = list(values)
+def _by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+    values: dict[int, list[float]] = {}
+    for length, value in found:
+        values.setdefault(length, []).append(value)
+    return dict(sorted(values.items()))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    given = [value for value in values if value is not None]
     return sum(given) / len(given) if given else None
+
+
+def asked(folder: SweepFolder, state: State) -> Iterator[tuple[str | None, Method, int, RunFolder]]:
+    """Task, if it is over tasks, method, seed and run of everything that a sweep compares."""
+    for task in state.algorithms or (None,):
+        for method in map(state.method, state.encodings):
+            for seed in state.seeds:
+                yield task, method, seed, folder.run_of(method, seed, task)
 
 
 def collect(folder: SweepFolder, state: State) -> Perplexities | ExactAnswers:
@@ -158,32 +149,25 @@ def perplexities(folder: SweepFolder, state: State) -> Perplexities:
     if trained_at is None:
         raise UserError(f"{folder.state_path} does not say at which length was trained: start the sweep again")
     rows = []
-    for name in state.encodings:
-        for seed in state.seeds:
-            measured = _measured(TextResult, folder.run_of(state.method(name), seed), state.method(name))
-            by_length = {r.length: r for r in measured if r.subset == state.settings.subset}
-            own = by_length.get(trained_at)
-            for length in sorted(by_length):
-                result = by_length[length]
-                rows.append(Perplexity(name, seed, result.ppl / own.ppl if own else None, result))
+    for _, method, seed, run in asked(folder, state):
+        found = [one for one in _measured(TextResult, run, method) if one.subset == state.settings.subset]
+        by_length = {one.length: one for one in found}
+        own = by_length.get(trained_at)
+        for _, one in sorted(by_length.items()):
+            rows.append(Finding(method.name, seed, one, one.ppl / own.ppl if own else None))
     return Perplexities(rows, trained_at)
 
 
 def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
     """Of a sweep over algorithmic tasks, by task, method, seed and number of items."""
     split, rows = state.settings.subset, []
-    for task in state.algorithms:
-        for name in state.encodings:
-            for seed in state.seeds:
-                measured = _measured(AnswerResult, folder.run_of(state.method(name), seed, task), state.method(name))
-                own = [r for r in measured if (r.algorithm, r.split, r.unit) == (task, split, "items")]
-                rows += [Exactness(task, name, seed, result) for result in sorted(own, key=lambda r: r.length)]
+    for task, method, seed, run in asked(folder, state):
+        found = _measured(AnswerResult, run, method)
+        own = [one for one in found if (one.algorithm, one.split, one.unit) == (task, split, "items")]
+        rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: one.length)]
     built = {task: build(task) for task in state.algorithms}
-    return ExactAnswers(
-        rows,
-        trained={task: one.longest("train") for task, one in built.items()},
-        longest={task: one.longest(split) for task, one in built.items()},
-    )
+    longest = {part: {task: one.longest(part) for task, one in built.items()} for part in ("train", split)}
+    return ExactAnswers(rows, longest["train"], longest[split])
 
 
 def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:

@@ -1,29 +1,25 @@
 """Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from pathlib import Path
-
 from fairseq_rpe.reports.findings import collect
-from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
-@dataclass(frozen=True)
 class Places:
-    """The files of a report. ``results``: its numbers as CSV, written last, because the others belong to them."""
+    """The files of a report on a sweep.
 
-    results: Path
-    table: Path
-    figures: tuple[Path, ...]
-    page: Path
-    tensorboard: Path
-    others: tuple[Path, ...] = ()
+    ``results``: its numbers as CSV, written last, because the others belong to them; ``evaluation``: what TensorBoard
+    shows of them, replaced as a whole.
+    """
 
-    @property
-    def evaluation(self) -> Path:
-        """What TensorBoard shows of the results, replaced as a whole."""
-        return self.tensorboard / "evaluation"
+    def __init__(self, folder: SweepFolder, state: State) -> None:
+        results, figure = ("accuracy", "accuracy") if state.algorithms else ("results", "ppl")
+        self.results = folder.path / f"{results}.csv"
+        self.table = folder.path / f"{results}.md"
+        self.figures = [folder.path / f"{figure}.{ending}" for ending in ("png", "pdf")]
+        self.page = folder.path / "report.html"
+        self.tensorboard = folder.tensorboard
+        self.evaluation = folder.tensorboard / "evaluation"
+        self.others = [] if state.algorithms else [folder.path / "extrapolation.csv"]
 
     def text(self, table: str) -> str:
         """What is printed: the table and where everything is."""
@@ -36,19 +32,6 @@ class Places:
         )
 
 
-def places(folder: SweepFolder, algorithms: bool) -> Places:
-    """Of a sweep on text or over algorithmic tasks."""
-    results, figure = ("accuracy", "accuracy") if algorithms else ("results", "ppl")
-    return Places(
-        results=folder.path / f"{results}.csv",
-        table=folder.path / f"{results}.md",
-        figures=tuple(folder.path / f"{figure}.{ending}" for ending in ("png", "pdf")),
-        page=folder.path / "report.html",
-        tensorboard=folder.tensorboard,
-        others=() if algorithms else (folder.path / "extrapolation.csv",),
-    )
-
-
 def text(folder: SweepFolder) -> str | None:
     """What the report says, or nothing if it has to be written: results are new or a file of it is missing.
 
@@ -56,10 +39,9 @@ def text(folder: SweepFolder) -> str | None:
         UserError: the folder holds no sweep, or none of its runs is finished.
     """
     state = folder.state()
-    at = places(folder, bool(state.algorithms))
-    found = collect(folder, state).csv()
-    if not all(path.exists() for path in (at.table, at.page, at.evaluation, *at.figures, *at.others)):
+    at, found = Places(folder, state), collect(folder, state).csv()
+    if not all(path.exists() for path in (at.results, at.table, at.page, at.evaluation, *at.figures, *at.others)):
         return None
-    if not at.results.exists() or at.results.read_text(encoding="utf-8") != found:
+    if at.results.read_text(encoding="utf-8") != found:
         return None
     return at.text(at.table.read_text(encoding="utf-8"))

@@ -1,10 +1,8 @@
 """Reports as one self-contained HTML page: what it is made of, how it is written, and the same as Markdown."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,20 +60,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Section:
-    """Everything that a page says about one sweep; parts without blocks are left out."""
+    """Everything that a page says about one sweep."""
 
     name: str
     title: str
     lead: list[str]
     facts: list[tuple[str, str]]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part]
 
 
 @dataclass(frozen=True)
-class Report:
-    """What is to be written on a sweep: on the page, as Markdown, and the figure that stands beside the page."""
+class Findings:
+    """What a sweep found: for the page, as Markdown, and the figure that stands beside the page."""
 
-    section: Section
+    lead: list[str]
+    parts: list[Part]
+    every: Table
     markdown: str
     figure: Figure
 
@@ -97,8 +97,8 @@ def markdown(blocks: Sequence[Block]) -> str:
     return found
 
 
-def render(sections: Sequence[Section]) -> str:
-    """The page on one sweep or several, one after another."""
+def write(sections: Sequence[Section], path: Path) -> None:
+    """Write the page on one sweep or several, one after another."""
     environment = Environment(
         loader=FileSystemLoader(PACKAGE / "templates"),
         autoescape=True,
@@ -106,9 +106,5 @@ def render(sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.jinja").render(sections=sections, version=__version__)
-
-
-def write(sections: Sequence[Section], path: Path) -> None:
-    """Write the page."""
-    atomic_write(path, render(sections))
+    template = environment.get_template("report.html.jinja")
+    atomic_write(path, template.render(sections=sections, version=__version__))

@@ -5,22 +5,20 @@ replaced files. Not by its ``add_hparams``: that would purge nothing, repeat the
 TensorBoard takes the first, so columns would depend on what that one measured) and name columns by their tags.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from fairseq_rpe.reports.findings import ExactAnswers, Perplexities
+from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, asked
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.settings import IDENTITY
-from fairseq_rpe.sweeps.state import State, SweepFolder, slug
+from fairseq_rpe.sweeps.state import Method, State, SweepFolder, slug
 
 _LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
 Chosen = dict[str, str | float]
@@ -41,11 +39,10 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers,
     if isinstance(found, Perplexities):
         names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in found.lengths}
         tag, title = "ppl_by_length", "perplexity over evaluation length (step = tokens)"
-        sessions = _of_text(folder, state, found)
     else:
         names = {f"exact/{part}": f"exact match (%), {part}" for part in ("trained", "beyond", "all")}
         tag, title = "exact_by_items", "exact match in % over items (step = items)"
-        sessions = _of_algorithms(folder, state, found)
+    sessions = _sessions(folder, state, found)
     charts = {
         "Evaluation": {title: tag},
         "Loss": {"loss (bits per token)": "loss", "perplexity": "ppl"},
@@ -63,35 +60,30 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers,
         made.rename(target)
 
 
-def _of_text(folder: SweepFolder, state: State, found: Perplexities) -> list[Session]:
+def _sessions(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers) -> list[Session]:
     sessions = []
-    for label, seed in dict.fromkeys((row.encoding, row.seed) for row in found.rows):
-        own = [row.result for row in found.rows if (row.encoding, row.seed) == (label, seed)]
-        curve = {one.length: one.ppl for one in own}
-        metrics = {f"ppl_at/{length}": ppl for length, ppl in curve.items()}
-        sessions.append(Session(slug(label, seed), _chosen(folder, state, label, seed), metrics, curve))
-    return sessions
-
-
-def _of_algorithms(folder: SweepFolder, state: State, found: ExactAnswers) -> list[Session]:
-    sessions = []
-    for task, label, seed in dict.fromkeys((row.task, row.method, row.seed) for row in found.rows):
+    for task, method, seed, run in asked(folder, state):
+        label = method.name
         rows = [row for row in found.rows if (row.task, row.method, row.seed) == (task, label, seed)]
-        own = ExactAnswers(rows, found.trained, found.longest)
-        metrics = {f"exact/{part}": mean for part, mean in own.means(task, label).items() if mean is not None}
-        curve = {items: values[0] for items, values in own.of(task, label).items()}
-        chosen: Chosen = {"task": task, **_chosen(folder, state, label, seed, task)}
-        sessions.append(Session(slug(f"{task}@{label}", seed), chosen, metrics, curve))
+        own = replace(found, rows=rows)
+        if isinstance(own, Perplexities):
+            curve = {row.result.length: row.result.ppl for row in own.rows}
+            metrics = {f"ppl_at/{length}": ppl for length, ppl in curve.items()}
+        else:
+            curve = {items: values[0] for items, values in own.of(task, label).items()}
+            metrics = {f"exact/{part}": mean for part, mean in own.means(task, label).items() if mean is not None}
+        if rows:
+            chosen = _chosen(state, task, method, seed, run.checkpoints.record() or RunRecord())
+            sessions.append(Session(slug(f"{task}@{label}" if task else label, seed), chosen, metrics, curve))
     return sessions
 
 
-def _chosen(folder: SweepFolder, state: State, label: str, seed: int, task: str | None = None) -> Chosen:
+def _chosen(state: State, task: str | None, method: Method, seed: int, run: RunRecord) -> Chosen:
     """The settings of a run that the HParams tab compares; those not on record are left out."""
-    method = state.method(label)
-    run = folder.run_of(method, seed, task).checkpoints.record() or RunRecord()
     moved = method.positions_train
     values = {
-        "method": label if label != method.rpe else None,
+        "task": task,
+        "method": method.name if method.name != method.rpe else None,
         "encoding": method.rpe,
         "positions_train": moved,
         "positions_eval": method.positions_eval or (moved if moved == IDENTITY else f"default of {moved}"),

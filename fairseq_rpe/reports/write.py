@@ -1,17 +1,15 @@
 """Writes a sweep's report: tables, figures, TensorBoard and the page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.figures import saving
 from fairseq_rpe.reports import definition, page, tensorboard
-from fairseq_rpe.reports.chapters import exact_match, perplexities
+from fairseq_rpe.reports.chapters import exact_match, literature, perplexities, training
 from fairseq_rpe.reports.findings import Perplexities, collect
-from fairseq_rpe.reports.kept import places
-from fairseq_rpe.reports.page import Section
+from fairseq_rpe.reports.kept import Places
+from fairseq_rpe.reports.page import Part, Section
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 DELTA = 0.05
@@ -43,20 +41,28 @@ def write(folder: SweepFolder, delta: float | None = None) -> Written:
     Raises:
         UserError: what :func:`check` refuses, or none of its runs is finished.
     """
-    state = check(folder, delta)
-    found, at = collect(folder, state), places(folder, bool(state.algorithms))
+    state = literature.completed(check(folder, delta))
+    found, at, runs = collect(folder, state), Places(folder, state), training.runs(folder, state)
     others = []
     if isinstance(found, Perplexities):
         judged = definition.judge(found, definition.predict(folder, state))
         others.append(definition.csv(judged, delta or DELTA))
-        made = perplexities.report(folder, state, found, judged, delta or DELTA)
+        made = perplexities.findings(state, runs, found, definition.blocks(judged, found.trained_at, delta or DELTA))
     else:
-        made = exact_match.report(folder, state, found)
+        made = exact_match.findings(state, runs, found)
+    parts = [*made.parts, *training.parts(state, runs), Part("measurements", "Every measurement", [made.every])]
+    section = Section(
+        name=folder.path.resolve().name,
+        title=state.title or "",
+        lead=made.lead,
+        facts=training.facts(state, runs),
+        parts=[part for part in parts if part.blocks],
+    )
     saving.save(made.figure, *at.figures)
     tensorboard.write(folder, state, found, at.evaluation)
-    page.write([made.section], at.page)
+    page.write([section], at.page)
     for path, text in zip(at.others, others, strict=True):
         atomic_write(path, text)
     atomic_write(at.table, made.markdown)
     atomic_write(at.results, found.csv())
-    return Written(made.section, at.text(made.markdown))
+    return Written(section, at.text(made.markdown))

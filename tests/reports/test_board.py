@@ -30,7 +30,7 @@ from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import biases
 from fairseq_rpe.modules.inspection import Inspector
 from fairseq_rpe.reports import tensorboard as evaluations
-from fairseq_rpe.reports.findings import ExactAnswers, Exactness, Perplexities, Perplexity
+from fairseq_rpe.reports.findings import ExactAnswers, Finding, Perplexities
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,14 +338,15 @@ def test_figures_show_the_bias():
 
 
 def test_algorithms_have_a_curve_over_items(tmp_path):
-    sweep, state = SweepFolder(tmp_path), State(SweepSettings(arch="transformer_rpe_lm_tiny"), ("alibi",), (1,))
+    settings = SweepSettings(arch="transformer_rpe_lm_tiny")
+    sweep, state = SweepFolder(tmp_path), State(settings, ("alibi",), (1,), algorithms=("copy",))
     place = sweep.run_of(Method("alibi", "alibi"), 1, "copy").checkpoints
     files.write_json(place.record_path, {"updates": 5})
     given = {"checkpoint": "c", "algorithm": "copy", "split": "test", "unit": "items", "transform": "identity"}
     results = [
         AnswerResult(length=n, examples=4, right=right, accuracy=right / 4, **given) for n, right in ((2, 4), (9, 1))
     ]
-    found = ExactAnswers([Exactness("copy", "alibi", 1, result) for result in results], {"copy": 5}, {"copy": 9})
+    found = ExactAnswers([Finding("alibi", 1, result) for result in results], {"copy": 5}, {"copy": 9})
     evaluations.write(sweep, state, found, tmp_path / EVALUATION)
     folder = tmp_path / EVALUATION / slug("copy@alibi", 1)
     assert scalars(folder, "exact_by_items") == {2: 100.0, 9: 25.0}
@@ -363,7 +364,7 @@ def test_a_running_tensorboard_forgets_what_was_replaced(tmp_path):
 
     def write(ppl: dict[str, dict[int, float]]) -> None:
         rows = [
-            Perplexity(name, 1, None, TextResult(length=n, ppl=value, **given))
+            Finding(name, 1, TextResult(length=n, ppl=value, **given))
             for name, values in ppl.items()
             for n, value in values.items()
         ]

@@ -15,7 +15,7 @@ from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation.results import TextResult
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import NONE, Prediction
-from fairseq_rpe.reports.findings import Perplexities, Perplexity
+from fairseq_rpe.reports.findings import Finding, Perplexities
 from fairseq_rpe.reports.page import markdown
 from fairseq_rpe.runs.learned import load_encodings
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
@@ -40,7 +40,7 @@ def found(ppl):
     """The perplexities of a sweep at 64 tokens."""
     given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
     rows = [
-        Perplexity(name, 1, None, TextResult(length=n, ppl=value, **given))
+        Finding(name, 1, TextResult(length=n, ppl=value, **given))
         for name, values in ppl.items()
         for n, value in values.items()
     ]

@@ -1,22 +1,19 @@
 """A sweep on text: perplexities over length, loss by position, Definition 0.1."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports import definition
-from fairseq_rpe.reports.chapters import literature, training
-from fairseq_rpe.reports.definition import Judged
+from fairseq_rpe.reports.chapters import literature
+from fairseq_rpe.reports.chapters.training import Run, here
 from fairseq_rpe.reports.findings import Perplexities
-from fairseq_rpe.reports.page import Block, Part, Report, Section, markdown, picture
-from fairseq_rpe.sweeps.state import State, SweepFolder
+from fairseq_rpe.reports.page import Block, Findings, Part, markdown, picture
+from fairseq_rpe.sweeps.state import State
 
 
-def report(folder: SweepFolder, state: State, found: Perplexities, judged: list[Judged], delta: float) -> Report:
-    """Everything on a sweep; ``delta``: δ of Definition 0.1."""
-    made = training.runs(folder, state)
-    values, theory = table(state, found), definition.blocks(judged, found.trained_at, delta)
-    beside = literature.blocks(state, made, found)
+def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: list[Block]) -> Findings:
+    """What a sweep found; ``theory``: what Definition 0.1 says of it."""
+    values, beside = _table(state, found), literature.blocks(state, runs, found)
     figure = sweep_curves.perplexity({name: found.of(name) for name in found.encodings}, found.trained_at)
     alt = "; ".join(
         f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
@@ -27,23 +24,19 @@ def report(folder: SweepFolder, state: State, found: Perplexities, judged: list[
         f"Perplexity per token against evaluation length: {alt}.",
         f"Perplexity per token against evaluation length; dashed: the training length of {found.trained_at} tokens.",
     )
-    parts = [
-        Part("perplexity", "Perplexity over length", [values, drawn]),
-        Part("published", "Beside the published values", beside),
-        Part("positions", "Loss by position", _positions(found)),
-        Part("verdict", "Does it extrapolate?", theory),
-        *training.parts(state, made),
-        Part("measurements", "Every measurement", [measurements(found)]),
-    ]
-    section = Section(
-        name=folder.path.resolve().name,
-        title=literature.title(state),
-        lead=_lead(state, found, training.data_name(state, made)),
-        facts=training.facts(state, made, literature.paper(state)),
-        parts=[part for part in parts if part.blocks],
+    return Findings(
+        _lead(state, found, here(state, runs).data),
+        [
+            Part("perplexity", "Perplexity over length", [values, drawn]),
+            Part("published", "Beside the published values", beside),
+            Part("positions", "Loss by position", _positions(found)),
+            Part("verdict", "Does it extrapolate?", theory),
+        ],
+        _measurements(found),
+        # of what stands beside, the caution and the values
+        values.markdown() + markdown([*theory, *beside[:1], *beside[-1:]]),
+        figure,
     )
-    # of what stands beside, the caution and the values
-    return Report(section, values.markdown() + markdown([*theory, *beside[:1], *beside[-1:]]), figure)
 
 
 def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
@@ -69,7 +62,7 @@ def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
     return lead
 
 
-def table(state: State, found: Perplexities) -> Table:
+def _table(state: State, found: Perplexities) -> Table:
     """Perplexity per token, encodings × lengths; the last column is the longest over the training length."""
     last = found.lengths[-1]
     means = {name: found.means(name) for name in found.encodings}
@@ -91,7 +84,7 @@ def table(state: State, found: Perplexities) -> Table:
 
 def _positions(found: Perplexities) -> list[Block]:
     """At the longest length at which it is on record; nothing where no evaluation looked at positions."""
-    looked = [(row.encoding, one, row.result.length) for row in found.rows if (one := row.result.positions_loss)]
+    looked = [(row.method, one, row.result.length) for row in found.rows if (one := row.result.positions_loss)]
     if not looked:
         return []
     longest = max(length for _, _, length in looked)
@@ -99,17 +92,14 @@ def _positions(found: Perplexities) -> list[Block]:
     for name, one, length in looked:
         if length == longest:
             curves.setdefault(name, []).append(dict(zip(one.upto, one.loss_base2, strict=True)))
-    means = {
-        name: {upto: sum(one[upto] for one in seeds) / len(seeds) for upto in seeds[0]}
-        for name, seeds in curves.items()
-    }
+    means = {name: {n: sum(one[n] for one in seeds) / len(seeds) for n in seeds[0]} for name, seeds in curves.items()}
     ends = ", ".join(f"{name} {list(loss.values())[-1]:.2f}" for name, loss in means.items())
     alt = f"Loss in bits per token against the position in blocks of {longest} tokens. At their ends: {ends}."
     caption = f"Loss by position in blocks of {longest} tokens, mean of each doubling of the position."
     return [picture(sweep_curves.positions(means), alt, caption)]
 
 
-def measurements(found: Perplexities) -> Table:
+def _measurements(found: Perplexities) -> Table:
     """Every row, with what its measurement took where that is on record."""
     titles = {"seconds": "seconds", "peak_mb": "peak memory (MiB)", "engine": "engine"}
     more = [key for key in titles if any(getattr(row.result, key) is not None for row in found.rows)]
@@ -123,6 +113,6 @@ def measurements(found: Perplexities) -> Table:
         for key in more:
             value = getattr(one, key)
             cells.append(number(value, ".1f") if isinstance(value, (int, float)) else words(value))
-        lines.append(Row(row.encoding, cells))
+        lines.append(Row(row.method, cells))
     caption = "What results.csv holds, and what each measurement took."
     return Table(caption, [*head, *(titles[key] for key in more)], lines, folded=True)
