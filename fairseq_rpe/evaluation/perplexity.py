@@ -28,7 +28,6 @@ from fairseq_rpe.evaluation.loading import check_plain, load, one_line
 from fairseq_rpe.evaluation.losses import buckets, by_position, defined
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
 from fairseq_rpe.evaluation.results import TextKey, TextResult
-from fairseq_rpe.modules.decoder import UNLIMITED
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.specs import load_rpe_module
@@ -109,7 +108,6 @@ def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> 
         dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
         max_tokens=batch_tokens,
         batch_size=request.batch_size,
-        max_positions=UNLIMITED,
         num_workers=0,
         data_buffer_size=0,
     )

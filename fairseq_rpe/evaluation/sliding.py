@@ -16,7 +16,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
-from fairseq_rpe.evaluation.windows import Windows, cached, check_windows, recomputed, why_not_cached
+from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
@@ -116,19 +116,11 @@ def _measuring(
         title = f"{subject.label}, {key.mode}, window {key.window}"
         seconds: list[float] = []
         while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:
-            if key.mode == CACHED:
-                score = cached(model, windows, title)
-            else:
-                score = recomputed(model, windows, key.workers or 0, title)
-            seconds.append(score.seconds)
-        nats = score.nats / key.tokens
-        return SlidingResult(
-            **vars(key),
-            encoding=subject.label,
-            loss_base2=nats / math.log(2),
-            ppl=math.exp(nats),
-            seconds=statistics.median(seconds),
-        )
+            nats, taken = score(model, windows, cached=key.mode == CACHED, workers=key.workers or 0, title=title)
+            seconds.append(taken)
+        nats /= key.tokens
+        found = {"loss_base2": nats / math.log(2), "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
+        return SlidingResult(**vars(key), encoding=subject.label, **found)
 
     return measure
 
