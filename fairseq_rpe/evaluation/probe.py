@@ -70,11 +70,8 @@ class Field:
     It is an attention backend that returns what the decoder's own returns, so results do not change. Layers are told
     apart by order: a call whose first query is the first token begins the next layer.
 
-    Args:
-        decoder: of a ``transformer_rpe_lm`` in evaluation mode.
-        length: tokens of every block.
-        rows: queries measured in each block, its last ones.
-        epsilons: values of ε in (0, 1).
+    ``decoder``: of a ``transformer_rpe_lm`` in evaluation mode; ``length``: tokens of every block; ``epsilons`` in
+    (0, 1).
     """
 
     def __init__(self, decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> None:

@@ -67,13 +67,8 @@ class SlidingRequest(Overrides):
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """A measurement for each window and mode."""
-        same = {
-            "checkpoint": file_digest(checkpoint),
-            "data": corpus.digest(self.data),
-            "tokens": self.check(),
-            "max_tokens": self.max_tokens or BATCH_TOKENS,
-            "device": devices.chosen(self.device),
-        }
+        same = {"checkpoint": file_digest(checkpoint), "data": corpus.digest(self.data), "tokens": self.check()}
+        same |= {"max_tokens": self.max_tokens or BATCH_TOKENS, "device": devices.chosen(self.device)}
         return [
             filled(SlidingKey, self, **same, mode=mode, window=window, stride=window if mode == PLAIN else self.stride)
             for window in self.windows

@@ -30,11 +30,7 @@ class Windows(Dataset):
 
     An item follows from its number alone: any number of loading processes gives the same. No row is ever padded: the
     first and the last window are batches of their own where their shape is another.
-
-    Args:
-        stream: (T + 1,) int64: x_0, then the T targets.
-        window, stride: w and s.
-        rows: windows in a batch.
+    ``stream``: (T + 1,) int64, x_0 and then the T targets; ``window`` w, ``stride`` s; ``rows``: windows in a batch.
     """
 
     def __init__(self, stream: Tensor, window: int, stride: int, rows: int = 1) -> None:

@@ -26,9 +26,7 @@ class Timed(NamedTuple):
 def curves(rows: Sequence[Timed], stride: int, published: float) -> Figure:
     """Perplexity of all modes and time of those after the first, which is what times are relative to.
 
-    Args:
-        stride: in tokens, of the modes after the first.
-        published: a relative time to draw a line at.
+    ``stride``: in tokens, of the modes after the first; ``published``: a relative time to draw a line at.
     """
     shown = looks(list(dict.fromkeys(row.encoding for row in rows)))
     modes = dict(zip(dict.fromkeys(row.mode for row in rows), _DASHES, strict=False))
