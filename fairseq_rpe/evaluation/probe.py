@@ -36,7 +36,9 @@ class LayerField:
         # Column c of near lies m-1-c keys into the past of the last query: the future of row r fills its first n-1-r.
         near = found.flip(-1).double()
         future = torch.arange(n - 1, -1, -1, device=found.device)
-        self._mass[:, :m] += _diagonal_sums(near.sum(0).flip(1))
+        # A stride of one row and one column puts a diagonal, the entries (r, d + r), into column d.
+        wide = F.pad(near.sum(0).flip(1), (0, n))
+        self._mass[:, :m] += wide.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1)).sum(1)
         keys = (n_emp(near, self.epsilons) - future).transpose(1, 2).flatten(2)  # (E, H, B·n)
         self._counts.scatter_add_(2, keys, torch.ones_like(keys))
 
@@ -126,10 +128,3 @@ def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) 
         nothing = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
         found.measure(nothing, nothing, Plan(positions, form))
     return found.layers
-
-
-def _diagonal_sums(near: Tensor) -> Tensor:
-    """(H, n, m) -> (H, m): entry d sums all (r, d + r), entries past the end counting as 0."""
-    heads, n, m = near.shape
-    wide = F.pad(near, (0, n))
-    return wide.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1)).sum(1)
