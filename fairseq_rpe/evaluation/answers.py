@@ -22,11 +22,7 @@ from fairseq_rpe.runs.settings import IDENTITY, defaults_for
 
 
 def algorithm_of(checkpoint: Checkpoint) -> algorithms.Algorithm:
-    """The task that a checkpoint was trained on.
-
-    Raises:
-        UserError: it was trained on text.
-    """
+    """The task that a checkpoint was trained on; one that was trained on text is refused."""
     spec = checkpoint.task.get("algorithm")
     if not spec:
         raise UserError(f"{checkpoint.path} was not trained on an algorithmic task: fairseq-rpe eval is for text")
@@ -89,15 +85,9 @@ def measuring(
             prompts, answers = data.prompts(part.tolist())
             written = greedy(model, prompts.to(device), answers.shape[1])
             right += int(torch.eq(written.cpu(), answers).all(1).sum())
-        return AnswerResult(
-            **vars(key),
-            encoding=checkpoint.encoding,
-            examples=len(rows),
-            right=right,
-            accuracy=right / len(rows),
-            transform=transform,
-            seconds=round(time.monotonic() - start, 3),
-        )
+        counts = {"examples": len(rows), "right": right, "accuracy": right / len(rows)}
+        took = round(time.monotonic() - start, 3)
+        return AnswerResult(**vars(key), **counts, encoding=checkpoint.encoding, transform=transform, seconds=took)
 
     for key in wanted:
         if not (data.items == key.length).any():
@@ -108,17 +98,11 @@ def measuring(
 
 @torch.no_grad()
 def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
-    """The likeliest next token, ``steps`` >= 1 times, past the end of the sentence as well.
+    """The likeliest next token, ``steps`` >= 1 times, past the end of the sentence as well: (B, steps) int64.
 
-    Args:
-        model: a ``transformer_rpe_lm`` in evaluation mode.
-        prompts: (B, P) int64 without padding, P >= 1.
-
-    Returns:
-        (B, steps) int64.
+    ``model``: a ``transformer_rpe_lm`` in evaluation mode; ``prompts``: (B, P) int64 without padding, P >= 1.
     """
-    state: Cache = {}
-    rows = prompts
+    state, rows = Cache(), prompts
     for _ in range(steps):
         features = model.decoder(rows, incremental_state=state, features_only=True)[0]
         scores = model.decoder.output_layer(features[:, -1])

@@ -77,9 +77,8 @@ def find_subjects(paths: Sequence[Path]) -> list[Subject]:
     for path in paths:
         checkpoint = checkpoints.load(path)
         check_plain(checkpoint)
-        label, moved = checkpoint.encoding, checkpoint.model.get("positions_train") or IDENTITY
-        if moved != IDENTITY:
-            label += f" + {moved}"
+        moved = checkpoint.model.get("positions_train") or IDENTITY
+        label = checkpoint.encoding if moved == IDENTITY else f"{checkpoint.encoding} + {moved}"
         length = checkpoint.model.get("rpe_train_length") or checkpoint.task.get("tokens_per_sample") or 0
         found.append(Subject(path, label, int(str(length))))
     if len({path.resolve() for path in paths}) < len(paths):
@@ -92,10 +91,7 @@ def find_subjects(paths: Sequence[Path]) -> list[Subject]:
 
 
 def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
-    """Refuse a checkpoint that is not of this plugin or was not trained as a plain language model.
-
-    ``otherwise``: a remedy of the calling command, added to those that are named for text.
-    """
+    """Refuse one that is not this plugin's, or not a plain language model; ``otherwise``: the caller's own remedy."""
     path, task = checkpoint.path, checkpoint.task
     if task.get("algorithm"):
         raise UserError(f"{path} was trained on an algorithmic task: this command is for text")

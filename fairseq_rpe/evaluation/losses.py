@@ -51,11 +51,8 @@ def by_position(
 ) -> tuple[Tensor, Tensor]:
     """Sums of losses in nats (length,) float64, and the targets in them (length,), at each position of a block.
 
-    Args:
-        model: a ``transformer_rpe_lm`` in evaluation mode.
-        batches: inputs and targets (B, n), n <= length, rows padded at their end.
-        pad: the number of the padding symbol.
-        tick: told the targets of each batch.
+    ``batches``: inputs and targets (B, n), n <= length, rows padded at their end with the symbol ``pad``; ``tick`` is
+    told how many targets each has. ``model``: a ``transformer_rpe_lm`` in evaluation mode.
     """
     device = next(model.parameters()).device
     nats = torch.zeros(length, dtype=torch.float64, device=device)

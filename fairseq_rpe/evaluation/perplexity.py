@@ -28,14 +28,12 @@ from fairseq_rpe.evaluation.loading import check_plain, load, one_line
 from fairseq_rpe.evaluation.losses import buckets, by_position, defined
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
 from fairseq_rpe.evaluation.results import TextKey, TextResult
-from fairseq_rpe.modules.decoder import UNLIMITED
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
-# From what is to be measured and the tokens of a batch.
-Engine = Callable[[TextKey, int], TextResult]
+Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
 
 
 def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
@@ -105,15 +103,9 @@ def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> 
     blocks = TokenBlockDataset(
         lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
     )
-    samples = task.eval_lm_dataloader(
-        dataset=MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"]),
-        max_tokens=batch_tokens,
-        batch_size=request.batch_size,
-        max_positions=UNLIMITED,
-        num_workers=0,
-        data_buffer_size=0,
-    )
-    for sample in samples:
+    examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
+    serial = {"num_workers": 0, "data_buffer_size": 0}
+    for sample in task.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
         yield sample["net_input"]["src_tokens"], sample["target"]
 
 
@@ -126,16 +118,11 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
     same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
     same += ["--num-workers", "0", "--no-progress-bar", "--log-format", "none"]
-    for flag, value in (
-        ("--batch-size", request.batch_size),
-        ("--rpe-eval", request.rpe),
-        ("--positions-eval", request.positions),
-        ("--compute-dtype", request.compute_dtype),
-        ("--rpe-module", request.rpe_module),
-    ):
+    same += ["--cpu"] if request.device == "cpu" else []
+    given: dict[str, object] = {"--batch-size": request.batch_size, "--compute-dtype": request.compute_dtype}
+    given |= {"--rpe-eval": request.rpe, "--positions-eval": request.positions, "--rpe-module": request.rpe_module}
+    for flag, value in given.items():
         same += [flag, str(value)] if value else []
-    if request.device == "cpu":
-        same.append("--cpu")
 
     # When it is imported it settles where all messages go: after log_to, and only where it is asked for.
     from fairseq_cli import eval_lm
@@ -150,9 +137,8 @@ def _fairseq_engine(request: TextRequest) -> Engine:
             found = eval_lm.main(convert_namespace_to_omegaconf(args))
         finally:
             compat.forget_overrides()
-        # Counted by the plugin's guard around fairseq's own evaluation loop.
-        tokens, loss, ppl = found["scored_tokens"], float(found["loss"]), float(found["perplexity"])
-        return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl)
+        tokens = found["scored_tokens"]  # counted by the plugin's guard around fairseq's own evaluation loop
+        return TextResult(**vars(key), tokens=tokens, loss_base2=float(found["loss"]), ppl=float(found["perplexity"]))
 
     return measure
 

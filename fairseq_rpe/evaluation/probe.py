@@ -3,11 +3,11 @@
 What is measured is n_emp of :mod:`fairseq_rpe.analysis.receptive_field`, for each layer and head.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..analysis.receptive_field import check_epsilons, n_emp
@@ -23,7 +23,7 @@ class LayerField:
 
     def __init__(self, length: int, epsilons: Sequence[float]) -> None:
         check_epsilons(epsilons)
-        self.length, self.epsilons, self.rows = length, tuple(epsilons), 0
+        self.length, self.epsilons, self.rows = length, epsilons, 0
         self._mass = self._counts = torch.empty(0)
 
     def add(self, found: Tensor) -> None:
@@ -31,8 +31,7 @@ class LayerField:
         batch, heads, n, m = found.shape
         if not self.rows:
             self._mass = found.new_zeros(heads, self.length, dtype=torch.float64)
-            shape = (len(self.epsilons), heads, self.length + 1)
-            self._counts = torch.zeros(shape, dtype=torch.int64, device=found.device)
+            self._counts = found.new_zeros(len(self.epsilons), heads, self.length + 1, dtype=torch.int64)
         self.rows += batch * n
         # Column c of near lies m-1-c keys into the past of the last query: the future of row r fills its first n-1-r.
         near = found.flip(-1).double()
@@ -66,29 +65,35 @@ class LayerField:
 
 
 class Field:
-    """An attention backend that returns what ``inner`` returns and measures the last ``rows`` queries of each block.
+    """While it is open, measures the last ``rows`` queries of each block that passes through a decoder.
 
-    Layers are told apart by order: a call whose first query is the first token begins the next layer.
+    It is an attention backend that returns what the decoder's own returns, so results do not change. Layers are told
+    apart by order: a call whose first query is the first token begins the next layer.
 
-    Args:
-        inner: the backend that computes attention.
-        layers: layers of the model.
-        length: tokens of every block.
-        rows: queries measured in each block, its last ones.
-        epsilons: values of ε in (0, 1).
+    ``decoder``: of a ``transformer_rpe_lm`` in evaluation mode; ``length``: tokens of every block; ``epsilons`` in
+    (0, 1).
     """
 
-    def __init__(
-        self, inner: Callable[..., Tensor], layers: int, length: int, rows: int, epsilons: Sequence[float]
-    ) -> None:
+    def __init__(self, decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> None:
         if not 1 <= rows <= length:
             raise UserError(f"{rows} rows cannot be measured in blocks of {length} tokens: choose 1 to {length}")
-        self.inner, self.length, self.rows = inner, length, rows
-        self.layers = [LayerField(length, epsilons) for _ in range(layers)]
+        self.decoder, self.inner, self.length, self.rows = decoder, decoder.attend, length, rows
+        self.layers = [LayerField(length, epsilons) for _ in decoder.layers]
         self._layer = -1
+
+    def __enter__(self) -> "Field":
+        self.decoder.attend = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.decoder.attend = self.inner
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
         """Attention as every backend computes it: q (B, H, n, D), k, v (B, H, m, D) -> (B, H, n, D)."""
+        self.measure(q, k, plan)
+        return self.inner(q, k, v, plan, dropout)
+
+    def measure(self, q: Tensor, k: Tensor, plan: Plan) -> None:
         if plan.padding is not None:
             raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
         before = k.shape[2] - q.shape[2]
@@ -100,48 +105,31 @@ class Field:
             stop = min(start + ROWS, q.shape[2])
             own = plan.part(start, stop)
             self.layers[self._layer].add(weights(q[:, :, start:stop], k[:, :, : before + stop], own))
-        return self.inner(q, k, v, plan, dropout)
-
-
-@contextlib.contextmanager
-def measured(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> Iterator[Field]:
-    """While this is open, what passes through the decoder in blocks of ``length`` tokens is measured.
-
-    It is that of a ``transformer_rpe_lm`` in evaluation mode, and its results do not change; see :class:`Field`.
-    """
-    field = decoder.attend = Field(decoder.attend, len(decoder.layers), length, rows, epsilons)
-    try:
-        yield field
-    finally:
-        decoder.attend = field.inner
 
 
 @torch.no_grad()
 def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) -> list[LayerField] | None:
-    """What each layer would measure if q·k were 0 everywhere: its bias alone, in the same rows of a block.
+    """What each layer of :class:`Field` would measure if q·k were 0 everywhere: its bias alone, in the same rows.
 
     A row that sees m keys then has n(ε) = inf{ j : Σ_(t<j) b_t > (1 - ε)·Σ_(t<m) b_t }, b = exp(bias): the theoretical
-    receptive field of Eq. 22 with its series ended at m.
-
-    Arguments are those of :func:`measured`. One for each layer; None without an additive bias, or where scores or
-    positions are changed.
+    receptive field of Eq. 22 with its series ended at m. None without an additive bias, or where scores or positions
+    are changed.
     """
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
     if decoder.moves.active(False) is not None or any(e.remap is not None for e in encodings):
         return None
     positions = Positions.arange(length, device=next(decoder.parameters()).device)
-    found = Field(lambda q, *_: q, len(encodings), length, rows, epsilons)
+    found = Field(decoder, length, rows, epsilons)
     for encoding in encodings:
         if (form := encoding.form(positions)) is None:
             return None
         nothing = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
-        found(nothing, nothing, nothing, Plan(positions, form))
+        found.measure(nothing, nothing, Plan(positions, form))
     return found.layers
 
 
 def _diagonal_sums(near: Tensor) -> Tensor:
     """(H, n, m) -> (H, m): entry d sums all (r, d + r), entries past the end counting as 0."""
     heads, n, m = near.shape
-    wide = near.new_zeros(heads, n, m + n)
-    wide[:, :, :m] = near
+    wide = F.pad(near, (0, n))
     return wide.as_strided((heads, n, m), (n * (m + n), m + n + 1, 1)).sum(1)

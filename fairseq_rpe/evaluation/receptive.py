@@ -1,7 +1,7 @@
 """The empirical receptive field of trained checkpoints on a text: how many of the nearest keys hold their attention."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
-from fairseq_rpe.evaluation.probe import LayerField, bias_alone, measured
+from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
 from fairseq_rpe.figures.empirical import Mass
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
@@ -76,11 +76,10 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     stream = read_stream(request.data, request.subset, task.source_dictionary, total)
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
-    size = request.batch_size or max(1, BATCH_TOKENS // length)
     device = next(model.parameters()).device
     bar = tqdm(total=request.blocks, desc=subject.label, unit=" blocks", disable=None, leave=False)
-    with torch.no_grad(), bar, measured(model.decoder, length, rows, request.epsilons) as found:
-        for part in inputs.split(size):
+    with torch.no_grad(), bar, Field(model.decoder, length, rows, request.epsilons) as found:
+        for part in inputs.split(request.batch_size or max(1, BATCH_TOKENS // length)):
             model.decoder(part.to(device), features_only=True)
             bar.update(len(part))
     wanted = request.blocks * rows
@@ -93,7 +92,7 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     return Measured(subject.label, subject.train_length, mass, bias_mass, *here)
 
 
-def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Any]) -> str:
+def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Iterable[Any]]) -> str:
     """Rows for each layer (from 0) and head (from 1, as in TensorBoard); ``cells`` gives what follows their names."""
     rows = (
         [one.label, one.path, layer, number + 1, *row]
@@ -107,12 +106,12 @@ def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measur
 def fields_csv(found: Sequence[Measured], epsilons: Sequence[float]) -> str:
     """n_emp of every layer, head and ε: mean and median over rows; of the rows' mean curve; of the bias alone."""
 
-    def cells(one: Measured, layer: int, head: int) -> Iterator[list[object]]:
-        own, of_mean = one.layers[layer], n_emp(one.mass[layer, head], epsilons).tolist()
-        for e, epsilon in enumerate(epsilons):
-            bias = float(one.biases[layer].mean[e, head]) if one.biases else None
-            values = (float(own.mean[e, head]), float(own.median[e, head]), of_mean[e], bias)
-            yield [epsilon, *values, own.length, one.rows, one.blocks]
+    def cells(one: Measured, layer: int, head: int) -> Iterable[Sequence[object]]:
+        own = one.layers[layer]
+        bias = one.biases[layer].mean[:, head].tolist() if one.biases else [None] * len(epsilons)
+        of_mean = n_emp(one.mass[layer, head], epsilons).tolist()
+        columns = (epsilons, own.mean[:, head].tolist(), own.median[:, head].tolist(), of_mean, bias)
+        return ((*row, own.length, one.rows, one.blocks) for row in zip(*columns, strict=True))
 
     names = ("epsilon", "n_emp_mean", "n_emp_median", "n_emp_of_mean", "n_bias_mean", "length", "rows", "blocks")
     return _csv(found, names, cells)
@@ -121,7 +120,7 @@ def fields_csv(found: Sequence[Measured], epsilons: Sequence[float]) -> str:
 def curves_csv(found: Sequence[Measured]) -> str:
     """Attention by distance, and within it (the query and that many keys before it), thinned at long distances."""
 
-    def cells(one: Measured, layer: int, head: int) -> Iterator[tuple[float, ...]]:
+    def cells(one: Measured, layer: int, head: int) -> Iterable[Sequence[float]]:
         mass = one.mass[layer, head]
         shown = thinned(len(mass))
         return zip(shown, mass[shown].tolist(), mass.cumsum(-1)[shown].tolist(), strict=True)
@@ -132,8 +131,8 @@ def curves_csv(found: Sequence[Measured]) -> str:
 def quantised_csv(found: Sequence[Measured]) -> str:
     """The paper's quantised curve of every layer and head."""
 
-    def cells(one: Measured, layer: int, head: int) -> Iterator[tuple[float, ...]]:
-        return zip(*(part.tolist() for part in quantised(one.mass[layer, head])), strict=True)
+    def cells(one: Measured, layer: int, head: int) -> Iterable[Sequence[float]]:
+        return torch.stack(quantised(one.mass[layer, head]), dim=1).tolist()
 
     return _csv(found, ("epsilon", "n_over_length"), cells)
 

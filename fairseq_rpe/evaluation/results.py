@@ -133,16 +133,11 @@ def read(kind: type[Found], path: Path) -> list[Found]:
 
 
 def resumed(
-    kind: type[Found],
-    path: Path | None,
-    wanted: Sequence[Any],
-    begin: Callable[[Sequence[Any]], Callable[[Any], Found]],
+    kind: type[Found], path: Path | None, wanted: Sequence[Any], begin: Callable[[Any], Callable[[Any], Found]]
 ) -> Iterator[Found]:
     """The result of every key in ``wanted``, in order: the known one, or one that is measured and kept in ``path``.
 
-    Args:
-        begin: called once, with the keys that are missing, and only if there are any: loads what it takes and gives
-            the measurement of a key.
+    ``begin``: called with the keys that are missing, if any: loads what it takes and gives the measurement of a key.
     """
     known = {result.key: result for result in (read(kind, path) if path else [])}
     missing = [key for key in wanted if key not in known]

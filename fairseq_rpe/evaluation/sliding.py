@@ -16,7 +16,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
-from fairseq_rpe.evaluation.windows import Windows, cached, check_windows, recomputed, why_not_cached
+from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
@@ -67,13 +67,8 @@ class SlidingRequest(Overrides):
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """A measurement for each window and mode."""
-        same = {
-            "checkpoint": file_digest(checkpoint),
-            "data": corpus.digest(self.data),
-            "tokens": self.check(),
-            "max_tokens": self.max_tokens or BATCH_TOKENS,
-            "device": devices.chosen(self.device),
-        }
+        same = {"checkpoint": file_digest(checkpoint), "data": corpus.digest(self.data), "tokens": self.check()}
+        same |= {"max_tokens": self.max_tokens or BATCH_TOKENS, "device": devices.chosen(self.device)}
         return [
             filled(SlidingKey, self, **same, mode=mode, window=window, stride=window if mode == PLAIN else self.stride)
             for window in self.windows
@@ -116,19 +111,11 @@ def _measuring(
         title = f"{subject.label}, {key.mode}, window {key.window}"
         seconds: list[float] = []
         while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:
-            if key.mode == CACHED:
-                score = cached(model, windows, title)
-            else:
-                score = recomputed(model, windows, key.workers or 0, title)
-            seconds.append(score.seconds)
-        nats = score.nats / key.tokens
-        return SlidingResult(
-            **vars(key),
-            encoding=subject.label,
-            loss_base2=nats / math.log(2),
-            ppl=math.exp(nats),
-            seconds=statistics.median(seconds),
-        )
+            nats, taken = score(model, windows, cached=key.mode == CACHED, workers=key.workers or 0, title=title)
+            seconds.append(taken)
+        nats /= key.tokens
+        found = {"loss_base2": nats / math.log(2), "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
+        return SlidingResult(**vars(key), encoding=subject.label, **found)
 
     return measure
 

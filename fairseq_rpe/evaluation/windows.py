@@ -8,8 +8,8 @@ from w - s + 1 to w inputs, at the start from as many as there are. Stride w is 
 """
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,24 +25,12 @@ SEGMENTS = 64  # stretches of text that the cached evaluation walks through side
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
-@dataclass(frozen=True)
-class Score:
-    """Sum of the negative log-likelihoods in nats, and seconds without the first, warming-up batch."""
-
-    nats: float
-    seconds: float
-
-
 class Windows(Dataset):
     """Batches of windows: item b is (inputs (B, n), targets (B, s')), to be scored with the last s' positions.
 
-    An item is a function of its number alone, so any number of loading processes gives the same batches. No row is ever
-    padded: the first and the last window are batches of their own where their shape is another.
-
-    Args:
-        stream: (T + 1,) int64: x_0, then the T targets.
-        window, stride: w and s.
-        rows: windows in a batch.
+    An item follows from its number alone: any number of loading processes gives the same. No row is ever padded: the
+    first and the last window are batches of their own where their shape is another.
+    ``stream``: (T + 1,) int64, x_0 and then the T targets; ``window`` w, ``stride`` s; ``rows``: windows in a batch.
     """
 
     def __init__(self, stream: Tensor, window: int, stride: int, rows: int = 1) -> None:
@@ -79,8 +67,21 @@ def check_windows(total: int, window: int, stride: int) -> None:
 
 
 @torch.no_grad()
-def _scored(model: Any, windows: Windows, batches: Iterable[tuple[Tensor, Tensor, Cache | None]], title: str) -> Score:
-    """Scores batches one after the other; the clock starts when the first has been scored once."""
+def score(
+    model: Any, windows: Windows, *, cached: bool = False, workers: int = 0, title: str = ""
+) -> tuple[float, float]:
+    """Sum of all targets' losses in nats, and seconds without a first, warming-up pass.
+
+    Args:
+        model: a ``transformer_rpe_lm`` in evaluation mode.
+        cached: keep keys and values between windows, rather than a forward pass of its own for every window.
+        workers: processes that cut the windows; ``title``: of a progress bar.
+
+    Raises:
+        UserError: a target has probability 0 or NaN, or was not scored exactly once; with the cache the result would
+            be another (see :func:`why_not_cached`).
+    """
+    batches = _side_by_side(model, windows) if cached else DataLoader(windows, batch_size=None, num_workers=workers)
     device = next(model.parameters()).device
     nats, tokens, start = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
 
@@ -90,56 +91,35 @@ def _scored(model: Any, windows: Windows, batches: Iterable[tuple[Tensor, Tensor
         return time.perf_counter()
 
     with tqdm(total=windows.tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
-        for inputs, targets, state in batches:
+        for inputs, targets, *state in batches:
             inputs, targets = inputs.to(device), targets.to(device)
             if not tokens:
                 losses(model, inputs, targets)
                 start = now()
-            nats += losses(model, inputs, targets, state).double().sum()
+            nats += losses(model, inputs, targets, *state).double().sum()
             tokens += targets.numel()
             bar.update(targets.numel())
     seconds = now() - start
     if tokens != windows.tokens:
         counts = f"{tokens} of {windows.tokens} tokens were scored"
         raise UserError(f"window {windows.window}: {counts}: the result is not kept")
-    return Score(defined(nats), seconds)
+    return defined(nats), seconds
 
 
-def recomputed(model: Any, windows: Windows, workers: int = 0, title: str = "") -> Score:
-    """Score every window by a forward pass of its own.
+def _side_by_side(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tensor, Tensor, Cache]]:
+    """The batches of up to ``SEGMENTS`` stretches of text; in each the window moves on by s new tokens.
 
-    Args:
-        model: a ``transformer_rpe_lm`` in evaluation mode.
-        workers: processes that cut the windows; ``title``: of a progress bar.
-
-    Raises:
-        UserError: a target has probability 0 or NaN, or was not scored exactly once.
-    """
-    loader = DataLoader(windows, batch_size=None, num_workers=workers)
-    return _scored(model, windows, ((*batch, None) for batch in loader), title)
-
-
-def cached(model: Any, windows: Windows, title: str = "") -> Score:
-    """The same scores from keys and values kept between windows: each moves on by s new tokens and drops the s oldest.
-
-    The text is cut into up to ``SEGMENTS`` stretches that move on side by side; each fills its cache with w - s tokens
-    first. Positions are those in the window at every step, for the cached keys as well.
-
-    Raises:
-        UserError: the result would not be that of :func:`recomputed` (see :func:`why_not_cached`), or as there.
+    Its cache is filled with w - s tokens first, and drops the s oldest ones at every move. Positions are those in the
+    window at every step, for the cached keys as well.
     """
     if reason := why_not_cached(model, windows.window, windows.stride):
         raise UserError(reason)
-    return _scored(model, windows, _side_by_side(model.decoder, windows), title)
-
-
-def _side_by_side(decoder: Any, windows: Windows) -> Iterator[tuple[Tensor, Tensor, Cache | None]]:
-    state = Cache()
+    decoder, state = model.decoder, Cache()
     keep, steps = windows.window - windows.stride, windows.starts[1:]
     # Filling the caches costs at most about a quarter of what the steps cost.
     rows = max(1, min(SEGMENTS, windows.rows, len(steps) * windows.stride // (4 * keep)))
     length = max(1, -(-len(steps) // rows))
-    yield *windows.cut(*windows.first), None
+    yield windows.cut(*windows.first)
     if steps:
         filling = windows.cut(steps[::length], keep, 0)[0].to(next(decoder.parameters()).device)
         decoder(filling, incremental_state=state, features_only=True)
@@ -150,8 +130,7 @@ def _side_by_side(decoder: Any, windows: Windows) -> Iterator[tuple[Tensor, Tens
                 kept = {name: part[: len(starts), :, -keep:] for name, part in cache.items()}
                 layer.self_attn._set_input_buffer(state, kept)
             yield *windows.cut(starts, windows.window, windows.stride), state
-    for part in windows.last:
-        yield *windows.cut(*part), None
+    yield from (windows.cut(*part) for part in windows.last)
 
 
 def why_not_cached(model: Any, window: int, stride: int) -> str | None:

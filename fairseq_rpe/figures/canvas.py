@@ -28,9 +28,9 @@ def legend_beside(axes: Axes, **how: Any) -> None:
     legend_within(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0), **how)
 
 
-def legend_of_all(figure: Figure) -> None:
+def legend_of_all(figure: Figure, loc: str = "outside right upper", **how: Any) -> None:
     """One legend for all panels, beside them."""
-    figure.legend(loc="outside right upper", **_PLAIN)
+    figure.legend(loc=loc, **_PLAIN, **how)
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:

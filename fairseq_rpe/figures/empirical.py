@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,9 +11,11 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
 from ..analysis.receptive_field import quantised, thinned
+from . import canvas
 from .style import looks
 
 _PANELS = 4  # heads that are drawn, from the first to the last
+_BIAS: dict[str, Any] = {"linestyle": "--", "linewidth": 1}
 Curve = tuple[list[float], Tensor]
 
 
@@ -40,17 +43,16 @@ def curves(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
 
     figure, panels = _panels(found, left_out)
     trained = sorted({one.train_length for one in found})
+    thin: dict[str, Any] = {"color": "0.7", "linewidth": 0.8, "linestyle": ":", "zorder": 0}
     for axes in panels:
         for epsilon in epsilons:
-            axes.axhline(epsilon, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
+            axes.axhline(epsilon, **thin)
         for n in trained:
-            axes.axvline(n, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
+            axes.axvline(n, **thin)
         axes.set_xscale("log", base=4)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_yscale("log")
-        axes.set_xlim(1, length)
-        axes.set_ylim(min(epsilons) / 3, 1)
+        axes.set(yscale="log", xlim=(1, length), ylim=(min(epsilons) / 3, 1))
     lines = ", ".join(f"{n} tokens (training)" for n in trained)
     figure.supxlabel(f"nearest keys j (tokens, blocks of {length}); dotted: {lines}, each ε", fontsize="medium")
     figure.supylabel("attention beyond the nearest j keys", fontsize="medium")
@@ -66,8 +68,7 @@ def quantised_curves(found: Sequence[Mass]) -> Figure:
 
     figure, panels = _panels(found, steps)
     for axes in panels:
-        axes.set_xlim(1, 0)
-        axes.set_ylim(0, 1)
+        axes.set(xlim=(1, 0), ylim=(0, 1))
     figure.supxlabel("ε, the part of the attention left out", fontsize="medium")
     figure.supylabel(f"nearest keys needed / {found[0].mass.shape[-1]} tokens", fontsize="medium")
     return figure
@@ -79,26 +80,23 @@ def _panels(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[Fi
     count = min(heads, _PANELS)
     chosen = [round(i * (heads - 1) / max(1, count - 1)) for i in range(count)]
     rows = 1 if count < _PANELS else 2
-    figure = Figure(figsize=(7.2, 1.2 + 2.5 * rows), layout="constrained")
-    panels = list(figure.subplots(rows, -(-count // rows), sharex=True, sharey=True, squeeze=False).flat)[:count]
+    figure, panels = canvas.panels(rows, -(-count // rows), (7.2, 1.2 + 2.5 * rows), sharex=True, sharey=True)
     shown = looks([one.label for one in found])
     handles = []
     for one in found:
         colour, marker, _ = shown[one.label]
-        for mass, drawn in (
-            (one.mass, {"marker": marker, "markersize": 3.5, "markevery": 0.12, "linewidth": 1.4}),
-            (one.bias_mass, {"linestyle": "--", "linewidth": 1}),
-        ):
-            if mass is None:
-                continue
+        solid = {"color": colour, "marker": marker, "markersize": 3.5}
+        handles.append(Line2D([], [], **solid, label=one.label))
+        drawn = [(one.mass, {**solid, "markevery": 0.12, "linewidth": 1.4})]
+        if one.bias_mass is not None:
+            drawn.append((one.bias_mass, {**_BIAS, "color": colour}))
+        for mass, style in drawn:
             x, y = curve(mass)
             for axes, head in zip(panels, chosen, strict=True):
-                axes.plot(x, y[head], color=colour, **drawn)
-        handles.append(Line2D([], [], color=colour, marker=marker, markersize=3.5, label=one.label))
+                axes.plot(x, y[head], **style)
     for axes, head in zip(panels, chosen, strict=True):
         axes.set_title(f"head {head + 1}", fontsize="medium")
-        axes.grid(alpha=0.25)
     if any(one.bias_mass is not None for one in found):
-        handles.append(Line2D([], [], color="0.3", linestyle="--", linewidth=1, label="bias alone"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize="small")
+        handles.append(Line2D([], [], **_BIAS, color="0.3", label="bias alone"))
+    canvas.legend_of_all(figure, handles=handles, loc="outside upper center", ncols=5)
     return figure, panels

@@ -1,12 +1,13 @@
 """Draws what a sliding window gains in perplexity and costs in time, window by window."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
+from .canvas import legend_of_all, panels
 from .style import looks
 
 _DASHES = ("-", "--", ":")
@@ -25,44 +26,33 @@ class Timed(NamedTuple):
 def curves(rows: Sequence[Timed], stride: int, published: float) -> Figure:
     """Perplexity of all modes and time of those after the first, which is what times are relative to.
 
-    Args:
-        stride: in tokens, of the modes after the first.
-        published: a relative time to draw a line at.
+    ``stride``: in tokens, of the modes after the first; ``published``: a relative time to draw a line at.
     """
     shown = looks(list(dict.fromkeys(row.encoding for row in rows)))
     modes = dict(zip(dict.fromkeys(row.mode for row in rows), _DASHES, strict=False))
     windows = list(dict.fromkeys(row.window for row in rows))
-    figure = Figure(figsize=(9.2, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(1, 2, (9.2, 4.0))
     for axes, column, drawn in ((left, "ppl", list(modes)), (right, "relative", list(modes)[1:])):
-        for label, (colour, marker, _) in shown.items():
+        for label, look in shown.items():
             for mode in drawn:
                 points = sorted((r.window, getattr(r, column)) for r in rows if (r.encoding, r.mode) == (label, mode))
-                x, y = zip(*points, strict=True)
-                axes.plot(x, y, color=colour, marker=marker, markersize=4, linestyle=modes[mode])
+                axes.plot(*zip(*points, strict=True), **look.drawn() | {"linestyle": modes[mode]})
         axes.set_xscale("log", base=2)
         axes.set_xticks(windows, [str(w) for w in windows])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("window (tokens)")
-        axes.grid(alpha=0.25)
     left.set_ylabel("perplexity per token")
-    right.set_yscale("log")
+    right.set(yscale="log", ylabel="time / non-overlapping time")
     right.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     right.yaxis.set_minor_formatter(NullFormatter())
     right.axhline(1, color="0.5", linewidth=1)
     right.axhline(published, color="0.5", linewidth=1, linestyle=(0, (1, 2)))
-    right.annotate(
-        f"published mean: {published}", (0.02, published), xycoords=("axes fraction", "data"), fontsize="small",
-        color="0.35", xytext=(0, 3), textcoords="offset points",
-    )  # fmt: skip
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
+    right.annotate(f"published mean: {published}", (0.02, published), **place, fontsize="small", color="0.35")
     right.set_ylim(top=1.6 * max(right.get_ylim()[1], published))
-    right.set_ylabel("time / non-overlapping time")
-    handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=4, label=label)
-        for label, (colour, marker, _) in shown.items()
-    ]
+    handles = [Line2D([], [], **look.drawn() | {"linestyle": "-"}, label=label) for label, look in shown.items()]
     for number, (mode, dashes) in enumerate(modes.items()):
         name = f"{mode}, stride {stride}" if number else mode
         handles.append(Line2D([], [], color="0.3", linestyle=dashes, label=name))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    legend_of_all(figure, "outside lower center", handles=handles, ncols=4)
     return figure

@@ -13,7 +13,7 @@ from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import probe
-from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone, measured
+from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
 
 LENGTH, ROWS, EPSILONS = 23, 9, (0.5, 0.1, 0.01)
 
@@ -24,7 +24,7 @@ def blocks() -> torch.Tensor:
 
 
 def field_of(model, blocks, rows=ROWS) -> Field:
-    with torch.no_grad(), measured(model.decoder, LENGTH, rows, EPSILONS) as field:
+    with torch.no_grad(), Field(model.decoder, LENGTH, rows, EPSILONS) as field:
         for block in blocks.split(2):
             model(block)
     return field
@@ -82,7 +82,7 @@ def test_rows_in_pieces_give_the_same(task, blocks, monkeypatch, chunk):
     model = make_model(task, "type1")
     whole = field_of(model, blocks)
     monkeypatch.setattr(probe, "ROWS", chunk)
-    with torch.no_grad(), measured(model.decoder, LENGTH, ROWS, EPSILONS) as piece:
+    with torch.no_grad(), Field(model.decoder, LENGTH, ROWS, EPSILONS) as piece:
         model(blocks)
     for a, b in zip(whole.layers, piece.layers, strict=True):
         assert a.rows == b.rows and torch.allclose(a.mass, b.mass, atol=1e-7)
@@ -138,10 +138,10 @@ def test_bias_alone_is_the_series_ended_at_each_row(task, monkeypatch):
 
 def test_misuse_is_refused(task, blocks):
     model = make_model(task, "alibi")
-    with pytest.raises(UserError, match="24 rows cannot be measured"), measured(model.decoder, LENGTH, 24, EPSILONS):
+    with pytest.raises(UserError, match="24 rows cannot be measured"), Field(model.decoder, LENGTH, 24, EPSILONS):
         pass
     with pytest.raises(UserError, match="does not fit a measurement at 20"):
-        with torch.no_grad(), measured(model.decoder, 20, 5, EPSILONS):
+        with torch.no_grad(), Field(model.decoder, 20, 5, EPSILONS):
             model(blocks)
     assert not isinstance(model.decoder.attend, Field)
     with pytest.raises(UserError, match="no attention was measured"):

@@ -13,7 +13,7 @@ from conftest import VOCABULARY, checkpoint_with, make_model
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import loading, sliding, windows
-from fairseq_rpe.evaluation.windows import Windows, cached, recomputed, why_not_cached
+from fairseq_rpe.evaluation.windows import Windows, score, why_not_cached
 
 EOS, TOKENS = 2, 47
 
@@ -42,10 +42,10 @@ def brute_force(model, stream, window: int, stride: int) -> float:
 def test_perplexity_is_that_of_each_token_in_its_own_window(task, stream, window, stride, workers):
     model = make_model(task, "sinusoidal")
     parts = Windows(stream, window, stride, rows=3)
-    score = recomputed(model, parts, workers)
-    assert parts.tokens == TOKENS and score.seconds > 0
+    nats, seconds = score(model, parts, workers=workers)
+    assert parts.tokens == TOKENS and seconds > 0
     wanted = math.exp(brute_force(model, stream, window, stride) / TOKENS)
-    assert math.exp(score.nats / TOKENS) == pytest.approx(wanted, rel=1e-5)
+    assert math.exp(nats / TOKENS) == pytest.approx(wanted, rel=1e-5)
     if stride < window:
         other = math.exp(brute_force(model, stream, window, window) / TOKENS)
         assert other != pytest.approx(wanted, rel=1e-3)  # the test would see the difference
@@ -83,8 +83,8 @@ def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch,
     wanted = brute_force(model, stream, window, stride)
     for segments in (1, 3):
         monkeypatch.setattr(windows, "SEGMENTS", segments)
-        score = cached(model, Windows(stream, window, stride, rows=8))
-        assert score.nats == pytest.approx(wanted, rel=1e-5)
+        nats, _ = score(model, Windows(stream, window, stride, rows=8), cached=True)
+        assert nats == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_the_cache_is_refused_where_it_would_be_wrong(task, stream, monkeypatch,
     model = make_model(task, rpe, decoder_layers=layers)
     parts = Windows(stream, window, stride, rows=8)
     with pytest.raises(UserError, match=reason):
-        cached(model, parts)
+        score(model, parts, cached=True)
     if stride < window:
         monkeypatch.setattr(windows, "why_not_cached", lambda *_: None)
-        wrong = cached(model, parts).nats
+        wrong, _ = score(model, parts, cached=True)
         assert wrong != pytest.approx(brute_force(model, stream, window, stride), rel=1e-5)
 
 
