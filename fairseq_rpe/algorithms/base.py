@@ -80,8 +80,7 @@ class Algorithm:
     def examples(self, split: str) -> Iterator[Example]:
         """The examples of ``train``, ``valid`` or ``test``; always the same ones.
 
-        Raises:
-            UserError: no such split, or no instance of some length belongs to it (a tiny alphabet).
+        Raises UserError: no such split, or no instance of some length belongs to it (a tiny alphabet).
         """
         if split not in SPLITS:
             raise UserError(f"split '{split}' does not exist: an algorithmic task has {', '.join(SPLITS)}")

@@ -59,14 +59,9 @@ class Encoder(dict[str, bytes]):
 
 
 def load_encoder(kind: str, folder: Path) -> Encoder:
-    """The encoder of a prepared corpus, from the files in its folder.
+    """The encoder of a prepared corpus, from ``dict.txt`` and the tokenizer's own files in its folder.
 
-    Args:
-        kind: ``bpe`` (sentencepiece), ``gpt2`` or ``words``.
-        folder: with ``dict.txt`` and the tokenizer's own files.
-
-    Raises:
-        UserError: if they are not of one corpus.
+    ``kind`` is ``bpe`` (sentencepiece), ``gpt2`` or ``words``. Raises UserError if the files are not of one corpus.
     """
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "words":

@@ -101,13 +101,11 @@ def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = F
     """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
 
     Args:
-        known: the corpus.
         own: folders and files to take it from; none for a download, or the installed library.
         downloads: where archives are kept.
         archive: download an archive instead of the hub's files.
 
-    Raises:
-        UserError: without network or permission, with what to do by hand; if some splits have files and others none.
+    Raises UserError without network or permission, with what to do by hand; if some splits have files and others none.
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")

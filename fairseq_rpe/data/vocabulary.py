@@ -92,10 +92,7 @@ Given = tuple[str, dict[str, Path]]
 def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
     """The vocabulary of a prepared corpus, or of a folder with GPT-2's.
 
-    ``None`` if neither is named. A vocabulary of GPT-2 may come without ``dict.txt``.
-
-    Raises:
-        UserError: if other files are missing.
+    ``None`` if neither is named. GPT-2's may come without ``dict.txt``; where other files are missing it is refused.
     """
     if gpt2 is not None:
         return "gpt2", find_files(gpt2)

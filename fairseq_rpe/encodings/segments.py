@@ -34,8 +34,7 @@ def straight_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> 
             cut evenly too, as finely as it takes for an error of at most ``CLOSE`` of the values' range; the slope, and
             so the gradient of x, is then right in the middle of a piece and off by half its bend at the ends.
 
-    Raises:
-        UserError: a smooth network that bends too sharply for ``MOST`` pieces.
+    Raises UserError: a smooth network that bends too sharply for ``MOST`` pieces.
     """
     smooth = any(a not in (None, *_BENT) for _, _, a in stages)
     count = FIRST if smooth else 1

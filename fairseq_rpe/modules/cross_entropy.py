@@ -35,11 +35,7 @@ def _rows(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tuple[Tens
 
 @torch.no_grad()
 def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32, (N,), without the (N, V) logits.
-
-    Args:
-        x: (N, C) features. weight: (V, C). target: (N,) int64.
-    """
+    """``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32, (N,), without the (N, V) logits."""
     rows, columns = TILES.get(x.device.type, TILES["cpu"])
     if x.device.type == "cpu":
         rows *= torch.get_num_threads()

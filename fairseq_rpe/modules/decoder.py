@@ -48,10 +48,8 @@ class RPEDecoder(TransformerDecoderBase):
     def prune_attention(self, eps: float) -> None:
         """From here on leave out up to ``eps`` of each query's attention, far keys that provably weigh no more.
 
-        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` has the bound of the error.
-
-        Raises:
-            UserError: eps is not between 0 and 1, or this model cannot be pruned.
+        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` has the bound of the error. Raises
+        UserError: eps is not between 0 and 1, or this model cannot be pruned.
         """
         check_eps(eps)
         if not self.attend.prunes:
@@ -70,8 +68,7 @@ class RPEDecoder(TransformerDecoderBase):
     def computing(self, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix products in the chosen dtype; evaluation computes its logits outside, in float32.
 
-        Raises:
-            UserError: the parameters are in half precision already.
+        Raises UserError: the parameters are in half precision already.
         """
         if self.compute is None:
             return nullcontext()

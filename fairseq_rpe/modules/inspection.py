@@ -24,7 +24,7 @@ class Inspector:
     run does look, at the update just made: that is how the last one is seen.
 
     Args:
-        spec: of the encoding, for titles and messages.
+        spec: of the encoding.
         every: updates between two looks, at least 1.
         folder: fairseq's --tensorboard-logdir; the events, and profiles as JSON lines, go into its ``encodings``.
         length: training length in tokens, which is what the pictures show.
@@ -44,11 +44,7 @@ class Inspector:
         return {**self.__dict__, "trained": -1, "written": -1, "before": None, "writer": None, "history": None}
 
     def __call__(self, decoder: Any, _inputs: Any) -> None:
-        """Before each forward pass of the decoder.
-
-        Raises:
-            UserError: the encoding has no bias; said here because a checkpoint may be evaluated with another encoding.
-        """
+        """Raises UserError if the encoding has no bias; here, as checkpoints may be evaluated with another encoding."""
         update = decoder.moves.update
         if not decoder.training:
             if update == self.trained and self.before is not None and self._stepped(decoder.encodings):

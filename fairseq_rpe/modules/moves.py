@@ -42,8 +42,7 @@ class Moves:
     def __call__(self, plain: Positions, lengths: Tensor, training: bool, decoding: bool) -> Positions:
         """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
 
-        Raises:
-            UserError: random positions while decoding with a cache, which would move the tokens already in it.
+        Raises UserError: random positions while decoding with a cache, which would move the tokens already in it.
         """
         transform = self.active(training)
         if transform is None:

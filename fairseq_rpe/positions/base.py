@@ -96,14 +96,11 @@ class Fixed(Transform):
 
 
 def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
-    """The positions that ``transform`` gives one row of ``length`` tokens, from its first token on.
+    """The positions that ``transform`` gives a finished row of ``length`` tokens; longer rows are refused.
 
     While a row is decoded token by token, interpolation without a ratio would change with every token and random
     positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
     pass over the finished row.
-
-    Args:
-        length: of the finished row in tokens; longer rows are refused.
     """
     index = torch.arange(length, dtype=torch.float64)[None]
     return Fixed(transform(index, torch.tensor([length]), generator), transform.fractional)
