@@ -12,6 +12,6 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 
 
 def build(spec: str) -> Algorithm:
-    """The task that ``spec``, e.g. ``sort:items=10,seed=2``, names; unknown ones and values out of range are refused."""
+    """The task of ``spec``, e.g. ``sort:items=10,seed=2``; unknown ones and values out of range are refused."""
     cls, name, config = registry.resolve(spec)
     return cls(name, config)

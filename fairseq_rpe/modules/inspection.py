@@ -44,7 +44,7 @@ class Inspector:
         return {**self.__dict__, "trained": -1, "written": -1, "before": None, "writer": None, "history": None}
 
     def __call__(self, decoder: Any, _inputs: Any) -> None:
-        """Raises UserError if the encoding has no bias; here, as checkpoints may be evaluated with another encoding."""
+        """Raises UserError if the encoding has no bias; here, since a checkpoint may be evaluated with another one."""
         update = decoder.moves.update
         if not decoder.training:
             if update == self.trained and self.before is not None and self._stepped(decoder.encodings):
