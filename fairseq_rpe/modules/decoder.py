@@ -23,12 +23,8 @@ COMPUTE = {"fp32": None, "bf16": torch.bfloat16}
 class RPEDecoder(TransformerDecoderBase):
     """fairseq's decoder with its own layer loop.
 
-    Args:
-        cfg, dictionary, embed_tokens: as in fairseq.
-        encodings: one encoding for all layers, or one per layer.
-        moves: the position transforms for training and evaluation.
-        backend: name of the attention backend.
-        compute: a key of :data:`COMPUTE`.
+    ``encodings`` are one for all layers, or one per layer; ``backend`` names that of attention; ``compute`` is a key of
+    :data:`COMPUTE`.
     """
 
     def __init__(

@@ -17,10 +17,8 @@ class Moves:
     data order and dropout do not change, a resumed run draws what the uninterrupted one drew, and every data-parallel
     rank draws its own. In evaluation the seed is constant, so a checkpoint's perplexity is repeatable.
 
-    Args:
-        train: spec of the transform used in training.
-        evaluation: spec used in evaluation; empty: what the training transform names, mostly ``identity``.
-        train_length: training length in tokens.
+    ``train`` and ``evaluation`` are specs; an empty one for evaluation: what the transform of training names, mostly
+    ``identity``. ``train_length`` is in tokens.
     """
 
     def __init__(self, train: str, evaluation: str, train_length: int | None, seed: int, rank: int) -> None:

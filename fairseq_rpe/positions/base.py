@@ -34,9 +34,7 @@ class Moved:
 class Transform:
     """Base class of all position transforms. Fill ``move``; check options against each other in ``setup``.
 
-    Args:
-        config: an instance of ``Config``, a frozen dataclass of the options.
-        train_length: training length in tokens, where known.
+    ``config`` is an instance of ``Config``; ``train_length`` the training length in tokens, where known.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
     ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
@@ -60,13 +58,10 @@ class Transform:
         """Check and prepare; ``config`` and ``train_length`` are set."""
 
     def __call__(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Moved:
-        """Move the tokens of one forward pass.
+        """Move the tokens of one forward pass; ``generator`` is on the CPU.
 
-        Args:
-            index: (B or 1, m) float, the plain positions 0, 1, 2 … of each row counted without padding; tokens that
-                are padding hold anything.
-            lengths: (B,) int64, real tokens of each row.
-            generator: CPU generator that random transforms draw from.
+        index (B or 1, m) float: the plain positions 0, 1, 2 … of each row counted without padding; tokens that are
+        padding hold anything. lengths (B,) int64: real tokens of each row.
         """
         if self.random and generator is None:
             raise UserError(f"position transform {type(self).__name__} draws random numbers: pass a generator")
