@@ -12,10 +12,6 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 
 
 def build(spec: str) -> Algorithm:
-    """The task that ``spec`` names, e.g. ``copy`` or ``sort:items=10,seed=2``.
-
-    Raises:
-        UserError: unknown name or option, value out of range.
-    """
+    """The task of ``spec``, e.g. ``sort:items=10,seed=2``; unknown ones and values out of range are refused."""
     cls, name, config = registry.resolve(spec)
     return cls(name, config)

@@ -74,14 +74,12 @@ class Algorithm:
         return len(self.prompt(items)) + len(self.answer(items))
 
     def longest(self, split: str) -> int:
-        """The largest number of items in a split."""
         return self.config.items * (self.config.times if split == "test" else 1)
 
     def examples(self, split: str) -> Iterator[Example]:
         """The examples of ``train``, ``valid`` or ``test``; always the same ones.
 
-        Raises:
-            UserError: no such split, or no instance of some length belongs to it (a tiny alphabet).
+        Raises UserError: no such split, or no instance of some length belongs to it (a tiny alphabet).
         """
         if split not in SPLITS:
             raise UserError(f"split '{split}' does not exist: an algorithmic task has {', '.join(SPLITS)}")
@@ -90,7 +88,6 @@ class Algorithm:
             yield self._example(split, int(n), random)
 
     def lengths(self, split: str) -> list[int]:
-        """The numbers of items that occur in a split."""
         return sorted({example.length for example in self.examples(split)})
 
     def _example(self, split: str, n: int, random: np.random.Generator) -> Example:

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import mpmath
 import sympy
@@ -12,19 +12,14 @@ from flint import acb, acb_series, arb, ctx, fmpq
 
 from .enclosures import PRECISION, Undefined, iv, walk
 
-T = TypeVar("T")
 _EVALUATIONS = 200  # of the integrand; a few dozens are the rule
 
 
-def precisely(function: Callable[..., T]) -> Callable[..., T]:
-    """A function that computes with balls of :data:`PRECISION` bits; flint's own precision stays as it was."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any) -> T:
-        with ctx.workprec(PRECISION):  # a new one each time: it cannot be entered twice
-            return function(*args)
-
-    return wrapped
+@contextlib.contextmanager
+def precisely() -> Iterator[None]:
+    """Decorates what computes with balls of :data:`PRECISION` bits; flint's own precision stays as it was."""
+    with ctx.workprec(PRECISION):
+        yield
 
 
 class Boxes:
@@ -85,13 +80,10 @@ class Weight:
     """b = exp f of an analytic f; every method wants flint's precision set, see :func:`precisely`."""
 
     def __init__(self, f: sympy.Expr) -> None:
-        self.f = f
+        self._log = functools.partial(walk, f, field=Boxes())
 
     def __call__(self, x: int) -> arb:
         return self._log(acb(x)).exp().real
-
-    def _log(self, z: Any) -> Any:
-        return walk(self.f, z, Boxes())
 
     def most(self, low: int, high: int, height: int) -> arb | None:
         """A bound on |b| in the box [low, high] ± height·i; None where b may not be analytic there."""
@@ -121,14 +113,14 @@ class Weight:
         return [found[k].real for k in range(order)]
 
 
-@precisely
+@precisely()
 def ball(x: Any) -> arb:
     """A real interval as the ball around it."""
     low, high = (arb(mpmath.mp.make_mpf(end)) for end in x._mpi_)
     return low.union(high)
 
 
-@precisely
+@precisely()
 def interval(x: arb) -> Any:
     """A ball as the real interval that it is, rounded outwards."""
     if not x.is_finite():

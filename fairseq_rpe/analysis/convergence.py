@@ -17,6 +17,8 @@ from typing import Any
 import mpmath
 import numpy as np
 import sympy
+import torch
+from torch import Tensor
 
 from ..core import LogWeight, UserError
 from ..encodings import Encoding, build
@@ -99,11 +101,11 @@ def verdict_of_formula(text: str) -> HeadVerdict:
     return _judge(LogWeight(text))
 
 
-def weights_of_formula(text: str, keys: int) -> list[float]:
+def weights_of_formula(text: str, keys: int) -> Tensor:
     """b_0 … b_(keys-1) of a formula, in double precision; refuses what :func:`verdict_of_formula` refuses."""
     n = np.arange(keys, dtype=np.float64)
     low, high = ranges(_checked(text), n, n)
-    return np.exp((low + high) / 2).tolist()
+    return torch.from_numpy(np.exp((low + high) / 2))
 
 
 def _checked(text: str) -> sympy.Expr:

@@ -68,9 +68,8 @@ def _halve(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None:
         if len(todo) > _OPEN:
             for n, _ in todo[:: _OPEN >> 8]:
                 _at(e, n, text)
-            raise UserError(
-                f"the formula '{text}' cannot be shown to have a real value at every n from {todo[0][0]} on"
-            )
+            start = todo[0][0]
+            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {start} on")
         _, top = ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
         bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]
         for n in (n for a, b in bad if b - a <= 1 for n in (a, b)):

@@ -119,7 +119,7 @@ class Arithmetic:
         total = iv.mpf(0)
         for k, power in enumerate(m):
             if power != 0:
-                if k >= len(self.logs) or (k and self.logs[k - 1].a <= 0):
+                if k >= len(self.logs):
                     raise Later
                 total += number(power) * self.logs[k]
         return intervals.exp(total)

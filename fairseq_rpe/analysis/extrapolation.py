@@ -39,9 +39,7 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
     found = {n: (value - own) / own for n, value in ppl.items() if n > trained_at}
     if not found:
         raise UserError(f"no perplexity beyond the training length of {trained_at} tokens: evaluate longer")
-    return Deviation(
-        largest=max(abs(v) for v in found.values()), worst=max(0.0, *found.values()), end=found[max(found)]
-    )
+    return Deviation(max(map(abs, found.values())), max(0.0, *found.values()), found[max(found)])
 
 
 def agreeing(converging: Sequence[float], diverging: Sequence[float]) -> tuple[float, float] | None:

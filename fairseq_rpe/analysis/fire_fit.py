@@ -116,18 +116,17 @@ def _fit(profile: Tensor, heads: list[int], c: float | None) -> FireFit:
     y = profile[heads]
     at = torch.arange(y.shape[1], dtype=y.dtype)[None]
     u = _module(len(heads), y.shape[1], c, 0)[1].ratio(at[:, -1:], at)[0, 0].flip(0)  # bit by bit as it computes them
-    slopes = y.diff() / u.diff()  # (H', N-1)
     mean = (y[:, -1:] - y[:, :1]) / u[-1] if len(u) > 1 else torch.zeros_like(y)
     if (y[:, :1] + mean * u - y).abs().max() <= _STRAIGHT:
-        spec, fire = _module(len(heads), len(u), c, 0)
-        weights, biases = [mean], [y[:, 0]]
+        hidden, layers = 0, [(mean, y[:, 0])]
     else:
+        slopes = y.diff() / u.diff()  # (H', N-1)
         bends = slopes.diff()
         knots = (bends != 0).any(0).nonzero().flatten()
-        spec, fire = _module(len(heads), len(u), c, 1 + len(knots))
-        weights = [torch.ones(1 + len(knots), 1, dtype=u.dtype), torch.cat([slopes[:, :1], bends[:, knots]], 1)]
-        biases = [torch.cat([u[:1], -u[1 + knots]]), y[:, 0]]
-    for layer, weight, bias in zip(fire.mlp, weights, biases, strict=True):
+        hidden, rises = 1 + len(knots), torch.cat([slopes[:, :1], bends[:, knots]], 1)
+        layers = [(torch.ones(hidden, 1), torch.cat([u[:1], -u[1 + knots]])), (rises, y[:, 0])]
+    spec, fire = _module(len(heads), len(u), c, hidden)
+    for layer, (weight, bias) in zip(fire.mlp, layers, strict=True):
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
     narrow = build(spec, fire.heads, fire.heads)

@@ -149,7 +149,6 @@ class Tail(NamedTuple):
     """Sensitivity at the last tokens of a text: ``at`` 1 in training, warped by ``skew``, at ``TIMES`` in tests."""
 
     skew: str
-    reach: int
     sums: tuple[float, ...]
     at: Mapping[int, Tensor]
 
@@ -159,12 +158,8 @@ def tails(setting: Setting) -> list[Tail]:
     length, reach = setting.train_length, setting.reach
     shown = min(reach, _SHOWN) + 2
     tests = {t: setting.sensitivity(interpolated(length, t * length)[-shown:]) for t in TIMES}
-
-    def tail(skew: str) -> Tail:
-        trained = setting.sensitivity(warped(skew, length)[-shown:])
-        return Tail(skew, reach, setting.sums(skew, length, reach), {1: trained, **tests})
-
-    return [tail(skew) for skew in SKEWS]
+    trained = {skew: setting.sensitivity(warped(skew, length)[-shown:]) for skew in SKEWS}
+    return [Tail(skew, setting.sums(skew, length, reach), {1: sen, **tests}) for skew, sen in trained.items()]
 
 
 def warps(setting: Setting) -> Mapping[str, Tensor]:

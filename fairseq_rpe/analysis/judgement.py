@@ -1,7 +1,7 @@
 """Verdicts and receptive fields of all heads of some encodings, as tables and curves."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000)
 GRID = tuple(Fraction(f"{10 ** (-k / 6):.2g}") for k in range(1, 19))
 DRAWN = 15  # common logarithm of the longest field in a figure
 _BOUNDS = ("trf", "trf_low", "trf_high")
+Source = str | Sequence[Encoding]  # a formula, or one encoding or one per layer
 
 
 class Place(NamedTuple):
@@ -53,28 +54,25 @@ class Fields:
     cut: bool = False
 
 
-def judge(layers: Sequence[Encoding]) -> list[HeadRow]:
-    """Every head of an encoding, or of one encoding per layer."""
-    return [HeadRow(*found) for found in _placed([verdict(encoding) for encoding in layers])]
+def judge(source: Source) -> list[HeadRow]:
+    """The verdict on every head."""
+    return [HeadRow(*found) for found in _placed(source, verdict_of_formula, verdict)]
 
 
-def judge_formula(text: str) -> list[HeadRow]:
-    return [HeadRow(Place(), verdict_of_formula(text))]
-
-
-def weights(layers: Sequence[Encoding], keys: int) -> list[tuple[Place, Tensor]]:
+def weights(source: Source, keys: int) -> list[tuple[Place, Tensor]]:
     """b_0 … b_(keys-1) of every head, in double precision."""
-    return list(_placed([encoding.profile(keys).exp().double() for encoding in layers]))
+    return list(_placed(source, lambda f: weights_of_formula(f, keys), lambda e: e.profile(keys).exp().double()))
 
 
-def weights_of(text: str, keys: int) -> list[tuple[Place, Tensor]]:
-    return [(Place(), torch.tensor(weights_of_formula(text, keys), dtype=torch.float64))]
-
-
-def _placed(layers: Sequence[Iterable[Any]]) -> Iterable[tuple[Place, Any]]:
-    for layer, heads in enumerate(layers):
-        for head, value in enumerate(heads, start=1):
-            yield Place(layer if len(layers) > 1 else None, head), value
+def _placed(
+    source: Source, formula: Callable[[str], Any], heads: Callable[[Encoding], Iterable[Any]]
+) -> Iterable[tuple[Place, Any]]:
+    if isinstance(source, str):
+        yield Place(), formula(source)
+        return
+    for layer, values in enumerate(list(map(heads, source))):
+        for head, value in enumerate(values, start=1):
+            yield Place(layer if len(source) > 1 else None, head), value
 
 
 def check_epsilons(values: Iterable[Fraction]) -> list[Fraction]:
@@ -129,12 +127,9 @@ def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[F
 
 def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
     """A row per source, layer, head that has receptive fields, and ε of ``GRID``."""
-    cells: list[list[Any]] = [["source", *Place._fields, "epsilon", *_BOUNDS]]
-    for title, rows in sources.items():
-        for place, head in rows:
-            if head.total is not None:
-                cells += [[title, *place.cells(), shown(e), *_bounds(head, e)] for e in GRID]
-    return cells
+    found = [(title, *row) for title, rows in sources.items() for row in rows if row.head.total is not None]
+    cells = ([title, *place.cells(), shown(e), *_bounds(head, e)] for title, place, head in found for e in GRID)
+    return [["source", *Place._fields, "epsilon", *_BOUNDS], *cells]
 
 
 def fields(rows: Sequence[HeadRow]) -> Fields:

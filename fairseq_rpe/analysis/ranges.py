@@ -88,13 +88,11 @@ class Floats:
         return np.where(bad, np.nan, a[0]), np.where(bad, np.nan, a[1])
 
     def sin(self, a: Any) -> Any:
-        return self._wave(np.sin, a, (a[0] - np.pi / 2, a[1] - np.pi / 2))
+        return self.cos(a, np.sin, np.pi / 2)
 
-    def cos(self, a: Any) -> Any:
-        return self._wave(np.cos, a, a)
-
-    def _wave(self, function: Callable[[Any], Any], a: Any, from_top: Any) -> Any:
-        """``from_top``: the same range counted from a maximum, which is where cos has one."""
+    def cos(self, a: Any, function: Callable[[Any], Any] = np.cos, top_at: float = 0.0) -> Any:
+        """cos, or another wave with a maximum at ``top_at``."""
+        from_top = a[0] - top_at, a[1] - top_at
         low, high = function(a[0]), function(a[1])
         near = 1e-9 + 1e-15 * np.maximum(np.abs(a[0]), np.abs(a[1]))  # the slack of the two tests and of π
         turns = [np.floor((end + sign * near) / np.pi) for end, sign in ((from_top[1], 1), (from_top[0], -1))]

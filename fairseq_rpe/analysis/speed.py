@@ -148,9 +148,7 @@ def tables(timings: Sequence[Timing]) -> list[Table]:
         rows = []
         for encoding, backend in dict.fromkeys(key[:2] for key in cells):
             own = [cells.get((encoding, backend, length)) for length in lengths]
-            if encoding == LIMIT:
-                rows.append(Row(f"{LIMIT}, milliseconds", [number(t and t.milliseconds, ".2f") for t in own]))
-            else:
-                rows.append(Row(f"{encoding}, {backend}", [number(t and t.ratio, ".2f") for t in own]))
+            value, unit = ("milliseconds",) * 2 if encoding == LIMIT else ("ratio", backend)
+            rows.append(Row(f"{encoding}, {unit}", [number(t and getattr(t, value), ".2f") for t in own]))
         found.append(Table("", [step, *map(str, lengths)], rows))
     return found

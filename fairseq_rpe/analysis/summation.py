@@ -86,10 +86,8 @@ def _judge(e: Expansion) -> Decision:
         return Decision(DIVERGES, _why_diverges(low, below, exact), low[1], grows)
     if up[0] is None or low[0] is None:
         return Decision(UNDECIDED, f"f = {_sum(_logs(4))} + …: beyond four nested logarithms")
-    return Decision(
-        UNDECIDED,
-        f"f lies between {_sum([_lead(below)])} and {_sum([_lead(above)])} (leading terms): comparison decides neither",
-    )
+    between = f"{_sum([_lead(below)])} and {_sum([_lead(above)])}"
+    return Decision(UNDECIDED, f"f lies between {between} (leading terms): comparison decides neither")
 
 
 def _why_converges(rank: Rank, exact: bool, steep: bool) -> str:

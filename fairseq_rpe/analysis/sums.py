@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mpmath
@@ -36,12 +35,8 @@ _STEPS = 40  # of Newton
 ROUGH = 1 << 20
 
 
-class NotSmooth(ArithmeticError):
-    """Euler-Maclaurin does not apply from here on."""
-
-
 class TooLong(ArithmeticError):
-    """It does, but takes more blocks than are worth their time."""
+    """Euler-Maclaurin applies, but takes more blocks than are worth their time, or nothing is known far out."""
 
 
 class Block(NamedTuple):
@@ -56,10 +51,6 @@ class Block(NamedTuple):
 class _Tails:
     """Tails of a series of which ``far`` says what is left from ln j on, and ``below`` the sum from j to ``end``."""
 
-    end: int
-    far: Callable[[Any], Any]
-    far_sum: Any
-
     def tail(self, j: int) -> Any:
         """Σ_{n >= j} b(n)."""
         return self.far(iv.log(iv.mpf(j))) if j >= self.end else self.below(j) + self.far_sum
@@ -69,11 +60,11 @@ class Smooth(_Tails):
     """B and every tail of an analytic convergent series, whose ``first`` terms are added up one by one.
 
     Raises:
-        NotSmooth: f is not analytic from ``first`` on.
+        Undefined: f is not analytic from ``first`` on.
         TooLong: it oscillates too fast, or nothing is known about its far end.
     """
 
-    @precisely
+    @precisely()
     def __init__(self, f: sympy.Expr, level: int, first: int) -> None:
         self.weight, self.first = Weight(f), first
         terms = (ball(intervals.exp(enclose(f, n))) for n in range(first))
@@ -81,14 +72,14 @@ class Smooth(_Tails):
         self.blocks: list[Block] = []
         self._extend(f, level)
         last = self.blocks[::-1]  # areas and rests are of every block and all that follow
-        self.areas = list(itertools.accumulate((b.area for b in last), initial=arb(0)))[::-1]
-        self.rests = list(itertools.accumulate((b.rest for b in last), initial=arb(0)))[::-1]
+        sides = ((b.area for b in last), (b.rest for b in last))
+        self.areas, self.rests = (list(itertools.accumulate(side, initial=arb(0)))[::-1] for side in sides)
         self.total = interval(self.partial[-1] + self._tail(first)) + self.far_sum
 
     def below(self, j: int) -> Any:
         return interval(self._tail(j))
 
-    @precisely
+    @precisely()
     def _tail(self, j: int) -> arb:
         if j < self.first:
             return self.partial[-1] - self.partial[j] + self._tail(self.first)
@@ -102,7 +93,7 @@ class Smooth(_Tails):
             total -= arb.bernoulli(k + 1) / (k + 1) * value
         return total + arb(0, 1) * (self.rests[i] + self.edge)
 
-    @precisely
+    @precisely()
     def near(self, target: Any) -> int:
         """About the j whose tail is ``target``."""
         far, want = ball(self.far_sum).mid(), ball(target).mid()
@@ -154,7 +145,7 @@ class Smooth(_Tails):
             if block := self._block(a, b, sofar):
                 done.append(block)
             elif b - a < 4:
-                raise NotSmooth
+                raise Undefined("not analytic here")
             else:
                 todo += [((a + b) // 2, b), (a, (a + b) // 2)]
         return done
@@ -214,7 +205,7 @@ class Geometric:
     """b_n = exp(c - k·n), in closed form: B = e^c/(1 - e^-k)."""
 
     def __init__(self, c: sympy.Expr, k: sympy.Expr) -> None:
-        self.c, self.k = c, k
+        self.k = k
         with self.digits():
             self.total = intervals.exp(number(c)) / (1 - intervals.exp(-number(k)))
 
@@ -239,7 +230,7 @@ def summed(f: sympy.Expr, level: int) -> Smooth | Rough | None:
     for first in _FIRST:
         try:
             return Smooth(f, level, first)
-        except (NotSmooth, Undefined):
+        except Undefined:
             continue
         except TooLong:
             break

@@ -79,7 +79,7 @@ def trf(total: Sum, epsilon: Fraction) -> Trf:
         return Trf(j, j)
     if isinstance(total, Geometric):
         return _geometric(total, epsilon)
-    target = total.total * number(_exactly(epsilon))
+    target = total.total * number(sympy.Rational(epsilon))
 
     def side(tail: Any) -> int:
         return 1 if tail.b < target.a else -1 if tail.a >= target.b else 0
@@ -90,17 +90,13 @@ def trf(total: Sum, epsilon: Fraction) -> Trf:
     return _far(whole, lambda t: side(total.far(t)), total.end)
 
 
-def _exactly(epsilon: Fraction) -> sympy.Rational:
-    return sympy.Rational(*epsilon.as_integer_ratio())
-
-
 def _geometric(total: Geometric, epsilon: Fraction) -> Trf:
     """Eq. 46: the tail is e^(-kj)·B, so j > ln(1/ε)/k."""
     with total.digits():
-        bound = iv.log(1 / number(_exactly(epsilon))) / number(total.k)
+        bound = iv.log(1 / number(sympy.Rational(epsilon))) / number(total.k)
     low, high = (mpmath.libmp.to_int(end, "f") + 1 for end in bound._mpi_)
     if low < high:  # ln(1/ε)/k is a whole number, or too close to one for intervals
-        above = sign(sympy.log(1 / _exactly(epsilon)) - low * total.k)
+        above = sign(sympy.log(1 / sympy.Rational(epsilon)) - low * total.k)
         if above is not None:
             low = high = low + (above >= 0)
     return Trf(low, high)

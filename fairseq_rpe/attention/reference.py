@@ -27,14 +27,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         raise UserError("the reference backend is exact and prunes nothing: use 'sdpa', 'triton' or no pruning")
     shape = *q.shape[:3], k.shape[2]
     keep = keep_block(draw_seed(), 0, q.shape[2], shape, dropout, q.device) if dropout > 0 else None
-    return weighted(q, k, v, plan, keep)
+    return weighted(weights(q, k, plan), v, keep)
 
 
-def weighted(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None) -> Tensor:
-    """Sums of v by :func:`weights`, (B, H, n, D) in q's dtype, with a scaled mask of those kept by dropout."""
-    found = weights(q, k, plan)
+def weighted(found: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    """Sums of v by the weights ``found``, in v's dtype, with a scaled mask of those kept by dropout."""
     found = found if keep is None else found * keep
-    return torch.matmul(found, v.to(found.dtype)).to(q.dtype)
+    return torch.matmul(found, v.to(found.dtype)).to(v.dtype)
 
 
 def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:

@@ -77,15 +77,18 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> T
         stop = min(start + rows, n)
         part, wide = plan.part(start, stop), torch.promote_types(q.dtype, torch.float32)
         qb, keys, values = q[:, :, start:stop], k[:, :, : m - n + stop], v[:, :, : m - n + stop]
-        keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
-        # CUDA wants the bias in q's dtype, and half precision cannot hold it
-        if keep is not None or (q.is_cuda and q.dtype != wide):
-            return weighted(qb, keys, values, part, keep)
         mask = part.visible(stop - start, keys.shape[2], q.device)
         empty = ~mask.any(dim=-1, keepdim=True)
         form = Dense(torch.zeros_like(mask, dtype=wide)) if part.form is None else part.form
         bias = lower(form, (Dense,), part.positions).bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
-        return F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias).masked_fill(empty, 0.0)
+        # CUDA wants the bias in q's dtype, and half precision cannot hold it
+        if dropout == 0 and (q.dtype == wide or not q.is_cuda):
+            out = F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias)
+        else:
+            scores = torch.matmul(qb.to(wide), keys.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
+            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
+            out = weighted(scores.softmax(dim=-1), values, keep)
+        return out.masked_fill(empty, 0.0)
 
     if n <= rows:
         return attend(0)

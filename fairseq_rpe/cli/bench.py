@@ -1,20 +1,14 @@
 """``bench``: how fast attention is with each encoding and backend on this machine, against attention without a bias."""
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import add_rpe_module, int_list, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, replace_with
-
-if TYPE_CHECKING:
-    from fairseq_rpe.analysis.speed import Timing
+from fairseq_rpe.core.table import csv_text
 
 COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio")
 _ENCODINGS = "nope alibi kerple_log fire"
@@ -60,31 +54,22 @@ def run(args: argparse.Namespace) -> int:
     device = chosen(args.device)
     setting = Setting(specs, names, args.batch, args.heads, args.width, args.dtype, args.repeats, device)
     steps = ("forward", "training") if args.passes == "both" else (args.passes,)
-    timings: list[Timing] = []
-    told: set[str] = set()
+    timings, told = [], set()
     for length, step in tqdm([(n, step) for n in args.lengths for step in steps], disable=None, unit="length"):
         found, left_out = measure(setting, step, length)
         timings += found
-        for line in dict.fromkeys(left_out):
-            if line not in told:
-                print(line, file=sys.stderr)
+        for line in dict.fromkeys(line for line in left_out if line not in told):
+            print(line, file=sys.stderr)
         told.update(left_out)
     about = str(setting)
     text = "\n".join([f"{about}\n", *(table.markdown() for table in tables(timings))])
     print(text)
     if args.out is not None:
-        write(timings, about, text, args.out)
+        from fairseq_rpe.figures.timing import draw
+
+        atomic_write(args.out / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")
+        atomic_write(args.out / "bench.md", text)
+        figure = draw(timings, about)
+        replace_with(args.out / "bench.png", lambda target: figure.savefig(target, dpi=150))
+        print(f"figure: {args.out / 'bench.png'}")
     return 0
-
-
-def write(timings: Sequence[Timing], about: str, text: str, folder: Path) -> None:
-    """bench.csv, bench.md and bench.png."""
-    from fairseq_rpe.core.table import csv_text
-    from fairseq_rpe.figures.timing import draw
-
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")
-    atomic_write(folder / "bench.md", text)
-    figure = draw(timings, about)
-    replace_with(folder / "bench.png", lambda target: figure.savefig(target, dpi=150))
-    print(f"figure: {folder / 'bench.png'}")

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
     else:
-        folder = SweepFolder(args.sweep)
-        gallery = drawing.of_sweep(drawing.Trained(folder, folder.state(), args.data, args.rpe_module), **shown)
+        gallery = drawing.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
     out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
     check_folder(out, ())
     make_folder(out)

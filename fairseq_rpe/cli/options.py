@@ -1,7 +1,9 @@
 """Argument types and options that several commands share."""
 
 import argparse
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
@@ -9,34 +11,24 @@ from fairseq_rpe.core.errors import UserError
 BY_ARCH = "default: by architecture"
 
 
-def _number(text: str, kind: Callable[[str], float], holds: Callable[[float], bool], words: str) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = float("nan")
-    if not holds(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not {words}")
-    return value
-
-
-def count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+def _whole(text: str, least: int) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
     return int(text)
 
 
-def positive_int(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
+count, positive_int = partial(_whole, least=0), partial(_whole, least=1)
 
 
-def positive_float(text: str) -> float:
-    return _number(text, float, lambda v: 0 < v < float("inf"), "a number above 0")
+def _number(text: str, holds: Callable[[float], bool], words: str) -> float:
+    with contextlib.suppress(ValueError):
+        if holds(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not {words}")
 
 
-def fraction(text: str) -> float:
-    return _number(text, float, lambda v: 0 <= v < 1, "a number from 0 to below 1")
+positive_float = partial(_number, holds=lambda v: 0 < v < float("inf"), words="a number above 0")
+fraction = partial(_number, holds=lambda v: 0 <= v < 1, words="a number from 0 to below 1")
 
 
 def int_list(text: str) -> tuple[int, ...]:

@@ -34,9 +34,8 @@ def run(args: argparse.Namespace) -> int:
         check(folder, args.delta)
     sections = []
     for folder in folders:
-        written = write(folder, args.delta)
-        sections.append(written.section)
-        print(written.text)
+        sections.append(write(folder, args.delta))
+        print(sections[-1].text)
     if args.out is not None:
         page.write(sections, args.out)
         print(f"page on all: {args.out}")

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_training, check_rpe_module, filled, int_list, positive_int, words
+from fairseq_rpe.cli.options import add_training, check_rpe_module, int_list, positive_int, words
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock
+from fairseq_rpe.core.files import lock, read_json_lines
+from fairseq_rpe.core.records import filled
 
 if TYPE_CHECKING:
     from fairseq_rpe.sweeps.request import Sweep
@@ -112,14 +113,14 @@ def run(args: argparse.Namespace) -> int:
     folder = SweepFolder(sweep.out)
     with lock(folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"):
         state = carry.state(sweep, made)
-        left = carry.pending(made)
+        left = {cell: work for cell in made if (work := cell.work_left())}
         if left:
             from fairseq_rpe.sweeps import methods
 
             methods.check(sweep, made)
         folder.write(carry.noted(state, left))
         failures = carry.carry_out(sweep, left, made, on_slurm)
-        if carry.measured(made):
+        if any(read_json_lines(cell.folder.results) for cell in made):
             _report(folder, redraw=bool(left))
     for line in failures:
         print(f"error: {line}", file=sys.stderr)

@@ -4,8 +4,9 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, check_rpe_module, count, filled, positive_int
+from fairseq_rpe.cli.options import BY_ARCH, add_training, address, check_rpe_module, count, positive_int
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:

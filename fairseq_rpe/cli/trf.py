@@ -75,11 +75,7 @@ def quantised(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
     from fairseq_rpe.analysis import judgement
     from fairseq_rpe.analysis.receptive_field import quantised as steps
 
-    found = asked(args)
-    if isinstance(found, str):
-        sources = {found: judgement.weights_of(found, keys)}
-    else:
-        sources = {title: judgement.weights(layers, keys) for title, layers in found.items()}
+    sources = {title: judgement.weights(source, keys) for title, source in asked(args).items()}
     rows: list[list[Any]] = [["source", *judgement.Place._fields, "epsilon", "index", "trf"]]
     curves: Curves = {}
     for title, heads in sources.items():

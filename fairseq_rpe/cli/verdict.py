@@ -13,8 +13,7 @@ from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.table import csv_text
 
 if TYPE_CHECKING:
-    from fairseq_rpe.analysis.judgement import HeadRow
-    from fairseq_rpe.encodings import Encoding
+    from fairseq_rpe.analysis.judgement import HeadRow, Source
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -78,18 +77,15 @@ def judged(args: argparse.Namespace) -> dict[str, list[HeadRow]]:
     """What was asked for -> place and verdict of each head."""
     from fairseq_rpe.analysis import judgement
 
-    found = asked(args)
-    if isinstance(found, str):
-        return {found: judgement.judge_formula(found)}
-    return {title: judgement.judge(layers) for title, layers in found.items()}
+    return {title: judgement.judge(source) for title, source in asked(args).items()}
 
 
-def asked(args: argparse.Namespace) -> str | dict[str, list[Encoding]]:
-    """The formula, or the encodings by what they are called: one, or one per layer of a checkpoint."""
+def asked(args: argparse.Namespace) -> dict[str, Source]:
+    """What was asked for by its name: the formula, or encodings, one or one per layer of a checkpoint."""
     if sum((bool(args.specs), args.formula is not None, args.checkpoint is not None)) != 1:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
     if args.formula is not None:
-        return args.formula
+        return {args.formula: args.formula}
     from fairseq_rpe import encodings
     from fairseq_rpe.analysis.convergence import LENGTH
     from fairseq_rpe.runs.learned import load_encodings

@@ -22,11 +22,7 @@ def literal_eval_only() -> None:
 
 
 def evaluate_literal(text: Any, *_: Any) -> Any:
-    """A Python literal; also ``[(512, 3)] * 20`` and arithmetic, as in fairseq's defaults. Never a call or a name.
-
-    Raises:
-        UserError: anything else.
-    """
+    """A Python literal; also ``[(512, 3)] * 20`` and arithmetic, as in fairseq's defaults; anything else is refused."""
     if not isinstance(text, str):
         return text
     try:

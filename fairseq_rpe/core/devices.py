@@ -33,25 +33,18 @@ def gpus() -> tuple[str, ...]:
     return tuple(json.loads(told.stdout.splitlines()[-1]))
 
 
-def visible() -> list[str]:
-    """The same GPUs by the names that CUDA_VISIBLE_DEVICES has for them: numbers or UUIDs."""
-    count = len(gpus())
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return names[:count] or [str(number) for number in range(count)]
-
-
 def check(device: str, nproc: int) -> list[str]:
-    """The visible GPUs for runs of ``nproc`` processes; none where ``device`` is cpu or there are none.
+    """The GPUs for runs of ``nproc`` processes, by their names in CUDA_VISIBLE_DEVICES (numbers, UUIDs); none for cpu.
 
     Raises:
         UserError: ``device`` is cuda and there is none, or a run is to have more than there are.
     """
-    found = visible() if device != "cpu" else []
-    if device == "cuda" and not found:
-        raise UserError("--device cuda: no GPU is visible here: drop the flag, or look at nvidia-smi")
-    if found and nproc > len(found):
-        raise UserError(f"--nproc {nproc}: there are {len(found)} GPUs here: name at most as many, or --device cpu")
-    return found
+    count = len(gpus()) if device != "cpu" else 0
+    _require(device, count > 0)
+    if 0 < count < nproc:
+        raise UserError(f"--nproc {nproc}: there are {count} GPUs here: name at most as many, or --device cpu")
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] or [str(number) for number in range(count)]
 
 
 def chosen(device: str) -> str:
@@ -63,6 +56,10 @@ def chosen(device: str) -> str:
     import torch
 
     there = device != "cpu" and torch.cuda.is_available()
+    _require(device, there)
+    return "cuda" if there else "cpu"
+
+
+def _require(device: str, there: bool) -> None:
     if device == "cuda" and not there:
         raise UserError("--device cuda: no GPU is visible here: drop the flag, or look at nvidia-smi")
-    return "cuda" if there else "cpu"

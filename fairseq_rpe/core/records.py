@@ -1,5 +1,6 @@
 """JSON and TOML as typed records: read once, at one edge, every value checked against its annotation."""
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -84,15 +85,13 @@ def _value(hint: Any, value: object, source: str, key: str, what: str, strict: b
             refuse(rule.words)
         return found if rule.holds(found) else refuse(rule.words)
     if origin in (typing.Union, types.UnionType):
-        kinds = [kind for kind in inner if kind is not types.NoneType]
-        if value is None and len(kinds) < len(inner):
+        if value is None and types.NoneType in inner:
             return None
-        for kind in kinds[:-1]:
-            try:
+        *kinds, last = [kind for kind in inner if kind is not types.NoneType]
+        for kind in kinds:
+            with contextlib.suppress(UserError):
                 return _value(kind, value, source, key, what, strict)
-            except UserError:
-                continue
-        return _value(kinds[-1], value, source, key, what, strict)
+        return _value(last, value, source, key, what, strict)
     if origin is typing.Literal:
         return value if value in inner else refuse(" or ".join(map(str, inner)))
     if origin is tuple:
@@ -105,10 +104,6 @@ def _value(hint: Any, value: object, source: str, key: str, what: str, strict: b
         return {str(k): _value(inner[1], item, source, k, f"{key} of {what}", strict) for k, item in value.items()}
     if dataclasses.is_dataclass(hint):
         return read(hint, value, source, f"{key} of {what}", strict)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool) and not strict:
+    if hint is float and type(value) is int and not strict:
         return float(value)
-    return (
-        value
-        if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
-        else refuse(_WORDS.get(hint, hint.__name__))
-    )
+    return value if hint in (object, type(value)) else refuse(_WORDS[hint])

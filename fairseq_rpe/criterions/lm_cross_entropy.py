@@ -63,13 +63,8 @@ class LMCrossEntropy(AdaptiveLoss):
             weight = model.decoder.output_projection.weight
             loss = linear_cross_entropy(features.flatten(0, 1), weight, target.flatten(), self.padding_idx, reduce)
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
-        logging_output = {
-            "loss": loss.detach(),
-            "ntokens": sample["ntokens"],
-            "nsentences": target.size(0),
-            "sample_size": sample_size,
-        }
-        return loss, sample_size, {**logging_output, **watched(model)}
+        counts = {"ntokens": sample["ntokens"], "nsentences": target.size(0), "sample_size": sample_size}
+        return loss, sample_size, {"loss": loss.detach(), **counts, **watched(model)}
 
     @staticmethod
     def reduce_metrics(logging_outputs):

@@ -43,10 +43,8 @@ def _check_replaceable(dest: Path) -> None:
 def scratch(dest: Path) -> Iterator[Path]:
     """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
 
-    What a killed process left there is removed first; a second process waits for the first.
-
-    Raises:
-        UserError: for any ``OSError`` inside.
+    What a killed process left there is removed first; a second process waits for the first. Raises UserError for any
+    ``OSError`` inside.
     """
     parent, prefix = dest.parent, f".{dest.name}.prepare-"
     folder = parent / f"{prefix}{os.getpid()}"
@@ -85,16 +83,14 @@ def _publish(built: Path, dest: Path, old: Path) -> None:
 def make_once(
     dest: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Make a corpus unless it is there already, made with the same ``key``; returns its manifest.
+    """Make a corpus in ``dest`` unless it is there already; returns its manifest.
 
     Args:
-        dest: its folder.
         key: what decides its files.
         build: fills the folder that it is given; returns the rest of the manifest.
         say: takes short lines about the progress.
 
-    Raises:
-        UserError: if ``dest`` holds something else or cannot be written; it is then untouched.
+    Raises UserError if ``dest`` holds something else or cannot be written; it is then untouched.
     """
     place = dest.resolve()
     manifest = _up_to_date(place, key)

@@ -22,8 +22,7 @@ def unit_hash(purpose: str, seed: int, name: str) -> float:
 class DividedDocuments:
     """The documents of all splits, the same in every pass.
 
-    Attributes:
-        digest: of the source files, by split; under ``all`` where they are divided here.
+    ``digest`` is that of the source files, by split; under ``all`` where they are divided here.
     """
 
     def __init__(self, options: PrepareOptions) -> None:

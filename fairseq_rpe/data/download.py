@@ -39,8 +39,7 @@ def download(urls: Sequence[str], path: Path, sha256: str | None = None, tries: 
         tries: how often an address may fail.
         timeout: seconds without a byte that count as a failure.
 
-    Raises:
-        UserError: if no address has it, or ``path`` is there with another checksum.
+    Raises UserError if no address has it, or ``path`` is there with another checksum.
     """
     if not path.exists():
         with scratch(path) as folder:
@@ -91,8 +90,7 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
 def local(source: str) -> Path:
     """The path of a source; of ``hub:OWNER/NAME[/FOLDER]`` it is downloaded first, into the hub's own cache.
 
-    Raises:
-        UserError: without network or permission, and if the data set has no files that can be read.
+    Raises UserError without network or permission, and if the data set has no files that can be read.
     """
     if not source.startswith("hub:"):
         return Path(source)

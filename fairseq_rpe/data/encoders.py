@@ -32,12 +32,8 @@ _CACHED_LENGTH = 64
 class Encoder(dict[str, bytes]):
     """Token ids of text; a newline is fairseq's end of line.
 
-    The ids of words are kept, so that each is spelled once; never more than ``_CACHED_WORDS`` of them.
-
-    Args:
-        types: symbols of the dictionary, fairseq's specials included.
-        find: cuts a text into words; ``\\n`` is one of its own.
-        spell: the ids of a word.
+    The ids of words are kept, so that each is spelled once; never more than ``_CACHED_WORDS`` of them. ``find`` cuts a
+    text into words, of which ``\\n`` is one, ``spell`` gives the ids of a word, ``types`` counts all symbols.
     """
 
     def __init__(self, types: int, find: Callable[[str], list[str]], spell: Callable[[str], Sequence[int]]) -> None:
@@ -59,14 +55,9 @@ class Encoder(dict[str, bytes]):
 
 
 def load_encoder(kind: str, folder: Path) -> Encoder:
-    """The encoder of a prepared corpus, from the files in its folder.
+    """The encoder of a prepared corpus, from ``dict.txt`` and the tokenizer's own files in its folder.
 
-    Args:
-        kind: ``bpe`` (sentencepiece), ``gpt2`` or ``words``.
-        folder: with ``dict.txt`` and the tokenizer's own files.
-
-    Raises:
-        UserError: if they are not of one corpus.
+    ``kind`` is ``bpe`` (sentencepiece), ``gpt2`` or ``words``. Raises UserError if the files are not of one corpus.
     """
     symbols = read_dictionary(folder / "dict.txt")
     if kind == "words":

@@ -91,11 +91,7 @@ def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
 
 
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids of a split, (tokens,), and the tokens of each item, (items,).
-
-    Raises:
-        UserError: if the two files do not fit together.
-    """
+    """The token ids of a split, (tokens,), and the tokens of each item, (items,); refused if they do not fit."""
     dtype, sizes = _read_index(folder / f"{split}.idx")
     tokens = np.fromfile(folder / f"{split}.bin", dtype=dtype)
     if len(tokens) != sizes.sum(dtype=np.int64):

@@ -60,9 +60,8 @@ def load_gpt2(
 ) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], bytes]]:
     """From a word of :data:`PATTERN` to its ids in the dictionary of ``symbols``, and from ids back to their text.
 
-    Raises:
-        UserError: if the vocabulary in ``folder`` is damaged or another than that of the dictionary, or ``tokenizers``
-            is missing; by the first function if merges and vocabulary do not fit.
+    Raises UserError if the vocabulary in ``folder`` is damaged or another than that of the dictionary, or
+    ``tokenizers`` is missing; the first function does if merges and vocabulary do not fit.
     """
     vocabulary = _read_vocabulary(folder)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -32,12 +32,7 @@ _LIBRARIES = {"bpe": ("sentencepiece",), "gpt2": ("tokenizers",), "words": ()}
 def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Make the corpus unless it is there already, and return its manifest (``corpus.json``).
 
-    Args:
-        options: what to prepare.
-        say: takes short lines about the progress.
-
-    Raises:
-        UserError: for bad options or sources and a destination that cannot be written; nothing is changed then.
+    Raises UserError for bad options or sources and a destination that cannot be written; nothing is changed then.
     """
     options.check()
     source = DividedDocuments(options)

@@ -74,8 +74,7 @@ def find_entries(
         exclude: patterns of names in folders, of files and of whole folders, that are left out.
         keep_binary: take files of folders and archives that have a NUL among their first 8 KiB, too.
 
-    Raises:
-        UserError: if a path does not exist, or there is no text file.
+    Raises UserError if a path does not exist, or there is no text file.
     """
     entries, binary = [], 0
     for path in paths:
@@ -133,11 +132,7 @@ def _is_binary(entry: Entry) -> bool:
 
 @contextlib.contextmanager
 def readable(what: Entry | Path) -> Iterator[None]:
-    """Tell a damaged or unreadable source in one line.
-
-    Raises:
-        UserError: for what reading raises.
-    """
+    """Tell a damaged or unreadable source in one line, a UserError."""
     try:
         yield
     except (*_DAMAGE, OSError) as error:
@@ -149,11 +144,7 @@ def readable(what: Entry | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(entry: Entry) -> Iterator[BinaryIO]:
-    """The decompressed bytes.
-
-    Raises:
-        UserError: if the file cannot be read or is cut short, also while it is read.
-    """
+    """The decompressed bytes. Raises UserError if they cannot be read or are cut short, also while they are read."""
     with readable(entry), contextlib.ExitStack() as stack:
         if entry.member is None:
             file = stack.enter_context(open(entry.path, "rb"))

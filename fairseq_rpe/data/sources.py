@@ -100,14 +100,10 @@ def gpt2_vocabulary(folder: Path) -> Path:
 def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
     """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
 
-    Args:
-        known: the corpus.
-        own: folders and files to take it from; none for a download, or the installed library.
-        downloads: where archives are kept.
-        archive: download an archive instead of the hub's files.
+    It is taken from ``own`` folders and files; without any from a download (an archive, kept in ``downloads``, instead
+    of the hub's files if ``archive``), or the installed library.
 
-    Raises:
-        UserError: without network or permission, with what to do by hand; if some splits have files and others none.
+    Raises UserError without network or permission, with what to do by hand; if some splits have files and others none.
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")

@@ -72,11 +72,7 @@ def _work(pieces: Sequence[Piece]) -> Encoded:
 def encode_chunks(
     chunks: Iterable[tuple[str, list[Piece]]], kind: str, folder: Path, workers: int, boundaries: bool = True
 ) -> Iterator[tuple[str, Encoded]]:
-    """Encode chunks and give them back in their order, whatever the number of processes.
-
-    Raises:
-        UserError: for an unusable tokenizer, and if a process is killed.
-    """
+    """Encode chunks, in their order. Raises UserError for an unusable tokenizer, and if a process is killed."""
     if workers == 1:
         encoder = load_encoder(kind, folder)
         for split, chunk in chunks:
@@ -104,9 +100,7 @@ class SplitWriter:
     complete_doc`` knows them apart. An empty line inside a document is in the item of the line before it, or of the
     first line, so that no other item is like that. Without, each line is an item, as ``fairseq-preprocess`` has it.
 
-    Args:
-        dtype: number type of the ids, ``<u2`` or ``<u4``.
-        boundaries: whether the documents were encoded with boundaries.
+    ``dtype`` is the number type of the ids, ``<u2`` or ``<u4``; ``boundaries`` as the documents were encoded.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, boundaries: bool = True) -> None:

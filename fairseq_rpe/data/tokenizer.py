@@ -50,14 +50,8 @@ class Tokenizer:
     Text that could not be a plain dictionary symbol (tabs and other white space, ``▁``, ``</s>``, ...)
     is spelled in byte pieces ``<0xNN>`` and never shown to sentencepiece.
 
-    Args:
-        model: a serialised sentencepiece model, as from :func:`train_tokenizer`.
-
-    Attributes:
-        symbols: of the fairseq dictionary in order, without fairseq's four specials.
-
-    Raises:
-        UserError: if the model was not trained by :func:`train_tokenizer`.
+    ``symbols`` are those of the fairseq dictionary in order, without fairseq's four specials. Raises UserError for a
+    serialised sentencepiece model that is not of :func:`train_tokenizer`.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -84,11 +78,7 @@ class Tokenizer:
             raise UserError(f"{path} does not exist: make it with prepare-stdlib") from None
 
     def encode(self, text: str) -> list[int]:
-        """Positions in :attr:`symbols` of the symbols of a text without newlines.
-
-        Raises:
-            ValueError: if it has one, which is the end-of-line symbol in fairseq.
-        """
+        """Positions in ``symbols`` of a text's symbols. ValueError for a newline, the end-of-line symbol in fairseq."""
         if "\n" in text:
             raise ValueError("a line to encode contains a newline")
         places: list[int] = []
@@ -101,12 +91,8 @@ class Tokenizer:
 def train_tokenizer(lines: Iterable[str], vocab_size: int) -> bytes:
     """Train a BPE on all of ``lines``; the same lines give the same bytes, a serialised sentencepiece model.
 
-    Args:
-        lines: text without newlines.
-        vocab_size: symbols of the fairseq dictionary, its four specials and the 256 bytes included.
-
-    Raises:
-        UserError: if the vocabulary is too small for the characters or too large for the text.
+    ``vocab_size`` counts the four specials and the 256 bytes. Raises UserError if the vocabulary is too small for the
+    characters or too large for the text.
     """
     model = io.BytesIO()
     try:

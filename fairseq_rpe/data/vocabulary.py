@@ -25,11 +25,8 @@ _PADDING = 8
 class BpeLearner:
     """Learns ``spm.model``, a byte-exact sentencepiece BPE, from parts of the text that a hash of each part chooses.
 
-    The choice depends on the text alone. Whenever the parts are too many, half of all hashes drop out.
-
-    Args:
-        vocab_size: symbols of the dictionary, specials included.
-        sample_bytes: upper bound for the text that is learned from, in characters; ``None`` takes all, by whole lines.
+    The choice depends on the text alone. Whenever the parts are more than ``sample_bytes`` characters, half of all
+    hashes drop out; ``None`` takes all, by whole lines. ``vocab_size`` counts the specials, too.
     """
 
     def __init__(self, vocab_size: int, sample_bytes: int | None) -> None:
@@ -59,8 +56,7 @@ class BpeLearner:
 class WordLearner:
     """Counts words between white space; the dictionary is in fairseq's order and padded as fairseq pads it.
 
-    Args:
-        vocab_size: keep the most frequent words, so many with specials and padding; ``None`` keeps all.
+    It has the ``vocab_size`` most frequent words, specials and padding included; with ``None`` all.
     """
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -92,10 +88,7 @@ Given = tuple[str, dict[str, Path]]
 def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
     """The vocabulary of a prepared corpus, or of a folder with GPT-2's.
 
-    ``None`` if neither is named. A vocabulary of GPT-2 may come without ``dict.txt``.
-
-    Raises:
-        UserError: if other files are missing.
+    ``None`` if neither is named. GPT-2's may come without ``dict.txt``; where other files are missing it is refused.
     """
     if gpt2 is not None:
         return "gpt2", find_files(gpt2)

@@ -34,12 +34,8 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 def build(spec: str, heads: int, width: int, length: int | None = None) -> Encoding:
     """Make the encoding that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
-    Args:
-        heads: attention heads H; must divide the model width C, ``width``.
-        length: training length in tokens (``learned`` sizes its table by it).
-
-    Raises:
-        UserError: unknown name or option, value out of range, heads that do not divide the width.
+    ``heads`` attention heads H must divide the model width C, ``width``; ``length`` is the training length in tokens.
+    Raises UserError: unknown name or option, value out of range, heads that do not divide the width.
     """
     cls, _, config = registry.resolve(spec)
     if heads < 1 or width < 1 or width % heads:
@@ -48,11 +44,7 @@ def build(spec: str, heads: int, width: int, length: int | None = None) -> Encod
 
 
 def load_module(path: str | Path) -> None:
-    """Run a Python file that registers encodings; a file already loaded is not run again.
-
-    Raises:
-        UserError: the file is missing, fails, or registers nothing.
-    """
+    """Run a Python file that registers encodings, once; refused if it is missing, fails, or registers nothing."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"--rpe-module {path}: no such file")

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from ..core import UserError, option
 from .base import Absolute, Encoding, register
 
-FAIRSEQ_FIRST = 2  # fairseq's index of the first token: padding_idx + 1
-
 
 @register("nope")
 class NoPE(Encoding):
@@ -51,7 +49,8 @@ class Sinusoidal(Absolute):
         half, odd = divmod(self.width, 2)
         s = torch.arange(half + odd, device=at.device, dtype=at.dtype)
         if self.config.style == "fairseq":
-            angles = (at + FAIRSEQ_FIRST)[..., None] * torch.exp(s[:half] * -(math.log(10000) / (half - 1)))
+            # fairseq's index of the first token is padding_idx + 1 = 2
+            angles = (at + 2)[..., None] * torch.exp(s[:half] * -(math.log(10000) / (half - 1)))
             return F.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, odd))
         angles = at[..., None] * 10000.0 ** (-2 * s / self.width)
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]

@@ -70,7 +70,6 @@ class Encoding(nn.Module):
     @property
     @torch.no_grad()
     def adds_bias(self) -> bool:
-        """Whether there is an additive bias."""
         return self.form(Positions.arange(2)) is not None
 
     @torch.no_grad()

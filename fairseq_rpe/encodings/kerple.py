@@ -19,7 +19,7 @@ _UP_TO_2 = partial(between, low=FLOOR, high=2.0), partial(between_inverse, low=F
 
 
 class _Kerple(DistanceBias):
-    """Both variants: two positive numbers a head, kept in range by reparametrisation.
+    """Two positive numbers a head, kept in range by reparametrisation.
 
     The authors clamp in place at 0.01 instead; the functions are the same, the gradients near the edge are not.
     A given initial value enters as a constant offset, so that it is exact rather than rounded to float32.

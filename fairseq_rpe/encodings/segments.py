@@ -28,14 +28,12 @@ Stage = tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]
 def straight_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> Pieces:
     """The pieces of f(x) = stage_n(… stage_1(x)) on [0, top], differentiable in its weights.
 
-    Args:
-        stages: weight (out, in), bias (out,) and activation (of ``SLOPES``, or None) of each layer; the first has
-            in = 1, the last gives the H values. ReLU and leaky ReLU give exact pieces. With anything else [0, top] is
-            cut evenly too, as finely as it takes for an error of at most ``CLOSE`` of the values' range; the slope, and
-            so the gradient of x, is then right in the middle of a piece and off by half its bend at the ends.
+    ``stages``: weight (out, in), bias (out,) and activation (of ``SLOPES``, or None) of each layer; the first has in =
+    1, the last gives the H values. ReLU and leaky ReLU give exact pieces. With anything else [0, top] is cut evenly
+    too, as finely as it takes for an error of at most ``CLOSE`` of the values' range; the slope, and so the gradient of
+    x, is then right in the middle of a piece and off by half its bend at the ends.
 
-    Raises:
-        UserError: a smooth network that bends too sharply for ``MOST`` pieces.
+    Raises UserError: a smooth network that bends too sharply for ``MOST`` pieces.
     """
     smooth = any(a not in (None, *_BENT) for _, _, a in stages)
     count = FIRST if smooth else 1

@@ -10,20 +10,14 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 # Relatives share a colour and differ by marker. The yellow is too pale for a thin line to be the first choice of any.
+_FAMILIES = (
+    "sinusoidal sandwich learned, alibi window, type1 type2, inv_n inv_nlnn, kerple_log kerple_power, rope xpos, "
+    "fire t5_bias nope"
+)
 _KNOWN = {
     name: (colour, marker)
-    for colour, family in enumerate(
-        (
-            ("sinusoidal", "sandwich", "learned"),
-            ("alibi", "window"),
-            ("type1", "type2"),
-            ("inv_n", "inv_nlnn"),
-            ("kerple_log", "kerple_power"),
-            ("rope", "xpos"),
-            ("fire", "t5_bias", "nope"),
-        )
-    )
-    for marker, name in enumerate(family)
+    for colour, family in enumerate(_FAMILIES.split(", "))
+    for marker, name in enumerate(family.split())
 }
 
 

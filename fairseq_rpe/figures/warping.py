@@ -73,7 +73,7 @@ def tails(setting: Setting, found: Sequence[Tail]) -> Figure:
         for times, y in one.at.items():
             _plot_from_the_end(axes, setting, times, y, linewidth=1.6 if times == 1 else 1.2)
         sums = ", ".join(f"{value:.3g} at {t}×" for value, t in zip(one.sums, TIMES, strict=True))
-        axes.set_title(f"{_SKEWS[one.skew][0]}: total difference (c = {one.reach}) {sums}")
+        axes.set_title(f"{_SKEWS[one.skew][0]}: total difference (c = {setting.reach}) {sums}")
     _counted_from_the_end(rows[-1])
     figure.supylabel(f"sensitivity of {setting.unit}, per token", fontsize="medium")
     legend_below(figure, rows[0])

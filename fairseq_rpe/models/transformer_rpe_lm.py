@@ -66,11 +66,7 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
-        """Build from a Namespace or DictConfig.
-
-        Raises:
-            UserError: an encoding, option or fairseq feature that does not exist here, in one line.
-        """
+        """From a Namespace or DictConfig; UserError for an encoding, option or fairseq feature that is not here."""
         args.compute_dtype = getattr(args, "compute_dtype", None) or "fp32"
         _refuse_unsupported(args)
         if args.rpe_module:

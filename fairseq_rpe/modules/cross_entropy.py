@@ -35,11 +35,7 @@ def _rows(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tuple[Tens
 
 @torch.no_grad()
 def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32, (N,), without the (N, V) logits.
-
-    Args:
-        x: (N, C) features. weight: (V, C). target: (N,) int64.
-    """
+    """``F.cross_entropy(x @ weight.T, target, reduction="none")`` in float32, (N,), without the (N, V) logits."""
     rows, columns = TILES.get(x.device.type, TILES["cpu"])
     if x.device.type == "cpu":
         rows *= torch.get_num_threads()
@@ -50,12 +46,9 @@ def target_losses(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduce: bool = True) -> Tensor:
     """``F.cross_entropy(x @ weight.T, target)`` in float32; products in autocast's dtype where it is on.
 
-    Args:
-        x: (N, C) features. weight: (V, C). target: (N,) int64.
-        ignore_index: targets that count nothing.
-        reduce: the sum over tokens; otherwise one loss per token, (N,), with all logits if there must be gradients.
-
-    The gradients of the sum are made during the forward pass, so a second backward through it is not possible.
+    x (N, C) features, weight (V, C), target (N,) int64, of which those of ``ignore_index`` count nothing. The sum over
+    tokens; without ``reduce`` one loss per token, (N,), with all logits if there must be gradients. The gradients of
+    the sum are made during the forward pass, so a second backward through it is not possible.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

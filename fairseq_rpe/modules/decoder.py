@@ -23,12 +23,8 @@ COMPUTE = {"fp32": None, "bf16": torch.bfloat16}
 class RPEDecoder(TransformerDecoderBase):
     """fairseq's decoder with its own layer loop.
 
-    Args:
-        cfg, dictionary, embed_tokens: as in fairseq.
-        encodings: one encoding for all layers, or one per layer.
-        moves: the position transforms for training and evaluation.
-        backend: name of the attention backend.
-        compute: a key of :data:`COMPUTE`.
+    ``encodings`` are one for all layers, or one per layer; ``backend`` names that of attention; ``compute`` is a key of
+    :data:`COMPUTE`.
     """
 
     def __init__(
@@ -48,10 +44,8 @@ class RPEDecoder(TransformerDecoderBase):
     def prune_attention(self, eps: float) -> None:
         """From here on leave out up to ``eps`` of each query's attention, far keys that provably weigh no more.
 
-        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` has the bound of the error.
-
-        Raises:
-            UserError: eps is not between 0 and 1, or this model cannot be pruned.
+        For evaluation, on a CPU or with the backend triton; ``attention/prune.py`` has the bound of the error. Raises
+        UserError: eps is not between 0 and 1, or this model cannot be pruned.
         """
         check_eps(eps)
         if not self.attend.prunes:
@@ -70,8 +64,7 @@ class RPEDecoder(TransformerDecoderBase):
     def computing(self, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix products in the chosen dtype; evaluation computes its logits outside, in float32.
 
-        Raises:
-            UserError: the parameters are in half precision already.
+        Raises UserError: the parameters are in half precision already.
         """
         if self.compute is None:
             return nullcontext()

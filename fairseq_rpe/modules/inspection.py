@@ -23,12 +23,8 @@ class Inspector:
     writes nothing: it hears of updates too, but runs no forward pass in training mode. Validation within a training
     run does look, at the update just made: that is how the last one is seen.
 
-    Args:
-        spec: of the encoding, for titles and messages.
-        every: updates between two looks, at least 1.
-        folder: fairseq's --tensorboard-logdir; the events, and profiles as JSON lines, go into its ``encodings``.
-        length: training length in tokens, which is what the pictures show.
-        rank: data-parallel rank; the first one writes.
+    The events, and profiles as JSON lines, go into the folder ``encodings`` of ``folder``, fairseq's
+    --tensorboard-logdir. Pictures show ``length`` tokens, the training length. The first data-parallel rank writes.
     """
 
     def __init__(self, spec: str, every: int, folder: str, length: int, rank: int) -> None:
@@ -44,11 +40,7 @@ class Inspector:
         return {**self.__dict__, "trained": -1, "written": -1, "before": None, "writer": None, "history": None}
 
     def __call__(self, decoder: Any, _inputs: Any) -> None:
-        """Before each forward pass of the decoder.
-
-        Raises:
-            UserError: the encoding has no bias; said here because a checkpoint may be evaluated with another encoding.
-        """
+        """Raises UserError if the encoding has no bias; here, since a checkpoint may be evaluated with another one."""
         update = decoder.moves.update
         if not decoder.training:
             if update == self.trained and self.before is not None and self._stepped(decoder.encodings):

@@ -17,10 +17,8 @@ class Moves:
     data order and dropout do not change, a resumed run draws what the uninterrupted one drew, and every data-parallel
     rank draws its own. In evaluation the seed is constant, so a checkpoint's perplexity is repeatable.
 
-    Args:
-        train: spec of the transform used in training.
-        evaluation: spec used in evaluation; empty: what the training transform names, mostly ``identity``.
-        train_length: training length in tokens.
+    ``train`` and ``evaluation`` are specs; an empty one for evaluation: what the transform of training names, mostly
+    ``identity``. ``train_length`` is in tokens.
     """
 
     def __init__(self, train: str, evaluation: str, train_length: int | None, seed: int, rank: int) -> None:
@@ -42,8 +40,7 @@ class Moves:
     def __call__(self, plain: Positions, lengths: Tensor, training: bool, decoding: bool) -> Positions:
         """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
 
-        Raises:
-            UserError: random positions while decoding with a cache, which would move the tokens already in it.
+        Raises UserError: random positions while decoding with a cache, which would move the tokens already in it.
         """
         transform = self.active(training)
         if transform is None:

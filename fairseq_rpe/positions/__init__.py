@@ -16,11 +16,7 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 def build(spec: str, train_length: int | None = None) -> Transform:
     """Make the transform that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
-    Args:
-        train_length: training length in tokens, which some transforms compare with.
-
-    Raises:
-        UserError: unknown name or option, value out of range, training length needed but unknown.
+    Raises UserError: unknown name or option, value out of range, ``train_length`` (in tokens) needed but unknown.
     """
     if train_length is not None and train_length < 1:
         raise UserError(f"a training length of {train_length} tokens makes no sense: give 1 or more, or none")

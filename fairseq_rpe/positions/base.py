@@ -34,9 +34,7 @@ class Moved:
 class Transform:
     """Base class of all position transforms. Fill ``move``; check options against each other in ``setup``.
 
-    Args:
-        config: an instance of ``Config``, a frozen dataclass of the options.
-        train_length: training length in tokens, where known.
+    ``config`` is an instance of ``Config``; ``train_length`` the training length in tokens, where known.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
     ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
@@ -60,13 +58,10 @@ class Transform:
         """Check and prepare; ``config`` and ``train_length`` are set."""
 
     def __call__(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Moved:
-        """Move the tokens of one forward pass.
+        """Move the tokens of one forward pass; ``generator`` is on the CPU.
 
-        Args:
-            index: (B or 1, m) float, the plain positions 0, 1, 2 … of each row counted without padding; tokens that
-                are padding hold anything.
-            lengths: (B,) int64, real tokens of each row.
-            generator: CPU generator that random transforms draw from.
+        index (B or 1, m) float: the plain positions 0, 1, 2 … of each row counted without padding; tokens that are
+        padding hold anything. lengths (B,) int64: real tokens of each row.
         """
         if self.random and generator is None:
             raise UserError(f"position transform {type(self).__name__} draws random numbers: pass a generator")
@@ -96,14 +91,11 @@ class Fixed(Transform):
 
 
 def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
-    """The positions that ``transform`` gives one row of ``length`` tokens, from its first token on.
+    """The positions that ``transform`` gives a finished row of ``length`` tokens; longer rows are refused.
 
     While a row is decoded token by token, interpolation without a ratio would change with every token and random
     positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
     pass over the finished row.
-
-    Args:
-        length: of the finished row in tokens; longer rows are refused.
     """
     index = torch.arange(length, dtype=torch.float64)[None]
     return Fixed(transform(index, torch.tensor([length]), generator), transform.fractional)

@@ -59,7 +59,7 @@ class Shape(Transform):
             self.evaluation = f"offset:by={self.config.max}"
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        return _shifted(index, below(torch.full_like(lengths, self.config.max), generator))
+        return Moved(index + below(torch.full_like(lengths, self.config.max), generator).to(index)[:, None], 1.0, True)
 
 
 @register("random_padding")
@@ -80,8 +80,4 @@ class RandomPadding(Transform):
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         check_longest(lengths, self.config.max, "random_padding", "max")
-        return _shifted(index, below(self.config.max - lengths + 1, generator))
-
-
-def _shifted(index: Tensor, offsets: Tensor) -> Moved:
-    return Moved(index + offsets.to(index)[:, None], 1.0, True)
+        return Moved(index + below(self.config.max - lengths + 1, generator).to(index)[:, None], 1.0, True)

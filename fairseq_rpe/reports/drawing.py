@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -25,41 +26,17 @@ _WINDOW = "window:window=64"  # the one encoding that has to be given a number
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The runs of a sweep, of one seed; ``data``: the text to measure them on, if they are to be."""
-
-    folder: SweepFolder
-    state: State
-    data: Path | None = None
-    rpe_module: Path | None = None
-
-    def run(self, name: str, seed: int) -> RunFolder:
-        return self.folder.run_of(self.state.method(name), seed)
-
-
-@dataclass(frozen=True)
 class Gallery:
     """What is drawn. ``encodings``: label -> one for the model, or one per layer.
 
-    ``length``: tokens or distances shown; ``seed``: of initial values, or of the runs; ``head``: the one shown where
-    one is shown, from 1, or a middle one.
-
-    Raises:
-        UserError: there are not as many heads.
+    ``length``: tokens or distances shown; ``seed``: of initial values, or of the runs; ``index``: of the one head shown
+    where one is shown, from 0.
     """
 
     encodings: Mapping[str, Sequence[Encoding]]
     length: int
     seed: int
-    head: int | None = None
-    trained: Trained | None = None
-
-    def __post_init__(self) -> None:
-        if self.index >= (heads := self._heads()):
-            raise UserError(f"--head {self.head}: there are {heads} heads")
-
-    def _heads(self) -> int:
-        return min(layers[0].heads for layers in self.encodings.values())
+    index: int
 
     @property
     def biased(self) -> dict[str, Encoding]:
@@ -71,21 +48,25 @@ class Gallery:
             if encoding.adds_bias
         }
 
-    @property
-    def index(self) -> int:
-        """Of the head that is shown, from 0."""
-        return (self.head or (self._heads() + 1) // 2) - 1
 
+@dataclass(frozen=True)
+class TrainedGallery(Gallery):
+    """What the runs of a sweep learned; ``data``: the text to measure them on, if they are to be."""
 
-class Skip(Exception):
-    """A figure that cannot be drawn of this gallery, and why."""
+    folder: SweepFolder
+    state: State
+    data: Path | None = None
+    rpe_module: Path | None = None
+
+    def run(self, name: str) -> RunFolder:
+        return self.folder.run_of(self.state.method(name), self.seed)
 
 
 def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int | None) -> Gallery:
-    """Encodings with their initial values; without ``specs`` all that have a bias.
+    """Encodings with their initial values; without ``specs`` all that have a bias; ``head`` from 1, or a middle one.
 
     Raises:
-        UserError: one is misspelt, named twice, or has no bias.
+        UserError: one is misspelt, named twice, or has no bias, or there are not as many heads.
     """
     found = {}
     for spec in specs or [_WINDOW if name == "window" else name for name in encodings.names()]:
@@ -97,37 +78,46 @@ def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int
             found[spec] = [encoding]
         elif specs:
             raise UserError(f"'{spec}' has no additive bias to draw: leave it out")
-    return Gallery(found, length, seed, head)
+    return Gallery(found, length, seed, _index(found, head))
 
 
-def of_sweep(trained: Trained, length: int, seed: int, head: int | None) -> Gallery:
+def of_sweep(
+    folder: SweepFolder, data: Path | None, rpe_module: Path | None, length: int, seed: int, head: int | None
+) -> TrainedGallery:
     """Encodings with the parameters that the runs of a sweep learned.
 
     Raises:
-        UserError: it is not about text, or has no finished run of ``seed``.
+        UserError: it is not about text, has no finished run of ``seed``, or not as many heads.
     """
-    folder, state = trained.folder, trained.state
+    state = folder.state()
     if state.algorithms:
         raise UserError(f"{folder.path} is a sweep of algorithmic tasks: these figures are for text")
-    paths = {name: trained.run(name, seed).checkpoints.last for name in state.encodings}
+    paths = {name: folder.run_of(state.method(name), seed).checkpoints.last for name in state.encodings}
     found = {name: load_encodings(path).encodings for name, path in paths.items() if path.is_file()}
     if not found:
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
         )
-    return Gallery(found, length, seed, head, trained)
+    return TrainedGallery(found, length, seed, _index(found, head), folder, state, data, rpe_module)
+
+
+def _index(found: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
+    heads = min(layers[0].heads for layers in found.values())
+    if head is not None and head > heads:
+        raise UserError(f"--head {head}: there are {heads} heads")
+    return (head or (heads + 1) // 2) - 1
 
 
 def draw(gallery: Gallery, folder: Path) -> Iterator[str]:
     """Draw each figure as PNG and PDF; says of each, as soon as it is there, where, and last which were not drawn."""
+    trained = isinstance(gallery, TrainedGallery)
+    given = {"--sweep": trained, "--data": trained and gallery.data is not None}
     skipped = []
-    for name, (make, reason) in FIGURES.items():
-        try:
-            figures = make(gallery)
-        except Skip as missing:
-            figures, reason = {}, str(missing)
+    for name, (make, needs, reason) in FIGURES.items():
+        lacking = any(option in needs and not there for option, there in given.items())
+        figures = {} if lacking else make(gallery)
         if not figures:
-            skipped.append(f"not drawn, {name}: {reason}")
+            skipped.append(f"not drawn, {name}: {f'needs {needs}' if lacking else reason}")
         for stem, figure in figures.items():
             save(figure, *(folder / f"{stem}.{ending}" for ending in ("png", "pdf")))
             yield f"{folder / stem}.png, also as .pdf"
@@ -157,30 +147,26 @@ def _theory(gallery: Gallery) -> dict[str, Figure]:
     return {"trf": fields.fields(curves, title=title)} if curves else {}
 
 
-def _perplexity(gallery: Gallery) -> dict[str, Figure]:
-    trained = _trained(gallery)
-    found = findings.perplexities(trained.folder, trained.state)
+def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+    found = findings.perplexities(gallery.folder, gallery.state)
     curves = {name: found.of(name) for name in found.encodings}
     return {"ppl": sweep_curves.perplexity(curves, found.trained_at)} if curves else {}
 
 
-def _attention(gallery: Gallery) -> dict[str, Figure]:
-    trained = gallery.trained
-    if trained is None or trained.data is None:
-        raise Skip("needs --sweep and --data")
-    plain = [name for name in gallery.encodings if trained.state.method(name).leaves_positions]
+def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
+    plain = [name for name in gallery.encodings if gallery.state.method(name).leaves_positions]
     if not plain:
         return {}
-    found = find_subjects([trained.run(name, gallery.seed).checkpoints.last for name in plain])
+    found = find_subjects([gallery.run(name).checkpoints.last for name in plain])
     named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
-    request = receptive.FieldRequest(data=trained.data, length=gallery.length, rpe_module=trained.rpe_module)
+    request = receptive.FieldRequest(data=gallery.data, length=gallery.length, rpe_module=gallery.rpe_module)
     length, rows = request.sized(max(subject.train_length for subject in named))
     measured = [receptive.measure(request, subject, length, rows) for subject in named]
     return {"erf": empirical.curves(measured, request.epsilons)}
 
 
-def _queries(gallery: Gallery) -> dict[str, Figure]:
-    at = _trained(gallery, ", because it shows learned biases").state.settings.tokens or gallery.length
+def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
+    at = gallery.state.settings.tokens or gallery.length
     figures = {}
     for name, layers in gallery.encodings.items():
         if isinstance(layers[0], PairBias) and list(layers[0].parameters()):
@@ -190,11 +176,10 @@ def _queries(gallery: Gallery) -> dict[str, Figure]:
     return figures
 
 
-def _training(gallery: Gallery) -> dict[str, Figure]:
-    trained = _trained(gallery)
+def _training(gallery: TrainedGallery) -> dict[str, Figure]:
     figures = {}
     for name, layers in gallery.encodings.items():
-        inspected = trained.folder.tensorboard / trained.run(name, gallery.seed).name / "encodings"
+        inspected = gallery.folder.tensorboard / gallery.run(name).name / "encodings"
         looks = history.read(inspected) if list(layers[0].parameters()) else []
         if len(looks) < 2:
             continue
@@ -209,19 +194,17 @@ def _training(gallery: Gallery) -> dict[str, Figure]:
     return figures
 
 
-def _trained(gallery: Gallery, why: str = "") -> Trained:
-    if gallery.trained is None:
-        raise Skip(f"needs --sweep{why}")
-    return gallery.trained
-
-
-# what is drawn -> how, and why there may be nothing of it
-FIGURES: dict[str, tuple[Callable[[Gallery], dict[str, Figure]], str]] = {
-    "heat maps of exp(bias)": (_heat_maps, "none has an additive bias"),
-    "bias over distance": (_profiles, "none has an additive bias"),
-    "theoretical receptive field": (_theory, "no series converges"),
-    "perplexity": (_perplexity, "the sweep has no finished evaluation"),
-    "empirical receptive field": (_attention, "every method moves positions"),
-    "learned biases of single queries": (_queries, "the sweep has no learned bias of both positions, such as fire"),
-    "biases over training": (_training, "no run with learned biases was trained with --inspect-every"),
+# what is drawn -> how, the options that it needs, and why there may be nothing of it
+FIGURES: dict[str, tuple[Callable[[Any], dict[str, Figure]], str, str]] = {
+    "heat maps of exp(bias)": (_heat_maps, "", "none has an additive bias"),
+    "bias over distance": (_profiles, "", "none has an additive bias"),
+    "theoretical receptive field": (_theory, "", "no series converges"),
+    "perplexity": (_perplexity, "--sweep", "the sweep has no finished evaluation"),
+    "empirical receptive field": (_attention, "--sweep and --data", "every method moves positions"),
+    "learned biases of single queries": (
+        _queries,
+        "--sweep, because it shows learned biases",
+        "the sweep has no learned bias of both positions, such as fire",
+    ),
+    "biases over training": (_training, "--sweep", "no run with learned biases was trained with --inspect-every"),
 }

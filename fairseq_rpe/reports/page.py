@@ -60,13 +60,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Section:
-    """Everything that a page says about one sweep."""
+    """Everything that a page says about one sweep; ``text``: what is printed."""
 
     name: str
     title: str
     lead: list[str]
     facts: list[tuple[str, str]]
     parts: list[Part]
+    text: str
 
 
 @dataclass(frozen=True)

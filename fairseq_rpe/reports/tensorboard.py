@@ -8,7 +8,7 @@ TensorBoard takes the first, so columns would depend on what that one measured) 
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -24,16 +24,6 @@ _LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
 Chosen = dict[str, str | float]
 
 
-@dataclass(frozen=True)
-class Session:
-    """One run of the HParams tab: what was chosen, what came out, and the curve behind it by step."""
-
-    name: str
-    chosen: Chosen
-    metrics: Mapping[str, float]
-    curve: Mapping[int, float]
-
-
 def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers, target: Path) -> None:
     """Replace the folder ``target`` by a sweep's evaluations."""
     if isinstance(found, Perplexities):
@@ -42,7 +32,6 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers,
     else:
         names = {f"exact/{part}": f"exact match (%), {part}" for part in ("trained", "beyond", "all")}
         tag, title = "exact_by_items", "exact match in % over items (step = items)"
-    sessions = _sessions(folder, state, found)
     charts = {
         "Evaluation": {title: tag},
         "Loss": {"loss (bits per token)": "loss", "perplexity": "ppl"},
@@ -51,31 +40,29 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers,
     target.parent.mkdir(parents=True, exist_ok=True)
     # beside tensorboard/, not in it: a running TensorBoard would show the unfinished folder
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".board-") as name:
-        made = Path(name) / "new"
+        made, sessions = Path(name) / "new", []
+        for task, method, seed, run in asked(folder, state):
+            label = method.name
+            rows = [row for row in found.rows if (row.task, row.method, row.seed) == (task, label, seed)]
+            if rows:
+                sessions.append(_chosen(state, task, method, seed, run.checkpoints.record() or RunRecord()))
+                session = made / slug(f"{task}@{label}" if task else label, seed)
+                _session(session, sessions[-1], *_measured(replace(found, rows=rows), label, task), tag)
         _experiment(made, charts, names, sessions)
-        for session in sessions:
-            _session(made / session.name, session, tag)
         if target.exists():
             target.rename(Path(name) / "old")
         made.rename(target)
 
 
-def _sessions(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers) -> list[Session]:
-    sessions = []
-    for task, method, seed, run in asked(folder, state):
-        label = method.name
-        rows = [row for row in found.rows if (row.task, row.method, row.seed) == (task, label, seed)]
-        own = replace(found, rows=rows)
-        if isinstance(own, Perplexities):
-            curve = {row.result.length: row.result.ppl for row in own.rows}
-            metrics = {f"ppl_at/{length}": ppl for length, ppl in curve.items()}
-        else:
-            curve = {items: values[0] for items, values in own.of(task, label).items()}
-            metrics = {f"exact/{part}": mean for part, mean in own.means(task, label).items() if mean is not None}
-        if rows:
-            chosen = _chosen(state, task, method, seed, run.checkpoints.record() or RunRecord())
-            sessions.append(Session(slug(f"{task}@{label}" if task else label, seed), chosen, metrics, curve))
-    return sessions
+def _measured(
+    own: Perplexities | ExactAnswers, label: str, task: str | None
+) -> tuple[dict[str, float], dict[int, float]]:
+    """Of one run, the metrics by tag and the curve by step."""
+    if isinstance(own, Perplexities):
+        curve = {row.result.length: row.result.ppl for row in own.rows}
+        return {f"ppl_at/{length}": ppl for length, ppl in curve.items()}, curve
+    metrics = {f"exact/{part}": mean for part, mean in own.means(task, label).items() if mean is not None}
+    return metrics, {items: values[0] for items, values in own.of(task, label).items()}
 
 
 def _chosen(state: State, task: str | None, method: Method, seed: int, run: RunRecord) -> Chosen:
@@ -111,11 +98,11 @@ def _learned(folder: SweepFolder) -> dict[str, str]:
 
 
 def _experiment(
-    folder: Path, charts: Mapping[str, Mapping[str, str]], metrics: Mapping[str, str], sessions: Sequence[Session]
+    folder: Path, charts: Mapping[str, Mapping[str, str]], metrics: Mapping[str, str], sessions: Sequence[Chosen]
 ) -> None:
     """The columns of the HParams tab: ``metrics``, by tag their titles; category -> chart -> pattern of a whole tag."""
-    keys = dict.fromkeys(key for session in sessions for key in session.chosen)
-    values = {key: list(dict.fromkeys(s.chosen[key] for s in sessions if key in s.chosen)) for key in keys}
+    keys = dict.fromkeys(key for chosen in sessions for key in chosen)
+    values = {key: list(dict.fromkeys(chosen[key] for chosen in sessions if key in chosen)) for key in keys}
     columns, _, _ = hparams({key: v[0] for key, v in values.items()}, dict.fromkeys(metrics, 0.0), values)
     about = columns.value[0].metadata.plugin_data
     data = HParamsPluginData.FromString(about.content)
@@ -132,12 +119,13 @@ def _experiment(
         writer.add_custom_scalars(layout)
 
 
-def _session(folder: Path, session: Session, tag: str) -> None:
-    _, start, end = hparams(session.chosen, {})
+def _session(folder: Path, chosen: Chosen, metrics: Mapping[str, float], curve: Mapping[int, float], tag: str) -> None:
+    """One run of the HParams tab: what was chosen, what came out, and the curve behind it by step."""
+    _, start, end = hparams(chosen, {})
     with SummaryWriter(str(folder), purge_step=0) as writer:
         writer.file_writer.add_summary(start, 0)
-        for key, value in session.metrics.items():
+        for key, value in metrics.items():
             writer.add_scalar(key, value, 0)
         writer.file_writer.add_summary(end, 0)
-        for step, value in session.curve.items():
+        for step, value in curve.items():
             writer.add_scalar(tag, value, step)

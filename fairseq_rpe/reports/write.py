@@ -1,7 +1,5 @@
 """Writes a sweep's report: tables, figures, TensorBoard and the page."""
 
-from dataclasses import dataclass
-
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.figures import saving
@@ -13,14 +11,6 @@ from fairseq_rpe.reports.page import Part, Section
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 DELTA = 0.05
-
-
-@dataclass(frozen=True)
-class Written:
-    """What the page says on a sweep, and what is to be printed."""
-
-    section: Section
-    text: str
 
 
 def check(folder: SweepFolder, delta: float | None) -> State:
@@ -35,7 +25,7 @@ def check(folder: SweepFolder, delta: float | None) -> State:
     return state
 
 
-def write(folder: SweepFolder, delta: float | None = None) -> Written:
+def write(folder: SweepFolder, delta: float | None = None) -> Section:
     """Write a sweep's report into its folder. ``delta``: δ of Definition 0.1, ``DELTA`` without one.
 
     Raises:
@@ -57,6 +47,7 @@ def write(folder: SweepFolder, delta: float | None = None) -> Written:
         lead=made.lead,
         facts=training.facts(state, runs),
         parts=[part for part in parts if part.blocks],
+        text=at.text(made.markdown),
     )
     saving.save(made.figure, *at.figures)
     tensorboard.write(folder, state, found, at.evaluation)
@@ -65,4 +56,4 @@ def write(folder: SweepFolder, delta: float | None = None) -> Written:
         atomic_write(path, text)
     atomic_write(at.table, made.markdown)
     atomic_write(at.results, found.csv())
-    return Written(section, at.text(made.markdown))
+    return section

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock, read_json_lines
+from fairseq_rpe.core.files import lock
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.runs import launch
 from fairseq_rpe.sweeps import local, slurm
@@ -57,11 +57,6 @@ def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
     return lines
 
 
-def pending(cells: list[Cell]) -> dict[Cell, list[Stage]]:
-    """The cells with work left."""
-    return {cell: work for cell in cells if (work := cell.work_left())}
-
-
 def carry_out(sweep: Sweep, left: Mapping[Cell, list[Stage]], cells: list[Cell], on_slurm: Slurm) -> list[str]:
     """Carry out what is left; returns a line for each run that failed. On this machine no job may be busy with it."""
     if not left:
@@ -73,11 +68,6 @@ def carry_out(sweep: Sweep, left: Mapping[Cell, list[Stage]], cells: list[Cell],
             busy = f"a job is busy with {cell.name}: wait for it, or stop it with scancel"
             held.enter_context(lock(cell.folder.lock, busy))
         return local.execute(left, cells, local.places(sweep.base.device, sweep.base.nproc, sweep.jobs))
-
-
-def measured(cells: list[Cell]) -> bool:
-    """Whether any run has a result."""
-    return any(read_json_lines(cell.folder.results) for cell in cells)
 
 
 def state(sweep: Sweep, cells: list[Cell]) -> State:
