@@ -103,12 +103,11 @@ class ExactAnswers:
         )
 
     def csv(self) -> str:
-        lines = []
-        for row in self.rows:
-            one = row.result
-            counts = (one.length, one.examples, one.right, one.accuracy)
-            lines.append((one.algorithm, row.method, row.seed, *counts, one.transform))
-        return csv_text(("task", "method", "seed", "items", "examples", "right", "accuracy", "positions"), lines)
+        own = ((one.result, one) for one in self.rows)
+        return csv_text(
+            ("task", "method", "seed", "items", "examples", "right", "accuracy", "positions"),
+            ((r.algorithm, f.method, f.seed, r.length, r.examples, r.right, r.accuracy, r.transform) for r, f in own),
+        )
 
 
 def _by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:

@@ -40,8 +40,7 @@ def text(folder: SweepFolder) -> str | None:
     """
     state = folder.state()
     at, found = Places(folder, state), collect(folder, state).csv()
-    if not all(path.exists() for path in (at.results, at.table, at.page, at.evaluation, *at.figures, *at.others)):
-        return None
-    if at.results.read_text(encoding="utf-8") != found:
-        return None
-    return at.text(at.table.read_text(encoding="utf-8"))
+    whole = all(path.exists() for path in (at.results, at.table, at.page, at.evaluation, *at.figures, *at.others))
+    if whole and at.results.read_text(encoding="utf-8") == found:
+        return at.text(at.table.read_text(encoding="utf-8"))
+    return None

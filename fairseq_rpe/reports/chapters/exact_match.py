@@ -51,9 +51,7 @@ def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
         for name, values in lines.items():
             values.append(known.values.get(name, {}).get(parse(task)[0]))
     best = [max((v for v in column if v is not None), default=None) for column in zip(*lines.values(), strict=True)]
-    rows = [
-        Row(name, [number(v, ".1f", b) for v, b in zip(values, best, strict=True)]) for name, values in lines.items()
-    ]
+    rows = [Row(name, [number(v, ".1f", b) for v, b in zip(own, best, strict=True)]) for name, own in lines.items()]
     return Table(caption, head, rows, starred="largest")
 
 
@@ -73,7 +71,6 @@ def _lead(state: State, found: ExactAnswers) -> list[str]:
 
 
 def _measurements(found: ExactAnswers) -> Table:
-    """Every row."""
     lines = []
     for row in found.rows:
         one = row.result

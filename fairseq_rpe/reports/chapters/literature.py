@@ -116,8 +116,7 @@ def _trends(
         return []
     rows = []
     for name, row in printed.items():
-        ours = found.means(name)
-        if length not in ours:
+        if length not in (ours := found.means(name)):
             continue
         cells = []
         for m in multiples:

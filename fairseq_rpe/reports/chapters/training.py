@@ -122,10 +122,8 @@ def _training(made: Sequence[Run]) -> list[Block]:
 def _absent(what: str, made: Sequence[Run], recorded: Sequence[Run]) -> list[Block]:
     """Says which runs lack a record, if any."""
     missing = [run.name for run in made if run not in recorded]
-    if not missing:
-        return []
     which = "" if len(missing) == len(made) else f" for {', '.join(missing)}"
-    return [Text(f"{what}: {NOT_RECORDED}{which}.")]
+    return [Text(f"{what}: {NOT_RECORDED}{which}.")] if missing else []
 
 
 def _costs(made: Sequence[Run]) -> Table:
@@ -193,8 +191,6 @@ def _commands(state: State, made: Sequence[Run]) -> list[Block]:
     absent = _absent("Commands", made, noted)
     if not noted:
         return absent
-    lines = [
-        (run.name, [(stage, line) for stage, lines in state.commands[run.name].items() for line in lines])
-        for run in noted
-    ]
+    stages = {run.name: state.commands[run.name].items() for run in noted}
+    lines = [(name, [(stage, line) for stage, lines in own for line in lines]) for name, own in stages.items()]
     return [Text("What the sweep carried out; relative paths start at the working folder."), Commands(lines), *absent]
