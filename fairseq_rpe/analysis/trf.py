@@ -35,6 +35,10 @@ class Trf:
     log10: tuple[Any, Any] | None = None
 
     @property
+    def exact(self) -> int | None:
+        return self.low if self.low == self.high else None
+
+    @property
     def logarithms(self) -> tuple[float, float]:
         """Common logarithms of both ends, for a plot."""
         low, high = self.log10 or (math.log10(self.low), math.log10(self.high))
