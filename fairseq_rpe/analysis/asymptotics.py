@@ -75,8 +75,7 @@ class Scale(Arithmetic):
     def exp(self, e: Expansion) -> Expansion:
         growing = [(m, c) for m, c in e.ordered() if compare(m, ONE) > 0]
         small = Expansion({m: c for m, c in e.terms.items() if compare(m, ONE) < 0}, e.error)
-        fast = growing and self._faster(growing, e)
-        if fast:
+        if growing and (fast := self._faster(growing, e)):
             return fast
         if e.error and compare(e.error[0], ONE) > 0:
             raise Unknown("exp of an error that grows")
@@ -102,13 +101,12 @@ class Scale(Arithmetic):
             return None
         if sure_sign(c[0]) * sure_sign(c[1]) <= 0 or (e.error and compare(e.error[0], m) >= 0):
             raise Unknown("exp of something whose sign changes")
-        up = sure_sign(c[0]) > 0
         others = Expansion({p: d for p, d in e.terms.items() if p != m}, e.error)
         rest = self.add(others, Expansion({level(k): (-_FAR, _FAR)}))
         top, size = self.bound(rest)
         if (size * self.ratio(top, m)).b > min(abs(number(end)).a for end in c if end.is_finite):
             raise Later
-        if up:
+        if sure_sign(c[0]) > 0:
             return Expansion({times(ONE, level(k - 1), _FAR): (sympy.S.One, sympy.oo)})
         return self.tidy({}, [(times(ONE, level(k - 1), -_FAR), iv.mpf(1))])
 

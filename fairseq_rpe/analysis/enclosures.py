@@ -81,7 +81,7 @@ def _both(function: Callable[[Any, Any], Any]) -> Any:
 
 
 def _sure(value: Any) -> Any:
-    if any(mpmath.isnan(end) for end in ends(value)):
+    if any(map(mpmath.isnan, ends(value))):
         raise Undefined("not a number")
     return value
 

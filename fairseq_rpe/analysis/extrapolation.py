@@ -27,8 +27,7 @@ class Deviation:
 def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
     """How ``ppl``, perplexity by evaluation length in tokens, changes beyond the training length m, ``trained_at``.
 
-    Raises:
-        UserError: nothing was evaluated at the training length, or nothing beyond it.
+    Refuses what has nothing evaluated at the training length, or nothing beyond it.
 
     >>> deviation({64: 50.0, 128: 49.0, 256: 51.0}, 64)
     Deviation(largest=0.02, worst=0.02, end=0.02)

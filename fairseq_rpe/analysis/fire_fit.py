@@ -1,10 +1,9 @@
 """FIRE holds the other biases of the distance: its Theorem 3.1 as parameters that can be run.
 
 Source: "Functional Interpolation for Relative Positions Improves Long Context Transformers" (arXiv 2310.04418), Eq. 4:
-b(i, j) = f(ψ(i-j) / ψ(max(L, i))). Its Theorem 3.1 says that such a b equals the bias of T5, ALiBi, Kerple and Sandwich
-on any finite range. The constructions here are our own. All take L = N for distances d = 0 … N-1: every query i < N
-then divides by the same ψ(L), the argument u_d = ψ(d) / (ψ(L) + 1e-6) depends on the distance alone, and f has to meet
-the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
+b(i, j) = f(ψ(i-j) / ψ(max(L, i))). The constructions are our own. All take L = N for distances d = 0 … N-1: every query
+i < N then divides by the same ψ(L), u_d = ψ(d) / (ψ(L) + 1e-6) depends on the distance alone, and f has to meet the
+bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
 
 - A line, no hidden layer: ALiBi with ψ(x) = x; Kerple's -p·ln(1 + a·d) with ψ(x) = ln(c·x + 1), c = a. One FIRE has one
   c, so heads with an a of their own take a FIRE each, or share one made as follows.
@@ -77,16 +76,13 @@ def fit_fire(encoding: Encoding, name: str, length: int) -> list[FireFit]:
     """FIREs with the bias of ``encoding`` for all 0 <= j <= i < ``length``, to within 1e-6 in float64.
 
     The first holds all heads, with the parameters that the encoding has now. Kerple-log with heads of different a
-    follows again, as a line for each a. ``name`` is what messages call it.
-
-    Raises:
-        UserError: no bias of the distance alone, not finite, too large for float64, or a length out of range.
+    follows again, as a line for each a. ``name`` is what messages call it. Refuses what is no bias of the distance
+    alone, not finite or too large for float64, and a length out of range.
     """
     profile = _profile(encoding, name, length)
-    heads = range(encoding.heads)
-    scales = encoding.a(torch.float64).tolist() if isinstance(encoding, KerpleLog) else [None] * len(heads)
-    found = [_fit(profile, list(heads), None)] if len(set(scales)) > 1 else []
-    found += [_fit(profile, [h for h in heads if scales[h] == c], c) for c in dict.fromkeys(scales)]
+    scales = encoding.a(torch.float64).tolist() if isinstance(encoding, KerpleLog) else [None] * encoding.heads
+    found = [_fit(profile, list(range(encoding.heads)), None)] if len(set(scales)) > 1 else []
+    found += [_fit(profile, [h for h, a in enumerate(scales) if a == c], c) for c in dict.fromkeys(scales)]
     for fit in found:
         if not fit.error <= TOLERANCE:
             raise UserError(

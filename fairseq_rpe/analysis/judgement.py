@@ -144,9 +144,8 @@ def fields(rows: Sequence[HeadRow]) -> Fields:
 def _bounds(head: HeadVerdict, epsilon: Fraction) -> list[Any]:
     """TRF in words, and whole numbers that it lies between where it has any."""
     found = head.trf(epsilon)
-    if found is None:
-        return ["", "", ""]
-    return [str(found), *("" if end is None else end for end in (found.low, found.high))]
+    cells = (None,) * 3 if found is None else (str(found), found.low, found.high)
+    return ["" if cell is None else cell for cell in cells]
 
 
 def _outwards(head: HeadVerdict) -> list[str]:

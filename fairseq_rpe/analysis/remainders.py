@@ -52,12 +52,9 @@ def _closed(e: Expansion, scale: Scale) -> Callable[[Any], Any] | None:
         wide = number(low) - slack, number(high) + slack
         return iv.mpf([(intervals.exp(wide[0]) * area).a, (intervals.exp(wide[1]) * (area + model)).b])
 
-    falls = [(p, level(0)), (q, level(1)), (r, level(2))]
-    if not power and any(sure_sign(v) < 0 for v, _ in falls) and _rate(e, scale, 1, 1)[0] <= -1:
-        return None
-    if power and sure_sign(p) < 0:
-        return None
-    return tail
+    if power:
+        return None if sure_sign(p) < 0 else tail
+    return None if any(sure_sign(v) < 0 for v in (p, q, r)) and _rate(e, scale, 1, 1)[0] <= -1 else tail
 
 
 def _exp(terms: Thin, here: Scale) -> Any:

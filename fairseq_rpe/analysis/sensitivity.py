@@ -74,13 +74,8 @@ def total_differences(
     """Total difference (Eq. 9) at each test length: Σ_(i=0…c) |sen_train(L_train - i) - sen_test(L_test - i)|.
 
     Training positions are L·f(j/L); test positions are interpolated, j·L_train/L_test. The smaller, the better training
-    prepares the tail of a longer text.
-
-    Args:
-        skew: f, as in :func:`warped`.
-        train_length, test_lengths: L_train <= L_test.
-        reach: c < L_train; the paper takes 10 for L_train = 20 and 200 for 500.
-        raw, exponential: as in :func:`sensitivity`.
+    prepares the tail of a longer text. ``skew``: f, as in :func:`warped`; lengths: L_train <= L_test; ``reach``:
+    c < L_train, for which the paper takes 10 at 20 and 200 at 500; ``raw``, ``exponential``: as in :func:`sensitivity`.
     """
     shortest = min(test_lengths)
     if not 1 <= train_length <= shortest:

@@ -123,19 +123,15 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
 def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, float]:
     """Median seconds of each, all of them once in every turn."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-    def timed(way: Way) -> float:
-        wait()
-        start = time.perf_counter()
-        way()
-        wait()
-        return time.perf_counter() - start
-
     times: dict[Any, list[float]] = {key: [] for key in ways}
     for _ in range(repeats):
         for key, way in ways.items():
             if not times[key] or times[key][0] < SLOW:
-                times[key].append(timed(way))
+                wait()
+                start = time.perf_counter()
+                way()
+                wait()
+                times[key].append(time.perf_counter() - start)
     return {key: statistics.median(found) for key, found in times.items()}
 
 

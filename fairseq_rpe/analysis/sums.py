@@ -59,9 +59,7 @@ class _Tails:
 class Smooth(_Tails):
     """B and every tail of an analytic convergent series, whose ``first`` terms are added up one by one.
 
-    Raises:
-        Undefined: f is not analytic from ``first`` on.
-        TooLong: it oscillates too fast, or nothing is known about its far end.
+    :class:`Undefined`: f is not analytic from there on; :class:`TooLong`: it oscillates too fast, or has no known end.
     """
 
     @precisely()
@@ -165,8 +163,7 @@ class Smooth(_Tails):
 class Rough(_Tails):
     """B and tails of any convergent series from its first terms: as exact as what is known about the rest.
 
-    Raises:
-        TooLong: nothing is known about the rest, or the terms leave the range of doubles.
+    :class:`TooLong`: nothing is known about the rest, or the terms leave the range of doubles.
     """
 
     def __init__(self, f: sympy.Expr, level: int) -> None:
