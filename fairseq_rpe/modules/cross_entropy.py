@@ -27,7 +27,9 @@ def _rows(x: Tensor, weight: Tensor, target: Tensor, columns: int) -> tuple[Tens
         inside = (place >= 0) & (place < logits.shape[1])
         own = torch.where(inside, logits.gather(1, place.clamp(0, logits.shape[1] - 1)), own)
         highest = torch.maximum(top, logits.amax(-1, keepdim=True))
-        powers = logits.sub_(highest).mul_(LOG2E).exp2_()
+        logits.sub_(highest)
+        # the rounding of log2(e) would be in every sum: nothing to bfloat16, 5e-8 bits in float32
+        powers = logits.exp_() if x.dtype == torch.float32 else logits.mul_(LOG2E).exp2_()
         total = total * (top - highest).exp() + powers.sum(-1, keepdim=True)
         top = highest
     return top - own + total.log(), powers, total
