@@ -29,12 +29,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fairseq_rpe.data.chunks import cut, gather
 from fairseq_rpe.data.documents import Reader
 from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.data.sourcefiles import Entry, find_entries
 from fairseq_rpe.data.sources import KNOWN, choose
-from fairseq_rpe.data.stream import SplitWriter, encode_chunks
+from fairseq_rpe.data.stream import SplitWriter, cut, encode_chunks, gather
 from fairseq_rpe.data.vocabulary import BpeLearner
 
 OUT = Path(__file__).parent / "results" / "tokenise.csv"

@@ -1,17 +1,17 @@
 """A data folder: fairseq's dictionary and memory-mapped splits, and ``corpus.json``, which says how it was made."""
 
-import json
 import os
 import shutil
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.files import file_digest, read_json
 from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS
 
 SPLITS = ("train", "valid", "test")
@@ -118,7 +118,42 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What ``corpus.json`` says, nothing unless it is there and was written by one of these commands."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = read_json(folder / MANIFEST)
+    except UserError:
         return {}
-    return manifest if isinstance(manifest, dict) and manifest.get("made_by") in _OURS else {}
+    return manifest if manifest.get("made_by") in _OURS else {}
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a split of a corpus consists of; losses in units that do not depend on the tokenizer."""
+
+    tokens: int  # of the tokenizer, with line ends and document boundaries
+    bytes: int  # of its text in UTF-8, line ends included
+    # Separated by white space, and each line end is one more: 245,569 in the test text of WikiText-103, as published.
+    words: int
+    documents: int
+
+    def bits_per_byte(self, loss_base2: float) -> float:
+        """Bits for each byte of text, from the mean loss in bits over all tokens.
+
+        >>> Units(tokens=250, bytes=1000, words=200, documents=1).bits_per_byte(4.0)
+        1.0
+        """
+        return loss_base2 * self.tokens / self.bytes
+
+    def word_ppl(self, loss_base2: float) -> float:
+        """Perplexity per word, from the mean loss in bits over all tokens.
+
+        >>> Units(tokens=250, bytes=1000, words=200, documents=1).word_ppl(4.0)
+        32.0
+        """
+        exponent = loss_base2 * self.tokens / self.words
+        return 2.0**exponent if exponent < 1024 else float("inf")
+
+
+def read_units(folder: Path, subset: str) -> Units | None:
+    """The units of a split of a prepared corpus, ``None`` if they were not recorded when it was prepared."""
+    split = read_manifest(folder).get("splits", {}).get(subset, {})
+    counts = {field.name: split.get(field.name) for field in fields(Units)}
+    return Units(**counts) if all(isinstance(count, int) and count > 0 for count in counts.values()) else None

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import Dictionary, data_utils
+from fairseq.data import Dictionary
 from torch import Tensor
+from torch.nn import functional as F
 
 import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.measurements import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -105,12 +107,8 @@ def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
 
 def read_stream(data: Path, subset: str, dictionary: Dictionary, tokens: int) -> Tensor:
     """(tokens + 1,) int64: fairseq's first input, the end-of-sentence symbol, then the split's first tokens."""
-    lines = data_utils.load_indexed_dataset(str(data / subset), None, "mmap")
-    needed = int((lines.sizes.cumsum() < tokens).sum()) + 1
-    parts = [lines[number].long() for number in range(min(needed, len(lines)))]
-    stream = torch.cat([torch.tensor([dictionary.eos()]), *parts])[: tokens + 1]
-    if len(stream) != tokens + 1:
-        raise UserError(f"{data}/{subset} holds {len(stream) - 1} tokens, not {tokens}: binarise it again")
+    ids, _ = corpus.read_split(data, subset)
+    stream = F.pad(torch.from_numpy(ids[:tokens].astype("i8")), (1, 0), value=dictionary.eos())
     if stream.eq(dictionary.pad()).any() or int(stream.max()) >= len(dictionary):
         raise UserError(f"{data}/{subset} holds padding or numbers beyond its dictionary: binarise it again")
     return stream

@@ -10,7 +10,6 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.results import AnswerKey, TextKey
 
 # Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
@@ -61,7 +60,7 @@ class TextRequest(Overrides):
         tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
         if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):
             raise UserError(f"--max-tokens {self.max_tokens} is less than length {longest}: raise it")
-        units = read_units(self.data, self.subset)
+        units = corpus.read_units(self.data, self.subset)
         if units is not None and units.tokens != tokens:
             raise UserError(
                 f"{self.data}/corpus.json counts {units.tokens} tokens in {self.subset} where the data have {tokens}: "

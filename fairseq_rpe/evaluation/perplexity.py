@@ -23,7 +23,6 @@ from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.data.units import read_units
 from fairseq_rpe.evaluation.loading import check_plain, load, one_line
 from fairseq_rpe.evaluation.losses import buckets, by_position, defined
 from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
@@ -45,7 +44,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     checkpoint = checkpoints.load(request.checkpoint)
     load_rpe_module(request.rpe_module)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
-    tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
+    tokens, units = corpus.count_tokens(request.data, request.subset), corpus.read_units(request.data, request.subset)
 
     def measure(key: TextKey) -> TextResult:
         start = time.monotonic()

@@ -24,17 +24,15 @@ from test_tokenizer import NASTY
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
-from fairseq_rpe.data import chunks, documents, pipeline, vocabulary
-from fairseq_rpe.data.chunks import Piece, cut, gather
+from fairseq_rpe.data import documents, pipeline, vocabulary
 from fairseq_rpe.data.encoders import EOS, Encoder, load_encoder
-from fairseq_rpe.data.folder import SPLITS, count_tokens, read_dictionary, read_manifest, read_split
+from fairseq_rpe.data.folder import SPLITS, Units, count_tokens, read_dictionary, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.sourcefiles import Entry, read_blocks
 from fairseq_rpe.data.sources import KNOWN, compare
-from fairseq_rpe.data.stream import SplitWriter, decode_documents, encode_chunk
+from fairseq_rpe.data.stream import PIECE, Piece, SplitWriter, cut, decode_documents, encode_chunk, gather
 from fairseq_rpe.data.tokenizer import Tokenizer
-from fairseq_rpe.data.units import Units, read_units
 from fairseq_rpe.data.vocabulary import BpeLearner
 
 WORDS = [a + b + c for a in ("", "st", "m", "th", "un") for b in ("a", "ie", "o") for c in ("n", "ck", "ring", "lt")]
@@ -778,7 +776,7 @@ def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pyte
     (document,) = documents.Reader([Entry(path)])
     assert max(map(len, document.blocks())) <= 1 << 20
     lengths = [len(piece.text) for piece in cut(document.blocks())]
-    assert max(lengths) <= chunks.PIECE + 1 and sum(lengths) == 5_400_001
+    assert max(lengths) <= PIECE + 1 and sum(lengths) == 5_400_001
     monkeypatch.setattr(documents, "MAX_JSON_LINE", 1 << 20)
     long_row = write_rows(tmp_path / "row.jsonl", ["x" * (3 << 20)])
     assert "row.jsonl line 1 is over 1 MiB" in refused(options(tmp_path / "corpus", long_row))

@@ -14,14 +14,12 @@ from test_tokenizer import CODE, NASTY
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import pipeline
-from fairseq_rpe.data.chunks import cut, gather
-from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_dictionary, read_manifest, read_split
+from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_dictionary, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.sources import KNOWN, choose
-from fairseq_rpe.data.stream import decode_documents
+from fairseq_rpe.data.stream import cut, decode_documents, gather
 from fairseq_rpe.data.tokenizer import Tokenizer
-from fairseq_rpe.data.units import read_units
 
 # Where the files of `write_sources` have always gone.
 VALID = ["package0/module20", "package0/module4", "package1/module13", "package1/nasty"]
