@@ -100,11 +100,11 @@ def pruned(qkv: tuple[Tensor, Tensor, Tensor], eps: float) -> dict[str, Way]:
 @functools.cache
 def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (1, HEADS, n, D) of a trained model that reads the first n tokens of the training split."""
-    from fairseq_rpe.evaluation.messages import log_to
+    from fairseq_rpe.evaluation import log_to
 
     log_to(None)  # before fairseq is imported
     from fairseq_rpe.evaluation import loading
-    from fairseq_rpe.evaluation.measurements import Overrides
+    from fairseq_rpe.evaluation.results import Overrides
 
     model, task = loading.load(checkpoint, Overrides(device="cpu"), data)
     heads: list[tuple[Tensor, ...]] = []

@@ -23,12 +23,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation.messages import log_to
+    from fairseq_rpe.evaluation import log_to
 
     log_to(args.log)
     from fairseq_rpe.evaluation.answers import algorithm_of, measuring
-    from fairseq_rpe.evaluation.measurements import AnswerRequest
-    from fairseq_rpe.evaluation.results import AnswerResult, resumed
+    from fairseq_rpe.evaluation.results import AnswerRequest, AnswerResult, resumed
     from fairseq_rpe.runs import checkpoints
 
     request = filled(AnswerRequest, args)

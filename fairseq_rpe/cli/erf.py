@@ -51,7 +51,7 @@ def number_list(text: str) -> tuple[float, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation.messages import log_to
+    from fairseq_rpe.evaluation import log_to
 
     log_to(None)
     from fairseq_rpe.evaluation import receptive

@@ -40,9 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation.measurements import TextRequest
-    from fairseq_rpe.evaluation.messages import log_to
-    from fairseq_rpe.evaluation.results import TextKey, TextResult, resumed
+    from fairseq_rpe.evaluation import log_to
+    from fairseq_rpe.evaluation.results import TextKey, TextRequest, TextResult, resumed
 
     request = filled(TextRequest, args)
 

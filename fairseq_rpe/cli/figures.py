@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.data is not None and args.sweep is None:
         raise UserError("--data is for the empirical receptive field of checkpoints: give --sweep DIR too")
 
-    from fairseq_rpe.evaluation.messages import log_to
+    from fairseq_rpe.evaluation import log_to
 
     log_to(None)
     from fairseq_rpe.reports import drawing

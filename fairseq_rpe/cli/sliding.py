@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation.messages import log_to
+    from fairseq_rpe.evaluation import log_to
 
     log_to(None)
     from fairseq_rpe.evaluation import sliding

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.folder import read_dictionary
+from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, read_dictionary
 from fairseq_rpe.data.gpt2 import PATTERN, load_gpt2
-from fairseq_rpe.data.tokenizer import BYTES, FAIRSEQ_SPECIALS, Tokenizer, split_reserved, symbol_bytes
+from fairseq_rpe.data.tokenizer import BYTES, Tokenizer, split_reserved, symbol_bytes
 
 BOS, EOS, UNK = (FAIRSEQ_SPECIALS.index(symbol) for symbol in ("<s>", "</s>", "<unk>"))
 # fairseq's best_fitting_int_dtype

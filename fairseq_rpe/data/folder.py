@@ -12,8 +12,8 @@ import numpy as np
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, read_json
-from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS
 
+FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 SPLITS = ("train", "valid", "test")
 BINARIES = tuple(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx"))
 MANIFEST = "corpus.json"

@@ -9,8 +9,8 @@ from typing import Self
 import sentencepiece
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS
 
-FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MIN_VOCAB_SIZE = 300
 BYTES = 256  # the first symbols of a vocabulary are those of the bytes
 

@@ -8,10 +8,10 @@ from itertools import count, islice
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.folder import read_manifest, write_dictionary
+from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, read_manifest, write_dictionary
 from fairseq_rpe.data.gpt2 import find_files
 from fairseq_rpe.data.stream import cut
-from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, train_tokenizer
+from fairseq_rpe.data.tokenizer import Tokenizer, train_tokenizer
 
 # The files of each kind of tokenizer beside its dictionary.
 VOCABULARY_FILES = {"bpe": ("spm.model",), "gpt2": ("vocab.json", "merges.txt"), "words": ()}

@@ -1,1 +1,18 @@
 """A trained model on a text: perplexity, sliding windows, answers, receptive fields."""
+
+import logging
+from pathlib import Path
+
+
+def log_to(path: Path | None) -> None:
+    """Send fairseq's messages to a file, or nowhere: stdout is for the results.
+
+    To be called before fairseq is imported: then it has messages already, and fairseq_cli, if nobody came before,
+    sends them all to stdout.
+    """
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path) if path else logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)

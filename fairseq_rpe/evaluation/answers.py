@@ -14,8 +14,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.evaluation.loading import load
 from fairseq_rpe.evaluation.losses import Cache
-from fairseq_rpe.evaluation.measurements import AnswerRequest
-from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult
+from fairseq_rpe.evaluation.results import AnswerKey, AnswerRequest, AnswerResult
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.settings import IDENTITY, defaults_for
@@ -47,8 +46,7 @@ def measuring(
 ) -> Callable[[AnswerKey], AnswerResult]:
     """Load the model and the examples of a split, to be asked one number of items after the other.
 
-    Raises:
-        UserError: the checkpoint cannot be used, or some number of items in ``wanted`` has no example or no positions.
+    Raises UserError if the checkpoint cannot be used, or some number of ``wanted`` items has no example or no positions.
     """
     threads = defaults_for(checkpoint.arch, algorithm=True).threads
     if threads and "OMP_NUM_THREADS" not in os.environ:

@@ -17,7 +17,7 @@ import fairseq_rpe.models  # noqa: F401  (registers: this package was imported b
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.measurements import Overrides
+from fairseq_rpe.evaluation.results import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.settings import IDENTITY
@@ -39,10 +39,8 @@ class Subject:
 def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> tuple[Any, Any]:
     """A checkpoint's ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task.
 
-    ``data`` has the dictionary of a task on text.
-
-    Raises:
-        UserError: it cannot be used, or is older than a setting that is to be replaced. ``log`` is named.
+    ``data`` has the dictionary of a task on text. Raises UserError, which names ``log``, if the checkpoint cannot be
+    used or is older than a setting that is to be replaced.
     """
     load_rpe_module(use.rpe_module)
     wanted = {key: value for key in _SETTINGS if (value := getattr(use, key.removesuffix("_eval")))}
@@ -72,8 +70,7 @@ def one_line(what: str, log: Path | None) -> Iterator[None]:
 def find_subjects(paths: Sequence[Path]) -> list[Subject]:
     """Look at checkpoints, without loading them, and label each by its encoding.
 
-    Raises:
-        UserError: one is missing, damaged, named twice, not of this plugin, or not trained as a plain language model.
+    Raises UserError if one is missing, damaged, named twice, not of this plugin or no plain language model.
     """
     found = []
     for path in paths:

@@ -25,8 +25,7 @@ from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import check_plain, load, one_line
 from fairseq_rpe.evaluation.losses import buckets, by_position, defined
-from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
-from fairseq_rpe.evaluation.results import TextKey, TextResult
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextRequest, TextResult
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.specs import load_rpe_module
@@ -38,8 +37,7 @@ Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
 def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     """Make what is asked for ready to be measured, one length at a time.
 
-    Raises:
-        UserError: the checkpoint cannot be used. In a measurement: it failed, or scored other than all tokens.
+    Raises UserError if the checkpoint cannot be used; a measurement does if it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
     load_rpe_module(request.rpe_module)

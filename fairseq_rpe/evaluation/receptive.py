@@ -14,8 +14,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
 from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides
 from fairseq_rpe.figures.empirical import Mass
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
@@ -40,8 +40,7 @@ class FieldRequest(Overrides):
     def sized(self, train_length: int) -> tuple[int, int]:
         """Tokens of a block and queries measured in it.
 
-        Raises:
-            UserError: the data cannot be used, the text does not fill the blocks, or ε is not between 0 and 1.
+        Raises UserError if the data cannot be used, the text does not fill the blocks, or ε is not between 0 and 1.
         """
         check_epsilons(self.epsilons, "--epsilon")
         corpus.check_folder(self.data, self.subset)

@@ -1,11 +1,33 @@
-"""What evaluations leave behind: JSON lines that say what was measured of what, so that nothing is measured twice."""
+"""Measurements as records: what is asked, what each is of, and what came out, kept so that nothing is done twice."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
+from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core import files, records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.records import filled
+from fairseq_rpe.data import folder as corpus
+
+# Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
+BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """How checkpoints are loaded; ``None`` leaves a checkpoint's own setting. ``device``: auto, cpu or cuda.
+
+    ``rpe_module``: Python file with encodings of the user's own.
+    """
+
+    rpe: str | None = None
+    positions: str | None = None
+    compute_dtype: str | None = None
+    attention_backend: str | None = None
+    device: str = "auto"
+    rpe_module: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +39,7 @@ class Result:
 
     @property
     def key(self) -> Any:
-        return records.filled(self.of, self)
+        return filled(self.of, self)
 
     def record(self) -> dict[str, object]:
         """As a line of JSON keeps it: the fields that say something, and what replaces the checkpoint's settings."""
@@ -39,6 +61,41 @@ class TextKey:
     compute_dtype: str | None = None
     attention_prune: float | None = None
     length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest(Overrides):
+    """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
+
+    ``max_tokens`` and ``batch_size`` bound a batch, in tokens and in blocks; ``log`` is named where something fails.
+    """
+
+    checkpoint: Path
+    data: Path
+    lengths: Sequence[int]
+    subset: str = "test"
+    engine: Literal["fast", "fairseq"] = "fast"
+    attention_prune: float | None = None
+    max_tokens: int | None = None
+    batch_size: int | None = None
+    log: Path | None = None
+
+    def keys(self) -> list[TextKey]:
+        """A measurement for each length. Raises UserError if the checkpoint, the data or a length cannot be used."""
+        if not self.checkpoint.is_file():
+            raise UserError(f"checkpoint {self.checkpoint} does not exist")
+        corpus.check_folder(self.data, self.subset)
+        tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
+        if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):
+            raise UserError(f"--max-tokens {self.max_tokens} is less than length {longest}: raise it")
+        units = corpus.read_units(self.data, self.subset)
+        if units is not None and units.tokens != tokens:
+            raise UserError(
+                f"{self.data}/corpus.json counts {units.tokens} tokens in {self.subset} where the data have {tokens}: "
+                "prepare the corpus again"
+            )
+        of = {"checkpoint": files.file_digest(self.checkpoint), "data": corpus.digest(self.data)}
+        return [filled(TextKey, self, **of, length=length) for length in self.lengths]
 
 
 @dataclass(frozen=True)
@@ -84,6 +141,27 @@ class AnswerKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerRequest(Overrides):
+    """Exact answers of a checkpoint to its algorithmic task: the options of ``fairseq-rpe accuracy``.
+
+    ``lengths`` are numbers of items, by default all there are; ``unit``: of interpolation's ratio; ``batch_size``
+    bounds the examples that are answered together.
+    """
+
+    checkpoint: Path
+    lengths: Sequence[int] | None = None
+    split: str = "test"
+    unit: Literal["items", "tokens"] = "items"
+    batch_size: int = 256
+    log: Path | None = None
+
+    def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
+        """A measurement for each number of items."""
+        of = {"checkpoint": files.file_digest(self.checkpoint), "algorithm": algorithm.spec}
+        return [filled(AnswerKey, self, **of, length=n) for n in self.lengths or algorithm.lengths(self.split)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerResult(AnswerKey, Result):
     """Exact answers to examples of ``length`` items; ``accuracy`` = right / examples, ``transform``: of positions."""
 
@@ -93,37 +171,6 @@ class AnswerResult(AnswerKey, Result):
     accuracy: float
     transform: str
     seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlidingKey:
-    """What a perplexity with its time is of; windows and strides in tokens, ``mode`` is how the text is covered."""
-
-    checkpoint: str
-    data: str
-    subset: str
-    positions: str | None = None
-    tokens: int
-    workers: int | None = None
-    max_tokens: int | None = None
-    device: str | None = None
-    mode: str
-    window: int
-    stride: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlidingResult(SlidingKey, Result):
-    """Perplexity per token over ``tokens`` targets, and its time in ``seconds``.
-
-    ``relative``: that as a multiple of the non-overlapping evaluation's, known beside it only.
-    """
-
-    of = SlidingKey
-    loss_base2: float
-    ppl: float
-    seconds: float
-    relative: float | None = None
 
 
 def read(kind: type[Found], path: Path) -> list[Found]:

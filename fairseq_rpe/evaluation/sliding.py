@@ -14,8 +14,7 @@ from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, Overrides
-from fairseq_rpe.evaluation.results import SlidingKey, SlidingResult, resumed
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides, Result, resumed
 from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
@@ -29,6 +28,37 @@ the first model over all windows. Published ("Exploring Transformer Extrapolatio
 512): sliding {PUBLISHED}, non-overlapping 1.00, ALiBi without sliding 1.00. Its stride, model and hardware are not
 stated: compare the order of magnitude only.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingKey:
+    """What a perplexity with its time is of; windows and strides in tokens, ``mode`` is how the text is covered."""
+
+    checkpoint: str
+    data: str
+    subset: str
+    positions: str | None = None
+    tokens: int
+    workers: int | None = None
+    max_tokens: int | None = None
+    device: str | None = None
+    mode: str
+    window: int
+    stride: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingResult(SlidingKey, Result):
+    """Perplexity per token over ``tokens`` targets, and its time in ``seconds``.
+
+    ``relative``: that as a multiple of the non-overlapping evaluation's, known beside it only.
+    """
+
+    of = SlidingKey
+    loss_base2: float
+    ppl: float
+    seconds: float
+    relative: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +81,7 @@ class SlidingRequest(Overrides):
     def check(self) -> int:
         """The tokens to score.
 
-        Raises:
-            UserError: the data cannot be used, or a window does not go with the text, the stride or the batch.
+        Raises UserError if the data cannot be used, or a window does not go with the text, the stride or the batch.
         """
         corpus.check_folder(self.data, self.subset)
         total = corpus.count_tokens(self.data, self.subset)
@@ -79,8 +108,7 @@ class SlidingRequest(Overrides):
 def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[SlidingResult]:
     """Measure what is not in the file ``results`` yet, and put everything side by side, under the subjects' labels.
 
-    Raises:
-        UserError: positions are random, the cache is not exact, or a token was not scored exactly once.
+    Raises UserError if positions are random, the cache is not exact, or a token was not scored exactly once.
     """
     rows = []
     for subject in subjects:

@@ -11,7 +11,8 @@ import pytest
 import sentencepiece
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.tokenizer import FAIRSEQ_SPECIALS, Tokenizer, symbol_bytes, train_tokenizer
+from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS
+from fairseq_rpe.data.tokenizer import Tokenizer, symbol_bytes, train_tokenizer
 
 SPLIT_AT = "\t\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000"
 NASTY = [
