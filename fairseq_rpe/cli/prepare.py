@@ -8,8 +8,7 @@ from typing import Any
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.download import local
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import DIVISIONS, TOKENIZERS, PrepareOptions
-from fairseq_rpe.data.sources import KNOWN, choose, compare, gpt2_vocabulary
+from fairseq_rpe.data.preparation import DIVISIONS, KNOWN, TOKENIZERS, PrepareOptions, choose, compare, gpt2_vocabulary
 
 _TWICE = "Does nothing if the corpus is there already, made from the same text with the same options."
 

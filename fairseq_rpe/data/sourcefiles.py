@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -158,8 +158,7 @@ def opened(entry: Entry) -> Iterator[BinaryIO]:
 def read_blocks(entry: Entry) -> Iterator[bytes]:
     """The decompressed bytes in blocks of 1 MiB."""
     with opened(entry) as file:
-        while block := file.read(_BLOCK):
-            yield block
+        yield from iter(partial(file.read, _BLOCK), b"")
 
 
 @lru_cache(maxsize=1)

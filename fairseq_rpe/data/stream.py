@@ -78,9 +78,7 @@ def encode_chunk(encoder: Encoder, pieces: Sequence[Piece], boundaries: bool = T
     for piece in pieces:
         tokens = encoder.encode(piece.text)
         boundary = boundaries and piece.first
-        if boundary:
-            ids.append(np.array([BOS], encoder.dtype))
-        ids.append(tokens)
+        ids += [np.full(int(boundary), BOS, encoder.dtype), tokens]
         content = piece.text.encode()
         lines = content.count(b"\n")
         counts.update(

@@ -46,7 +46,7 @@ def measuring(
 ) -> Callable[[AnswerKey], AnswerResult]:
     """Load the model and the examples of a split, to be asked one number of items after the other.
 
-    Raises UserError if the checkpoint cannot be used, or some number of ``wanted`` items has no example or no positions.
+    Raises UserError if the checkpoint cannot be used, or a number of items has no example or no positions.
     """
     threads = defaults_for(checkpoint.arch, algorithm=True).threads
     if threads and "OMP_NUM_THREADS" not in os.environ:

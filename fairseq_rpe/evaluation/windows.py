@@ -77,8 +77,8 @@ def score(
         cached: keep keys and values between windows, rather than a forward pass of its own for every window.
         workers: processes that cut the windows; ``title``: of a progress bar.
 
-    Raises UserError if a target has probability 0 or NaN or was not scored exactly once, or if with the cache the result
-    would be another (see :func:`why_not_cached`).
+    Raises UserError if a target has probability 0 or NaN or was not scored exactly once, or if with the cache the
+    result would be another (see :func:`why_not_cached`).
     """
     batches = _side_by_side(model, windows) if cached else DataLoader(windows, batch_size=None, num_workers=workers)
     device = next(model.parameters()).device

@@ -28,9 +28,8 @@ from fairseq_rpe.data import documents, pipeline, vocabulary
 from fairseq_rpe.data.encoders import EOS, Encoder, load_encoder
 from fairseq_rpe.data.folder import SPLITS, Units, count_tokens, read_dictionary, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import PrepareOptions
+from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
 from fairseq_rpe.data.sourcefiles import Entry, read_blocks
-from fairseq_rpe.data.sources import KNOWN, compare
 from fairseq_rpe.data.stream import PIECE, Piece, SplitWriter, cut, decode_documents, encode_chunk, gather
 from fairseq_rpe.data.tokenizer import Tokenizer
 from fairseq_rpe.data.vocabulary import BpeLearner

@@ -16,8 +16,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import pipeline
 from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_dictionary, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import PrepareOptions
-from fairseq_rpe.data.sources import KNOWN, choose
+from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, choose
 from fairseq_rpe.data.stream import cut, decode_documents, gather
 from fairseq_rpe.data.tokenizer import Tokenizer
 
