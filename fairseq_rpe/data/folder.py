@@ -135,19 +135,11 @@ class Units:
     documents: int
 
     def bits_per_byte(self, loss_base2: float) -> float:
-        """Bits for each byte of text, from the mean loss in bits over all tokens.
-
-        >>> Units(tokens=250, bytes=1000, words=200, documents=1).bits_per_byte(4.0)
-        1.0
-        """
+        """Bits for each byte of text, loss_base2 · tokens / bytes, from the mean loss in bits over all tokens."""
         return loss_base2 * self.tokens / self.bytes
 
     def word_ppl(self, loss_base2: float) -> float:
-        """Perplexity per word, from the mean loss in bits over all tokens.
-
-        >>> Units(tokens=250, bytes=1000, words=200, documents=1).word_ppl(4.0)
-        32.0
-        """
+        """Perplexity per word, 2 ** (loss_base2 · tokens / words), from the mean loss in bits over all tokens."""
         exponent = loss_base2 * self.tokens / self.words
         return 2.0**exponent if exponent < 1024 else float("inf")
 

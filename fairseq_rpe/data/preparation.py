@@ -4,7 +4,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,10 @@ from fairseq_rpe.data.tokenizer import MIN_VOCAB_SIZE
 TOKENIZERS = ("bpe", "gpt2", "words")
 DIVISIONS = ("text", "path")
 
-# The options that decide the files made, beside the text and a given vocabulary.
-_DECIDING = (
-    *("include", "text_field", "rows_are_lines", "skip_invalid", "tokenizer", "vocab_size", "sample_bytes"),
-    *("seed", "valid_fraction", "test_fraction"),
-)
-# Later ones are named only where they are given, so that corpora made before stay up to date.
-_LATER = {"divide_by": "text", "boundaries": True, "max_bytes": None}
+# The text and a given vocabulary, which are known by their digests, and what changes nothing.
+_NOT_DECIDING = ("dest", "train", "valid", "test", "gpt2", "vocab_from", "workers")
+# Named only where they are not the usual ones, so that corpora made before there were such options stay up to date.
+_LATER = ("divide_by", "boundaries", "max_bytes")
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,6 @@ class PrepareOptions:
     text_field: str = "text"  # of .jsonl and .parquet rows
     rows_are_lines: bool = False  # of one document per file, instead of documents
     skip_invalid: bool = False  # leave out text files that are not UTF-8
-    # What decides the split of a document: "text", or the "path" of its file in the source, which is their order then.
-    divide_by: str = "text"
-    # Mark where documents meet; otherwise they follow one another line by line, empty lines included, as
-    # fairseq-preprocess would have all text in one file.
-    boundaries: bool = True
-    max_bytes: int | None = None  # upper bound for the text, in bytes of whole files; None takes everything
     tokenizer: str = "bpe"  # one of TOKENIZERS
     vocab_size: int | None = None  # symbols of the dictionary; None is 16,384 for bpe and all words for words
     sample_bytes: int | None = 20_000_000  # how much text bpe learns from at most; None learns from all of it
@@ -53,6 +44,12 @@ class PrepareOptions:
     seed: int = 1  # decides which document goes into which split
     valid_fraction: float = 0.05  # expected share of documents, in (0, 1)
     test_fraction: float = 0.05
+    # What decides the split of a document: "text", or the "path" of its file in the source, which is their order then.
+    divide_by: str = "text"
+    # Mark where documents meet; otherwise they follow one another line by line, empty lines included, as
+    # fairseq-preprocess would have all text in one file.
+    boundaries: bool = True
+    max_bytes: int | None = None  # upper bound for the text, in bytes of whole files; None takes everything
     workers: int = 2  # processes; changes nothing but the time
 
     def check(self) -> None:
@@ -94,7 +91,8 @@ class PrepareOptions:
 
     def key(self) -> dict[str, Any]:
         """The options that decide the files made, as they are read back from a manifest: without tuples."""
-        names = [*_DECIDING, *(name for name, usual in _LATER.items() if getattr(self, name) != usual)]
+        deciding = [f for f in fields(self) if f.name not in _NOT_DECIDING]
+        names = [f.name for f in deciding if f.name not in _LATER or getattr(self, f.name) != f.default]
         return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in names}
 
 

@@ -37,11 +37,10 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
 
     A text gets a newline at its end if it has none; without any text there is one empty piece.
     """
-    rest, last, first, in_word = "", "\n", True, False
+    rest, first, in_word = "", True, False
     for block in blocks:
         for start in range(0, len(block), size):
             rest += block[start : start + size]
-            last = rest[-1]
             while len(rest) > size:
                 # At least half a piece, at most one.
                 at = rest.rfind("\n", size // 2, size) + 1
@@ -51,7 +50,7 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
                 yield Piece(rest[:at], first, in_word)
                 in_word = not rest[at - 1].isspace() and not rest[at].isspace()
                 rest, first = rest[at:], False
-    yield Piece(rest if last == "\n" else rest + "\n", first, in_word)
+    yield Piece(rest if rest[-1:] in ("", "\n") else rest + "\n", first, in_word)
 
 
 def gather(pieces: Iterable[tuple[str, Piece]], size: int = PIECE) -> Iterator[tuple[str, list[Piece]]]:
