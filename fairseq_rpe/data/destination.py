@@ -85,10 +85,8 @@ def make_once(
 ) -> dict[str, Any]:
     """Make a corpus in ``dest`` unless it is there already; returns its manifest.
 
-    Args:
-        key: what decides its files.
-        build: fills the folder that it is given; returns the rest of the manifest.
-        say: takes short lines about the progress.
+    ``key`` is what decides its files; ``build`` fills the folder that it is given and returns the rest of the manifest;
+    ``say`` takes short lines about the progress.
 
     Raises UserError if ``dest`` holds something else or cannot be written; it is then untouched.
     """
