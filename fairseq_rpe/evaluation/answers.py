@@ -13,7 +13,6 @@ from fairseq_rpe import algorithms, positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.evaluation.loading import load
-from fairseq_rpe.evaluation.losses import Cache
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerRequest, AnswerResult
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -100,7 +99,7 @@ def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
 
     ``model``: a ``transformer_rpe_lm`` in evaluation mode; ``prompts``: (B, P) int64 without padding, P >= 1.
     """
-    state, rows = Cache(), prompts
+    rows, state = prompts, dict[str, Any]()
     for _ in range(steps):
         features = model.decoder(rows, incremental_state=state, features_only=True)[0]
         scores = model.decoder.output_layer(features[:, -1])

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ..core import Positions, UserError, block
 from ..encodings import Encoding
-from .losses import Cache, defined, losses
+from .perplexity import Cache, defined, losses
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Batch = tuple[Tensor, Tensor]  # inputs and targets

@@ -18,7 +18,7 @@ from fairseq_rpe.core import UserError, records
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY, describe_files
 from fairseq_rpe.evaluation import loading, perplexity, results
-from fairseq_rpe.evaluation.losses import by_position, target_losses
+from fairseq_rpe.evaluation.perplexity import by_position, target_losses
 from fairseq_rpe.evaluation.results import TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
