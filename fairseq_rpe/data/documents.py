@@ -229,7 +229,5 @@ class DividedDocuments:
 
     def skipped(self) -> dict[str, int]:
         """What the last pass left out, by reason."""
-        left_out = Counter(binary=self._binary)
-        for reader in self._readers.values():
-            left_out.update(reader.skipped)
-        return {reason: count for reason, count in left_out.items() if count}
+        by_reader = (reader.skipped for reader in self._readers.values())
+        return dict(sum(by_reader, Counter(binary=self._binary)))

@@ -101,7 +101,7 @@ def _flag(name: str) -> str:
 
 
 _SPLIT_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
-_IN_NAME = re.compile(r"(?<![a-z])(train|valid|validation|val|test)(?![a-z])")
+_IN_NAME = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_NAMES)})(?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,7 @@ KNOWN = {
         about="source code: the GitHub part of the Pile (100,000 rows of it), or your own folder of repositories",
         hub=("hub:timaeus/pile-github",),
         divided=True,
-        include=(
-            *("*.py", "*.c", "*.h", "*.cc", "*.cpp", "*.java", "*.js", "*.ts", "*.go", "*.rs"),
-            *("*.jsonl*", "*.parquet"),
-        ),
+        include=tuple("*.py *.c *.h *.cc *.cpp *.java *.js *.ts *.go *.rs *.jsonl* *.parquet".split()),
     ),
     "wikibook": Known(
         about="English Wikipedia of November 2023 with PG-19's books, in place of BERT's Wikipedia with BookCorpus",
