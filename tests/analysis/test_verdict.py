@@ -347,8 +347,7 @@ def save(path: Path, task, rpe: str, change=None, **changes) -> Path:
 
 
 def raw(values: list[float]) -> torch.Tensor:
-    from fairseq_rpe.encodings.constraints import positive_inverse
-    from fairseq_rpe.encodings.kerple import FLOOR
+    from fairseq_rpe.encodings.kerple import FLOOR, positive_inverse
 
     return positive_inverse(torch.tensor(values, dtype=torch.float64), FLOOR).float()
 
