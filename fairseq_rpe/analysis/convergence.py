@@ -26,6 +26,7 @@ from .domain import check
 from .enclosures import ends, sign
 from .formula import N, parse
 from .ranges import ranges
+from .receptive_field import check_epsilons
 from .summation import CONVERGES, DIVERGES, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
@@ -76,8 +77,7 @@ class HeadVerdict:
         A float stands for the decimal that it is written as: 0.1 is 1/10.
         """
         exact = epsilon if isinstance(epsilon, Fraction) else Fraction(repr(epsilon))
-        if not 0 < exact < 1:
-            raise UserError(f"ε = {epsilon} is out of range: choose a number between 0 and 1")
+        check_epsilons([exact], "ε =")
         return None if self.total is None else trf(self.total, exact)
 
 

@@ -6,6 +6,7 @@ to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -47,11 +48,11 @@ def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
     return epsilons, first / m
 
 
-def check_epsilons(epsilons: Sequence[float], name: str = "epsilon") -> None:
+def check_epsilons(epsilons: Sequence[float | Fraction], name: str = "epsilon") -> None:
     """Refuse values of ε outside (0, 1), where n_emp is not defined or always 1; ``name``: how to call them."""
     for e in epsilons:
         if not 0 < e < 1:
-            raise UserError(f"{name} {e:g} is not between 0 and 1: it is the part of the attention left out")
+            raise UserError(f"{name} {float(e):g} is not between 0 and 1: it is the part of the attention left out")
 
 
 def thinned(length: int) -> list[int]:
