@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import mpmath
@@ -13,13 +12,7 @@ from flint import acb, acb_series, arb, ctx, fmpq
 from .enclosures import PRECISION, Undefined, iv, walk
 
 _EVALUATIONS = 200  # of the integrand; a few dozens are the rule
-
-
-@contextlib.contextmanager
-def precisely() -> Iterator[None]:
-    """Decorates what computes with balls of :data:`PRECISION` bits; flint's own precision stays as it was."""
-    with ctx.workprec(PRECISION):
-        yield
+precisely = ctx.workprec(PRECISION)  # decorates what computes with balls; flint's own precision stays as it was
 
 
 class Boxes:
@@ -77,7 +70,7 @@ def _positive(a: Any) -> bool:
 
 
 class Weight:
-    """b = exp f of an analytic f; every method wants flint's precision set, see :func:`precisely`."""
+    """b = exp f of an analytic f; every method wants flint's precision set, see :data:`precisely`."""
 
     def __init__(self, f: sympy.Expr) -> None:
         self._log = functools.partial(walk, f, field=Boxes())
@@ -113,14 +106,14 @@ class Weight:
         return [found[k].real for k in range(order)]
 
 
-@precisely()
+@precisely
 def ball(x: Any) -> arb:
     """A real interval as the ball around it."""
     low, high = (arb(mpmath.mp.make_mpf(end)) for end in x._mpi_)
     return low.union(high)
 
 
-@precisely()
+@precisely
 def interval(x: arb) -> Any:
     """A ball as the real interval that it is, rounded outwards."""
     if not x.is_finite():
