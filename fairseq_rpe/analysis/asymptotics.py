@@ -16,16 +16,14 @@ from .expansions import (
     DEPTH,
     ONE,
     Arithmetic,
-    Coefficient,
     Expansion,
     Later,
-    Monomial,
+    Term,
     Unknown,
     compare,
     exactly,
     hull,
     level,
-    product,
     sure_sign,
     times,
 )
@@ -66,11 +64,10 @@ class Scale(Arithmetic):
             c, flip = (-c[1], -c[0]), (-sympy.S.One) ** (p % 2)
         if abs(number(p)).b > _LARGE:
             raise Unknown("too large an exponent")
-        ends = [end if end.is_finite is False and sure_sign(p) > 0 else end**p for end in c]
-        coefficient = product(hull(ends), exactly(flip))
+        ends = [flip * (end if end.is_finite is False and sure_sign(p) > 0 else end**p) for end in c]
         *series, last = (sympy.ff(p, k) / sympy.factorial(k) for k in range(self.order + 2))
         rest = abs(number(last)) * iv.mpf(2) ** abs(number(p - self.order - 1))
-        return self.scaled(self.taylor(u, series, rest), coefficient, times(ONE, m, p))
+        return self.scaled(self.taylor(u, series, rest), hull(ends), times(ONE, m, p))
 
     def exp(self, e: Expansion) -> Expansion:
         growing = [(m, c) for m, c in e.ordered() if compare(m, ONE) > 0]
@@ -93,7 +90,7 @@ class Scale(Arithmetic):
         series = [1 / sympy.factorial(k) for k in range(self.order + 1)]
         return self.scaled(self.taylor(small, series, iv.mpf(2)), (sympy.exp(low), sympy.exp(high)), shift)
 
-    def _faster(self, growing: list[tuple[Monomial, Coefficient]], e: Expansion) -> Expansion | None:
+    def _faster(self, growing: list[Term], e: Expansion) -> Expansion | None:
         """exp of something whose leading term outgrows ln n: below n^-24 or above n^24. None: it does not."""
         m, c = growing[0]
         k = next((k for k in range(1, 4) if compare(m, level(k)) > 0), None)
