@@ -32,11 +32,7 @@ class Place(NamedTuple):
         return " ".join(f"{word} {n}" for word, n in zip(self._fields, self, strict=True) if n is not None)
 
 
-class HeadRow(NamedTuple):
-    """The verdict on the head at a place."""
-
-    place: Place
-    head: HeadVerdict
+HeadRow = tuple[Place, HeadVerdict]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Fields:
 
 def judge(source: Source) -> list[HeadRow]:
     """The verdict on every head."""
-    return [HeadRow(*found) for found in _placed(source, verdict_of_formula, verdict)]
+    return list(_placed(source, verdict_of_formula, verdict))
 
 
 def weights(source: Source, keys: int) -> list[tuple[Place, Tensor]]:
@@ -81,12 +77,13 @@ def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> 
     """One line per head, heads that share everything in one line; the reason is the last column."""
 
     def cells(row: HeadRow) -> list[str]:
-        numbers = ["-" if (found := row.head.trf(e)) is None else str(found) for e in epsilons]
-        return [row.head.decision, row.head.digits() or "-", *numbers, row.head.reason]
+        head = row[1]
+        numbers = ["-" if (found := head.trf(e)) is None else str(found) for e in epsilons]
+        return [head.decision, head.digits() or "-", *numbers, head.reason]
 
     lines = [["", "Σ b_n", "B", *(f"TRF({shown(e)})" for e in epsilons), "reason"]]
     for shared, group in itertools.groupby(rows, cells):
-        places = [row.place for row in group]
+        places = [place for place, _ in group]
         lines.append([_span(places[0], places[-1]), *shared])
     sides = ["left", "left", "right", *["right" for _ in epsilons], "left"]
     return f"{title}\n{tabulate(lines, tablefmt='plain', colalign=sides, disable_numparse=True)}"
@@ -112,14 +109,14 @@ def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[F
 
 def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
     """A row per source, layer, head that has receptive fields, and ε of ``GRID``."""
-    found = [(title, *row) for title, rows in sources.items() for row in rows if row.head.total is not None]
+    found = [(title, place, head) for title, rows in sources.items() for place, head in rows if head.total is not None]
     cells = ([title, *place, shown(e), *_bounds(head, e)] for title, place, head in found for e in GRID)
     return [["source", *Place._fields, "epsilon", *_BOUNDS], *cells]
 
 
 def fields(rows: Sequence[HeadRow]) -> Fields:
     """TRF as Eq. 22 defines it at each ε of ``GRID``; a bracket is drawn at its lower end."""
-    summed = [row.head for row in rows if row.head.total is not None]
+    summed = [head for _, head in rows if head.total is not None]
     found = dict.fromkeys(tuple(head.trf(e).logarithms[0] for e in GRID) for head in summed)
     curves = [[(float(e), 10**y) for e, y in zip(GRID, ys, strict=True) if y <= DRAWN] for ys in found]
     drawn = [tuple(torch.tensor(curve, dtype=torch.float64).T) for curve in curves if curve]

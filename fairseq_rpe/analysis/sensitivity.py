@@ -64,26 +64,21 @@ def total_difference(
 
 
 def total_differences(
-    skew: Skew,
-    train_length: int,
-    test_lengths: Sequence[int],
-    reach: int,
-    raw: Raw = rope_raw,
-    exponential: bool = False,
+    skew: Skew, train_length: int, tests: Sequence[int], reach: int, raw: Raw = rope_raw, exponential: bool = False
 ) -> Tensor:
-    """Total difference (Eq. 9) at each test length: Σ_(i=0…c) |sen_train(L_train - i) - sen_test(L_test - i)|.
+    """Total difference (Eq. 9) at each length of ``tests``: Σ_(i=0…c) |sen_train(L_train - i) - sen_test(L_test - i)|.
 
     Training positions are L·f(j/L); test positions are interpolated, j·L_train/L_test. The smaller, the better training
     prepares the tail of a longer text. ``skew``: f, as in :func:`warped`; lengths: L_train <= L_test; ``reach``:
     c < L_train, for which the paper takes 10 at 20 and 200 at 500; ``raw``, ``exponential``: as in :func:`sensitivity`.
     """
-    shortest = min(test_lengths)
+    shortest = min(tests)
     if not 1 <= train_length <= shortest:
         raise UserError(f"a test length of {shortest} is shorter than the training length {train_length}: swap them")
     if not 0 <= reach < train_length:
         raise UserError(f"reach {reach} leaves the training length {train_length}: choose 0 to {train_length - 1}")
     trained = warped(skew, train_length)[-reach - 2 :]
-    tested = torch.stack([interpolated(train_length, n)[-reach - 2 :] for n in test_lengths])
+    tested = torch.stack([interpolated(train_length, n)[-reach - 2 :] for n in tests])
     return (sensitivity(trained, raw, exponential) - sensitivity(tested, raw, exponential)).abs().sum(-1)
 
 

@@ -167,7 +167,7 @@ class Rough(_Tails):
     """
 
     def __init__(self, f: sympy.Expr, level: int) -> None:
-        self.f, self.end = f, ROUGH
+        self.end = ROUGH
         n = np.arange(ROUGH, dtype=np.float64)
         low, high = map(np.array, ranges(f, n, n))
         for k in np.flatnonzero(np.isnan(low) | np.isnan(high)):
