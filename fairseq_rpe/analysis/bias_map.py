@@ -5,17 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError, block
+from ..core import Positions, block
 from ..encodings import Encoding
 
 _CELLS = 256  # queries and keys shown at most: a panel has no more pixels than that
 _HEADS = 4
-
-
-def require_bias(encoding: Encoding, spec: str, flag: str) -> None:
-    """Refuse an encoding that adds nothing to the scores; ``flag`` is what asked for a picture of it."""
-    if not encoding.adds_bias:
-        raise UserError(f"{flag}: '{spec}' has no bias to show: drop the flag, or name an encoding with a bias")
 
 
 def some_heads(heads: int, at_most: int = _HEADS) -> list[int]:

@@ -44,8 +44,6 @@ def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
         return x
     if e.is_Rational:
         return field.rational(e.p, e.q)
-    if e.is_Float:
-        return field.rational(*mpmath.libmp.to_rational(e._mpf_))
     if e is sympy.pi or e is sympy.E:
         return field.constant(e)
     if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
