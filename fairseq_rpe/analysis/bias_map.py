@@ -12,11 +12,9 @@ _CELLS = 256  # queries and keys shown at most: a panel has no more pixels than 
 _HEADS = 4
 
 
-def some_heads(heads: int, at_most: int = _HEADS) -> list[int]:
-    """Indices of up to ``at_most`` heads, evenly spread from the first to the last."""
-    if heads <= at_most:
-        return list(range(heads))
-    return [round(k * (heads - 1) / (at_most - 1)) for k in range(at_most)]
+def some_heads(heads: int) -> list[int]:
+    """Indices of up to four heads, evenly spread from the first to the last."""
+    return list(range(heads)) if heads <= _HEADS else [round(k * (heads - 1) / (_HEADS - 1)) for k in range(_HEADS)]
 
 
 @torch.no_grad()
