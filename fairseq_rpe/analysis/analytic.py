@@ -9,13 +9,13 @@ import mpmath
 import sympy
 from flint import acb, acb_series, arb, ctx, fmpq
 
-from .enclosures import PRECISION, Undefined, iv, walk
+from .enclosures import PRECISION, Field, Undefined, iv
 
 _EVALUATIONS = 200  # of the integrand; a few dozens are the rule
 precisely = ctx.workprec(PRECISION)  # decorates what computes with balls; flint's own precision stays as it was
 
 
-class Boxes:
+class Boxes(Field):
     """flint's complex boxes ``acb``, and Taylor series ``acb_series`` of them."""
 
     add, mul = operator.add, operator.mul
@@ -73,7 +73,7 @@ class Weight:
     """b = exp f of an analytic f; every method wants flint's precision set, see :data:`precisely`."""
 
     def __init__(self, f: sympy.Expr) -> None:
-        self._log = functools.partial(walk, f, field=Boxes())
+        self._log = functools.partial(Boxes().walk, f)
 
     def __call__(self, x: int) -> arb:
         return self._log(acb(x)).exp().real
