@@ -122,7 +122,7 @@ def save_checkpoint(folder, spec, layers=1, change=None, **model):
 
 def p_of_heads(*p):
     """A change for ``save_checkpoint``: Kerple-log's exponents."""
-    from fairseq_rpe.encodings.constraints import positive_inverse
+    from fairseq_rpe.encodings.kerple import positive_inverse
 
     def change(encoding):
         with torch.no_grad():

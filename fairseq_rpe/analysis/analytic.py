@@ -3,26 +3,19 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import mpmath
 import sympy
 from flint import acb, acb_series, arb, ctx, fmpq
 
-from .enclosures import PRECISION, Undefined, iv, walk
+from .enclosures import PRECISION, Field, Undefined, iv
 
 _EVALUATIONS = 200  # of the integrand; a few dozens are the rule
+precisely = ctx.workprec(PRECISION)  # decorates what computes with balls; flint's own precision stays as it was
 
 
-@contextlib.contextmanager
-def precisely() -> Iterator[None]:
-    """Decorates what computes with balls of :data:`PRECISION` bits; flint's own precision stays as it was."""
-    with ctx.workprec(PRECISION):
-        yield
-
-
-class Boxes:
+class Boxes(Field):
     """flint's complex boxes ``acb``, and Taylor series ``acb_series`` of them."""
 
     add, mul = operator.add, operator.mul
@@ -77,10 +70,10 @@ def _positive(a: Any) -> bool:
 
 
 class Weight:
-    """b = exp f of an analytic f; every method wants flint's precision set, see :func:`precisely`."""
+    """b = exp f of an analytic f; every method wants flint's precision set, see :data:`precisely`."""
 
     def __init__(self, f: sympy.Expr) -> None:
-        self._log = functools.partial(walk, f, field=Boxes())
+        self._log = functools.partial(Boxes().walk, f)
 
     def __call__(self, x: int) -> arb:
         return self._log(acb(x)).exp().real
@@ -113,14 +106,14 @@ class Weight:
         return [found[k].real for k in range(order)]
 
 
-@precisely()
+@precisely
 def ball(x: Any) -> arb:
     """A real interval as the ball around it."""
     low, high = (arb(mpmath.mp.make_mpf(end)) for end in x._mpi_)
     return low.union(high)
 
 
-@precisely()
+@precisely
 def interval(x: arb) -> Any:
     """A ball as the real interval that it is, rounded outwards."""
     if not x.is_finite():

@@ -11,21 +11,19 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import is_whole, iv, number
+from .enclosures import Field, is_whole, iv, number
 from .expansions import (
     DEPTH,
     ONE,
     Arithmetic,
-    Coefficient,
     Expansion,
     Later,
-    Monomial,
+    Term,
     Unknown,
     compare,
     exactly,
     hull,
     level,
-    product,
     sure_sign,
     times,
 )
@@ -36,7 +34,7 @@ _LARGE = 10**4  # exponents and constants beyond these many digits are left alon
 _WAVE = Expansion({ONE: (-sympy.S.One, sympy.S.One)})
 
 
-class Scale(Arithmetic):
+class Scale(Arithmetic, Field):
     """Functions of expansions that hold for n >= e^start."""
 
     def log(self, e: Expansion) -> Expansion:
@@ -66,11 +64,10 @@ class Scale(Arithmetic):
             c, flip = (-c[1], -c[0]), (-sympy.S.One) ** (p % 2)
         if abs(number(p)).b > _LARGE:
             raise Unknown("too large an exponent")
-        ends = [end if end.is_finite is False and sure_sign(p) > 0 else end**p for end in c]
-        coefficient = product(hull(ends), exactly(flip))
+        ends = [flip * (end if end.is_finite is False and sure_sign(p) > 0 else end**p) for end in c]
         *series, last = (sympy.ff(p, k) / sympy.factorial(k) for k in range(self.order + 2))
         rest = abs(number(last)) * iv.mpf(2) ** abs(number(p - self.order - 1))
-        return self.scaled(self.taylor(u, series, rest), coefficient, times(ONE, m, p))
+        return self.scaled(self.taylor(u, series, rest), hull(ends), times(ONE, m, p))
 
     def exp(self, e: Expansion) -> Expansion:
         growing = [(m, c) for m, c in e.ordered() if compare(m, ONE) > 0]
@@ -93,7 +90,7 @@ class Scale(Arithmetic):
         series = [1 / sympy.factorial(k) for k in range(self.order + 1)]
         return self.scaled(self.taylor(small, series, iv.mpf(2)), (sympy.exp(low), sympy.exp(high)), shift)
 
-    def _faster(self, growing: list[tuple[Monomial, Coefficient]], e: Expansion) -> Expansion | None:
+    def _faster(self, growing: list[Term], e: Expansion) -> Expansion | None:
         """exp of something whose leading term outgrows ln n: below n^-24 or above n^24. None: it does not."""
         m, c = growing[0]
         k = next((k for k in range(1, 4) if compare(m, level(k)) > 0), None)
@@ -129,54 +126,47 @@ class Scale(Arithmetic):
         top, size = self.bound(rest)  # atan has slope 1 at most
         return self.tidy({ONE: (sympy.atan(low), sympy.atan(high))}, [(top, size)] if size.b > 0 else [])
 
-    def larger(self, a: Expansion, b: Expansion) -> Expansion:
-        """max(a, b)."""
+    def sin(self, e: Expansion) -> Expansion:
+        return self.wave(e, sympy.sin)
+
+    def cos(self, e: Expansion) -> Expansion:
+        return self.wave(e, sympy.cos)
+
+    def max(self, a: Expansion, b: Expansion) -> Expansion:
         difference = self.add(a, self.scaled(b, exactly(-1)))
         if not difference.terms and not difference.error:
             return a
         return a if sure_sign(self.split(difference)[1][0]) > 0 else b
 
-    def size_of(self, e: Expansion) -> Expansion:
-        """|e|."""
+    def min(self, a: Expansion, b: Expansion) -> Expansion:
+        return self.scaled(self.max(*(self.scaled(e, exactly(-1)) for e in (a, b))), exactly(-1))
+
+    def abs(self, e: Expansion) -> Expansion:
         try:
-            return self.larger(e, self.scaled(e, exactly(-1)))
+            return self.max(e, self.scaled(e, exactly(-1)))
         except Unknown:
             m, c = self.bound(e)
             return Expansion({m: (sympy.S.Zero, upper(c))})
 
     def __call__(self, e: sympy.Expr) -> Expansion:
         """The expansion of an expression in n."""
-        if e is N:
-            return Expansion({level(0): exactly(1)})
+        return self.walk(e, Expansion({level(0): exactly(1)}))
+
+    def walk(self, e: sympy.Expr, x: Expansion) -> Expansion:
         if not e.has(N):
             return self.constant(_value(e))
-        if e.is_Add or e.is_Mul:
-            return functools.reduce(self.add if e.is_Add else self.mul, map(self, e.args))
-        if isinstance(e, sympy.Min | sympy.Max):
-            flip = exactly(1 if isinstance(e, sympy.Max) else -1)
-            parts = [self.scaled(self(a), flip) for a in e.args]
-            return self.scaled(functools.reduce(self.larger, parts), flip)
-        if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
-            return self.exp(self(e.exp))
-        if e.is_Pow:
-            return self._pow(*e.args)
-        if isinstance(e, sympy.sin | sympy.cos):
-            return self.wave(self(e.args[0]), type(e))
         if isinstance(e, sympy.tanh):
-            return self(1 - 2 / (1 + sympy.exp(2 * e.args[0])))
-        functions = {sympy.log: self.log, sympy.atan: self.atan, sympy.Abs: self.size_of}
-        if type(e) not in functions:
-            raise Unknown(f"{type(e).__name__} is not known here")
-        return functions[type(e)](self(e.args[0]))
+            return self.walk(1 - 2 / (1 + sympy.exp(2 * e.args[0])), x)
+        return super().walk(e, x)
 
-    def _pow(self, base: sympy.Expr, power: sympy.Expr) -> Expansion:
+    def pow(self, base: sympy.Expr, power: sympy.Expr, x: Expansion) -> Expansion:
         if not power.has(N):
-            return self.power(self(base), _value(power))
+            return self.power(self.walk(base, x), _value(power))
         if not base.has(N) and sure_sign(_value(base)) < 0:
             if not is_whole(power):
                 raise Unknown("power of a negative number")
-            return self.mul(self._pow(-_value(base), power), _WAVE)
-        return self.exp(self.mul(self(power), self.log(self(base))))
+            return self.mul(self.pow(-_value(base), power, x), _WAVE)
+        return self.exp(self.mul(self.walk(power, x), self.log(self.walk(base, x))))
 
 
 def upper(value: Any) -> sympy.Rational:

@@ -5,24 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError, block
+from ..core import Positions, block
 from ..encodings import Encoding
 
 _CELLS = 256  # queries and keys shown at most: a panel has no more pixels than that
 _HEADS = 4
 
 
-def require_bias(encoding: Encoding, spec: str, flag: str) -> None:
-    """Refuse an encoding that adds nothing to the scores; ``flag`` is what asked for a picture of it."""
-    if not encoding.adds_bias:
-        raise UserError(f"{flag}: '{spec}' has no bias to show: drop the flag, or name an encoding with a bias")
-
-
-def some_heads(heads: int, at_most: int = _HEADS) -> list[int]:
-    """Indices of up to ``at_most`` heads, evenly spread from the first to the last."""
-    if heads <= at_most:
-        return list(range(heads))
-    return [round(k * (heads - 1) / (at_most - 1)) for k in range(at_most)]
+def some_heads(heads: int) -> list[int]:
+    """Indices of up to four heads, evenly spread from the first to the last."""
+    return list(range(heads)) if heads <= _HEADS else [round(k * (heads - 1) / (_HEADS - 1)) for k in range(_HEADS)]
 
 
 @torch.no_grad()

@@ -9,7 +9,10 @@ Distances n = i - j >= 0 are in tokens, log-biases are natural logarithms, and B
 ('converges', '2.54149408254', '10')
 """
 
+import contextlib
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -22,16 +25,20 @@ from torch import Tensor
 
 from ..core import LogWeight, UserError
 from ..encodings import Encoding, build
-from .domain import check
-from .enclosures import ends, sign
+from .asymptotics import Scale
+from .enclosures import Undefined, enclose, ends, iv, sign
+from .expansions import Later, Unknown
 from .formula import N, parse
 from .ranges import ranges
-from .summation import CONVERGES, DIVERGES, UNDECIDED, decide, show
+from .receptive_field import check_epsilons
+from .summation import CONVERGES, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
 
 LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it
 _DIGITS = 12
+_ONE_BY_ONE, _DOUBLES = 64, 100  # numbers; exponent of 2 up to which ranges of doubles serve
+_OPEN, _TRIES = 1 << 14, 4000  # ranges that may still be open at a time; intervals beyond the doubles
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,7 @@ class HeadVerdict:
         A float stands for the decimal that it is written as: 0.1 is 1/10.
         """
         exact = epsilon if isinstance(epsilon, Fraction) else Fraction(repr(epsilon))
-        if not 0 < exact < 1:
-            raise UserError(f"ε = {epsilon} is out of range: choose a number between 0 and 1")
+        check_epsilons([exact], "ε =")
         return None if self.total is None else trf(self.total, exact)
 
 
@@ -113,7 +119,7 @@ def _checked(text: str) -> sympy.Expr:
     f = parse(text)
     if decide(f).grows:
         raise UserError(f"the formula '{shown}' grows without bound: a log-bias is a penalty, is its minus missing?")
-    check(f, shown)
+    _check_domain(f, shown)
     return f
 
 
@@ -145,3 +151,66 @@ def _rate(f: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
         return None  # no power is written out: it may be a large one
     parts = sympy.Poly(f, N).all_coeffs()
     return (parts[1], -parts[0]) if len(parts) == 2 else None
+
+
+def _check_domain(e: sympy.Expr, text: str) -> None:
+    """Refuse a formula that is complex, undefined or +∞ at some n, or of which that cannot be ruled out; b_n = 0 at -∞.
+
+    The numbers up to 63 are tried one by one, ranges of larger ones are halved until intervals prove that the
+    formula has values there. Far out its expansion is the proof, which exists only where the formula has values.
+    """
+    for n in range(_ONE_BY_ONE):
+        _check_at(e, n, text)
+    _check_ranges(e, [(1 << k, 2 << k) for k in range(_ONE_BY_ONE.bit_length() - 1, _DOUBLES)], text)
+    todo, tries = [(_DOUBLES, _proved_from(e))], 0
+    while todo:
+        a, b = todo.pop()
+        tries += 1
+        if a < b and not _defined(e, iv.mpf([iv.mpf(2) ** a, iv.mpf(2) ** b])):
+            if b - a == 1 or tries > _TRIES:
+                raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from 2^{a} on")
+            todo += [((a + b) // 2, b), (a, (a + b) // 2)]
+
+
+def _proved_from(e: sympy.Expr) -> int:
+    """The exponent of 2 from which an expansion holds, or could at best."""
+    for start, order in itertools.product(STARTS, ORDERS):
+        with contextlib.suppress(Later, Unknown, Undefined):
+            Scale(start, order)(e)
+            break
+    return math.ceil(start / math.log(2))
+
+
+def _defined(e: sympy.Expr, x: Any) -> bool:
+    with contextlib.suppress(Undefined):
+        return bool(enclose(e, x).a < iv.inf)
+    return False
+
+
+def _check_at(e: sympy.Expr, n: int, text: str) -> None:
+    try:
+        value = enclose(e, n)
+    except Undefined:
+        raise UserError(f"the formula '{text}' has no real value at n = {n}, or none that can be shown") from None
+    if value.b == iv.inf:
+        raise UserError(f"the formula '{text}' is infinite at n = {n}: a log-bias must stay below ∞")
+
+
+def _check_ranges(e: sympy.Expr, todo: list[tuple[int, int]], text: str) -> None:
+    while todo:
+        low, high = np.array(todo, dtype=np.float64).T
+        if len(todo) > _OPEN:
+            for n, _ in todo[:: _OPEN >> 8]:
+                _check_at(e, n, text)
+            start = todo[0][0]
+            raise UserError(f"the formula '{text}' cannot be shown to have a real value at every n from {start} on")
+        _, top = ranges(e, _outwards(low, -np.inf), _outwards(high, np.inf))
+        bad = [todo[i] for i in np.flatnonzero(~(top < np.inf))]
+        for n in (n for a, b in bad if b - a <= 1 for n in (a, b)):
+            _check_at(e, n, text)
+        todo = [half for a, b in bad if b - a > 1 for half in ((a, (a + b) // 2), ((a + b) // 2, b))]
+
+
+def _outwards(near: Any, side: float) -> Any:
+    """Beyond 2^53 a whole number may fall between two doubles."""
+    return np.where(near < 2.0**53, near, np.nextafter(near, side))

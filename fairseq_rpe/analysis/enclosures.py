@@ -1,7 +1,8 @@
 """Intervals that surely hold the values of an expression, at a number or over a range.
 
-``walk`` goes through an expression and leaves the arithmetic to a field: :class:`Intervals` (mpmath, many digits),
-:class:`.ranges.Floats` (numpy, doubles, many ranges at a time) or :class:`.analytic.Boxes` (flint, complex).
+A :class:`Field` goes through an expression with an arithmetic of its own: :class:`Intervals` (mpmath, many digits),
+:class:`.ranges.Floats` (numpy, doubles, many ranges at a time), :class:`.analytic.Boxes` (flint, complex) or
+:class:`.asymptotics.Scale` (expansions).
 What may be undefined raises :class:`Undefined` or is flagged; 0·∞ and ∞ - ∞ count as undefined, ln 0 = -∞ does not.
 
 Flint's balls do not serve here: none is [0, x], [2^100, 2^1000000] or [-∞, x] (their radius has 30 bits), so roots and
@@ -38,36 +39,36 @@ def is_whole(e: sympy.Expr) -> bool:
     return bool(e.is_Pow and e.exp.is_Integer and e.exp >= 0 and is_whole(e.base))
 
 
-def walk(e: sympy.Expr, x: Any, field: Any) -> Any:
-    """The value of ``e`` at n = x in ``field``."""
-    if e is N:
-        return x
-    if e.is_Rational:
-        return field.rational(e.p, e.q)
-    if e.is_Float:
-        return field.rational(*mpmath.libmp.to_rational(e._mpf_))
-    if e is sympy.pi or e is sympy.E:
-        return field.constant(e)
-    if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
-        step = getattr(field, e.func.__name__.lower())
-        return functools.reduce(step, (walk(a, x, field) for a in e.args))
-    if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
-        return field.exp(walk(e.exp, x, field))
-    if e.is_Pow:
-        if e.exp.is_Integer:
-            return field.power(walk(e.base, x, field), int(e.exp))
-        return _power(e.base, e.exp, x, field)
-    if isinstance(e, sympy.log | sympy.sin | sympy.cos | sympy.tanh | sympy.atan | sympy.Abs):
-        return getattr(field, e.func.__name__.lower())(walk(e.args[0], x, field))
-    raise Undefined(f"'{e}' is not of n, constants, + - * / ** and the functions of a formula")
+class Field:
+    """An arithmetic of numbers of some kind: ``rational``, ``constant``, ``add``, … and the functions of a formula."""
 
+    def walk(self, e: sympy.Expr, x: Any) -> Any:
+        """The value of ``e`` at n = x."""
+        if e is N:
+            return x
+        if e.is_Rational:
+            return self.rational(e.p, e.q)
+        if e is sympy.pi or e is sympy.E:
+            return self.constant(e)
+        if e.is_Add or e.is_Mul or isinstance(e, sympy.Min | sympy.Max):
+            step = getattr(self, e.func.__name__.lower())
+            return functools.reduce(step, (self.walk(a, x) for a in e.args))
+        if isinstance(e, sympy.exp):  # Pow(E, …) counts as one
+            return self.exp(self.walk(e.exp, x))
+        if e.is_Pow:
+            return self.pow(e.base, e.exp, x)
+        if isinstance(e, sympy.log | sympy.sin | sympy.cos | sympy.tanh | sympy.atan | sympy.Abs):
+            return getattr(self, e.func.__name__.lower())(self.walk(e.args[0], x))
+        raise Undefined(f"'{e}' is not of n, constants, + - * / ** and the functions of a formula")
 
-def _power(base: sympy.Expr, power: sympy.Expr, x: Any, field: Any) -> Any:
-    """base ** power of any power: exp(power · ln base), 0 ** positive = 0, and (-b) ** whole = ± b ** whole."""
-    if base.is_Rational and base < 0 and is_whole(power):
-        return field.mul(walk(sympy.cos(sympy.pi * power, evaluate=False), x, field), _power(-base, power, x, field))
-    value, exponent = walk(base, x, field), walk(power, x, field)
-    return field.exp(field.mul(exponent, field.log(field.base(value, exponent))))
+    def pow(self, base: sympy.Expr, power: sympy.Expr, x: Any) -> Any:
+        """base ** power: exp(power · ln base), 0 ** positive = 0, and (-b) ** whole = ± b ** whole."""
+        if power.is_Integer:
+            return self.power(self.walk(base, x), int(power))
+        if base.is_Rational and base < 0 and is_whole(power):
+            return self.mul(self.walk(sympy.cos(sympy.pi * power, evaluate=False), x), self.pow(-base, power, x))
+        value, exponent = self.walk(base, x), self.walk(power, x)
+        return self.exp(self.mul(exponent, self.log(self.base(value, exponent))))
 
 
 def _wave(function: Callable[[Any], Any]) -> Any:
@@ -86,7 +87,7 @@ def _sure(value: Any) -> Any:
     return value
 
 
-class Intervals:
+class Intervals(Field):
     """mpmath's real intervals ``iv.mpf``."""
 
     sin, cos, abs = _wave(iv.sin), _wave(iv.cos), abs
@@ -160,7 +161,7 @@ def ends(value: Any) -> tuple[Any, Any]:
 
 def enclose(e: sympy.Expr, x: Any) -> Any:
     """An interval of ``e`` at the number or interval x, with :data:`PRECISION` bits."""
-    return walk(e, iv.mpf(x), intervals)
+    return intervals.walk(e, iv.mpf(x))
 
 
 def number(e: sympy.Expr) -> Any:

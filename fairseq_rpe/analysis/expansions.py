@@ -19,6 +19,7 @@ from .enclosures import intervals, iv, number, sign
 
 Monomial = tuple[sympy.Expr, ...]
 Coefficient = tuple[sympy.Expr, sympy.Expr]
+Term = tuple[Monomial, Coefficient]
 DEPTH = 5  # n, ln n, ln ln n, ln ln ln n, ln ln ln ln n
 ONE: Monomial = (sympy.S.Zero,) * DEPTH
 _MOST = 24  # terms
@@ -39,7 +40,7 @@ class Expansion:
     terms: dict[Monomial, Coefficient]
     error: tuple[Monomial, Any] | None = None
 
-    def ordered(self) -> list[tuple[Monomial, Coefficient]]:
+    def ordered(self) -> list[Term]:
         """The largest term first."""
         return sorted(self.terms.items(), key=_by_size, reverse=True)
 
@@ -90,7 +91,7 @@ def product(a: Coefficient, b: Coefficient) -> Coefficient:
     return hull([sympy.S.Zero if p == 0 or q == 0 else p * q for p in a for q in b])
 
 
-def summed(items: Iterable[tuple[Monomial, Coefficient]]) -> dict[Monomial, Coefficient]:
+def summed(items: Iterable[Term]) -> dict[Monomial, Coefficient]:
     """Coefficients of the same monomial added up."""
     terms: dict[Monomial, Coefficient] = {}
     for m, c in items:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core import UserError
-from ..core.files import atomic_write
+from ..core.files import atomic_write, read_json_lines
 
 FILE = "profiles.jsonl"
 _POINTS = 64
@@ -50,10 +50,7 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
     Each has ``step`` (updates), ``distances`` (tokens) and ``bias``: place -> heads -> log-bias at each distance.
     """
     path = Path(folder) / FILE
-    try:
-        looks = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [{key: look[key] for key in ("step", "distances", "bias")} for look in looks]
-    except FileNotFoundError:
-        return []
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}): delete it") from None
+    looks = read_json_lines(path)
+    if any({"step", "distances", "bias"} - look.keys() for look in looks):
+        raise UserError(f"{path} cannot be read, it lacks a step, distances or a bias: delete it")
+    return looks

@@ -1,7 +1,7 @@
 """The curves and Table 2 of "Improving Length Generalization via Position Index Warping", computed again for RoPE."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,41 +61,48 @@ class Setting:
     def differences(self, skew: str, train_length: int, tests: Sequence[int], reach: int) -> Tensor:
         return total_differences(skew, train_length, tests, reach, self.raw, self.exponential)
 
-    def sums(self, skew: str, train_length: int, reach: int) -> tuple[float, ...]:
-        """Total differences at ``TIMES``."""
-        return tuple(self.differences(skew, train_length, [t * train_length for t in TIMES], reach).tolist())
 
-
-class Row(NamedTuple):
-    """Total differences (Eq. 9) of one training length and skew at ``TIMES``, beside the paper's."""
+class Differences(NamedTuple):
+    """Total difference (Eq. 9) over test length / training length, and the paper's at ``TIMES``, by skew."""
 
     train_length: int
     reach: int
-    skew: str
-    computed: tuple[float, ...]
-    published: tuple[float, ...]
+    times: Tensor
+    sums: Mapping[str, Tensor]
+    published: Mapping[str, tuple[float, ...]]
 
-    @property
-    def beside(self) -> list[float]:
-        """Computed and published in turn."""
-        return [value for pair in zip(self.computed, self.published, strict=True) for value in pair]
+    def beside(self) -> dict[str, list[float]]:
+        """Computed and published in turn, where ``times`` are ``TIMES``."""
+        pairs = {skew: zip(self.sums[skew].tolist(), printed, strict=True) for skew, printed in self.published.items()}
+        return {skew: [value for pair in found for value in pair] for skew, found in pairs.items()}
 
 
-def table(setting: Setting) -> list[Row]:
+def table(setting: Setting) -> list[Differences]:
     """Table 2."""
-    return [
-        Row(length, reach, skew, setting.sums(skew, length, reach), printed)
-        for (length, reach), published in TABLE_2.items()
-        for skew, printed in published.items()
-    ]
+    return _differences(setting, lambda length: [times * length for times in TIMES])
 
 
-def cells(rows: Sequence[Row], setting: Setting) -> list[list[Any]]:
+def differences(setting: Setting) -> list[Differences]:
+    """One for each training length of the paper, at many test lengths."""
+    # fine enough for the waves of sqrt below twice the length, which come into step and fall out of it again
+    return _differences(setting, lambda length: range(3 * length // 2, 8 * length + 1, max(1, length // 100)))
+
+
+def _differences(setting: Setting, tests: Callable[[int], Sequence[int]]) -> list[Differences]:
+    found = []
+    for (length, reach), published in TABLE_2.items():
+        sums = {skew: setting.differences(skew, length, tests(length), reach) for skew in SKEWS}
+        found.append(Differences(length, reach, torch.tensor(tests(length)) / length, sums, published))
+    return found
+
+
+def cells(found: Sequence[Differences], setting: Setting) -> list[list[Any]]:
     """The table with its head, and how it was computed in every row."""
     sums = [f"{what}_{times}x" for times in TIMES for what in ("computed", "published")]
     how = [setting.width or "limit", setting.base, setting.exponential]
     head = ["train_length", "reach", "skew", *sums, "width", "base", "exponential"]
-    return [head, *([row.train_length, row.reach, row.skew, *row.beside, *how] for row in rows)]
+    rows = ((one.train_length, one.reach, *row) for one in found for row in one.beside().items())
+    return [head, *([length, reach, skew, *values, *how] for length, reach, skew, values in rows)]
 
 
 def trend(at: Mapping[str, Sequence[float]]) -> tuple[bool, bool]:
@@ -149,7 +156,7 @@ class Tail(NamedTuple):
     """Sensitivity at the last tokens of a text: ``at`` 1 in training, warped by ``skew``, at ``TIMES`` in tests."""
 
     skew: str
-    sums: tuple[float, ...]
+    sums: list[float]
     at: Mapping[int, Tensor]
 
 
@@ -158,34 +165,16 @@ def tails(setting: Setting) -> list[Tail]:
     length, reach = setting.train_length, setting.reach
     shown = min(reach, _SHOWN) + 2
     tests = {t: setting.sensitivity(interpolated(length, t * length)[-shown:]) for t in TIMES}
-    trained = {skew: setting.sensitivity(warped(skew, length)[-shown:]) for skew in SKEWS}
-    return [Tail(skew, setting.sums(skew, length, reach), {1: sen, **tests}) for skew, sen in trained.items()]
+    found = []
+    for skew in SKEWS:
+        sums = setting.differences(skew, length, [t * length for t in TIMES], reach).tolist()
+        found.append(Tail(skew, sums, {1: setting.sensitivity(warped(skew, length)[-shown:]), **tests}))
+    return found
 
 
 def warps(setting: Setting) -> Mapping[str, Tensor]:
     """Positions p_j (Eq. 7, 8) of the indices j = 0 … L by skew."""
     return {skew: warped(skew, setting.train_length) for skew in SKEWS}
-
-
-class Differences(NamedTuple):
-    """Total difference (Eq. 9) over test length / training length, and the paper's at ``TIMES``, by skew."""
-
-    train_length: int
-    reach: int
-    times: Tensor
-    sums: Mapping[str, Tensor]
-    published: Mapping[str, tuple[float, ...]]
-
-
-def differences(setting: Setting) -> list[Differences]:
-    """One for each training length of the paper."""
-    found = []
-    for (length, reach), published in TABLE_2.items():
-        # fine enough for the waves of sqrt below twice the length, which come into step and fall out of it again
-        tests = range(3 * length // 2, 8 * length + 1, max(1, length // 100))
-        sums = {skew: setting.differences(skew, length, tests, reach) for skew in SKEWS}
-        found.append(Differences(length, reach, torch.tensor(tests) / length, sums, published))
-    return found
 
 
 def wave(times: int) -> Tensor:

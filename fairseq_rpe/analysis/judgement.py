@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import mpmath
 import torch
+from tabulate import tabulate
 from torch import Tensor
 
-from ..core import UserError
 from ..encodings import Encoding
 from .convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
 
@@ -31,15 +31,8 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return " ".join(f"{word} {n}" for word, n in zip(self._fields, self, strict=True) if n is not None)
 
-    def cells(self) -> list[int | str]:
-        return ["" if n is None else n for n in self]
 
-
-class HeadRow(NamedTuple):
-    """The verdict on the head at a place."""
-
-    place: Place
-    head: HeadVerdict
+HeadRow = tuple[Place, HeadVerdict]
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Fields:
 
 def judge(source: Source) -> list[HeadRow]:
     """The verdict on every head."""
-    return [HeadRow(*found) for found in _placed(source, verdict_of_formula, verdict)]
+    return list(_placed(source, verdict_of_formula, verdict))
 
 
 def weights(source: Source, keys: int) -> list[tuple[Place, Tensor]]:
@@ -75,14 +68,6 @@ def _placed(
             yield Place(layer if len(source) > 1 else None, head), value
 
 
-def check_epsilons(values: Iterable[Fraction]) -> list[Fraction]:
-    """Each once; refuses what is not between 0 and 1."""
-    for value in values:
-        if not 0 < value < 1:
-            raise UserError(f"--epsilon {shown(value)} is out of range: choose numbers between 0 and 1")
-    return list(dict.fromkeys(values))
-
-
 def shown(value: Fraction) -> str:
     """An ε as a user writes it."""
     return f"{float(value):g}" if Fraction(f"{float(value):g}") == value else str(value)
@@ -92,19 +77,16 @@ def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> 
     """One line per head, heads that share everything in one line; the reason is the last column."""
 
     def cells(row: HeadRow) -> list[str]:
-        numbers = ["-" if (found := row.head.trf(e)) is None else str(found) for e in epsilons]
-        return [row.head.decision, row.head.digits() or "-", *numbers, row.head.reason]
+        head = row[1]
+        numbers = ["-" if (found := head.trf(e)) is None else str(found) for e in epsilons]
+        return [head.decision, head.digits() or "-", *numbers, head.reason]
 
     lines = [["", "Σ b_n", "B", *(f"TRF({shown(e)})" for e in epsilons), "reason"]]
     for shared, group in itertools.groupby(rows, cells):
-        places = [row.place for row in group]
+        places = [place for place, _ in group]
         lines.append([_span(places[0], places[-1]), *shared])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [title]
-    for place, decision, *numbers, reason in lines:
-        middle = (cell.rjust(w) for cell, w in zip(numbers, widths[2:-1], strict=True))
-        text.append("  ".join([place.ljust(widths[0]), decision.ljust(widths[1]), *middle, reason]).rstrip())
-    return "\n".join(text)
+    sides = ["left", "left", "right", *["right" for _ in epsilons], "left"]
+    return f"{title}\n{tabulate(lines, tablefmt='plain', colalign=sides, disable_numparse=True)}"
 
 
 def _span(first: Place, last: Place) -> str:
@@ -120,32 +102,31 @@ def verdict_cells(sources: Mapping[str, Sequence[HeadRow]], epsilons: Sequence[F
     cells: list[list[Any]] = [["source", *Place._fields, "verdict", *limits, "epsilon", *_BOUNDS, "reason"]]
     for title, rows in sources.items():
         for place, head in rows:
-            start = [title, *place.cells(), head.decision, head.digits(), *_outwards(head)]
+            start = [title, *place, head.decision, head.digits(), *_outwards(head)]
             cells += [[*start, shown(e), *_bounds(head, e), head.reason] for e in epsilons]
     return cells
 
 
 def field_cells(sources: Mapping[str, Sequence[HeadRow]]) -> list[list[Any]]:
     """A row per source, layer, head that has receptive fields, and ε of ``GRID``."""
-    found = [(title, *row) for title, rows in sources.items() for row in rows if row.head.total is not None]
-    cells = ([title, *place.cells(), shown(e), *_bounds(head, e)] for title, place, head in found for e in GRID)
+    found = [(title, place, head) for title, rows in sources.items() for place, head in rows if head.total is not None]
+    cells = ([title, *place, shown(e), *_bounds(head, e)] for title, place, head in found for e in GRID)
     return [["source", *Place._fields, "epsilon", *_BOUNDS], *cells]
 
 
 def fields(rows: Sequence[HeadRow]) -> Fields:
     """TRF as Eq. 22 defines it at each ε of ``GRID``; a bracket is drawn at its lower end."""
-    summed = [row.head for row in rows if row.head.total is not None]
+    summed = [head for _, head in rows if head.total is not None]
     found = dict.fromkeys(tuple(head.trf(e).logarithms[0] for e in GRID) for head in summed)
     curves = [[(float(e), 10**y) for e, y in zip(GRID, ys, strict=True) if y <= DRAWN] for ys in found]
     drawn = [tuple(torch.tensor(curve, dtype=torch.float64).T) for curve in curves if curve]
     return Fields(drawn, len(rows) - len(summed), any(ys[-1] > DRAWN for ys in found))
 
 
-def _bounds(head: HeadVerdict, epsilon: Fraction) -> list[Any]:
+def _bounds(head: HeadVerdict, epsilon: Fraction) -> tuple[Any, ...]:
     """TRF in words, and whole numbers that it lies between where it has any."""
     found = head.trf(epsilon)
-    cells = (None,) * 3 if found is None else (str(found), found.low, found.high)
-    return ["" if cell is None else cell for cell in cells]
+    return (None,) * 3 if found is None else (str(found), found.low, found.high)
 
 
 def _outwards(head: HeadVerdict) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from .enclosures import Undefined, walk
+from .enclosures import Field, Undefined
 
 _ULPS = 8  # numpy's functions are good to 4
 
@@ -16,7 +16,7 @@ _ULPS = 8  # numpy's functions are good to 4
 def ranges(e: sympy.Expr, low: Any, high: Any) -> tuple[Any, Any]:
     """Ranges of ``e`` over many ranges low <= n <= high of n; nan where it may be undefined."""
     with np.errstate(all="ignore"):
-        a, b = walk(e, (low, high), Floats())
+        a, b = Floats().walk(e, (low, high))
     return np.broadcast_to(a, low.shape), np.broadcast_to(b, low.shape)
 
 
@@ -44,7 +44,7 @@ def _both(function: Callable[[Any, Any], Any]) -> Any:
     return lambda self, a, b: (function(a[0], b[0]), function(a[1], b[1]))
 
 
-class Floats:
+class Floats(Field):
     """Ranges as pairs of numpy arrays (low, high), rounded outwards; (nan, nan) where the value may be undefined."""
 
     def rational(self, p: int, q: int) -> Any:

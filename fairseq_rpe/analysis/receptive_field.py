@@ -6,6 +6,7 @@ to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -28,18 +29,16 @@ def n_emp(mass: Tensor, epsilons: Sequence[float]) -> Tensor:
     return torch.stack([(near <= near[..., -1:] * (1 - e)).sum(-1) + 1 for e in epsilons])
 
 
-def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
-    """The curve of the paper's appendix: n/m against ``points`` values of ε from 1 down to 0.
+def quantised(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """The curve of the paper's appendix: n/m against 50 values of ε from 1 down to 0.
 
     There n is the first j in 0 … m-1 with Σ_(t<j) mass_t >= (1 - ε)·Σ_(t<m) mass_t, and m where there is none and
     always at ε = 0. The sum ends at m and the comparison is >=, so this differs from :func:`n_emp` and depends on m.
 
-    ``mass``: (…, m) weights >= 0 by distance 0 … m-1. Of at least 2 points: ε (points,) and n/m (…, points), float64.
+    ``mass``: (…, m) weights >= 0 by distance 0 … m-1. Gives ε (50,) and n/m (…, 50), float64.
     """
-    if points < 2:
-        raise UserError(f"a curve has at least 2 points, not {points}")
     m = mass.shape[-1]
-    epsilons = torch.linspace(1, 0, points, dtype=torch.float64, device=mass.device)
+    epsilons = torch.linspace(1, 0, 50, dtype=torch.float64, device=mass.device)
     near = mass.double().cumsum(-1)
     before = torch.cat([torch.zeros_like(near[..., :1]), near[..., :-1]], dim=-1)
     first = torch.searchsorted(before, (near[..., -1:] * (1 - epsilons)).contiguous())
@@ -47,11 +46,11 @@ def quantised(mass: Tensor, points: int = 50) -> tuple[Tensor, Tensor]:
     return epsilons, first / m
 
 
-def check_epsilons(epsilons: Sequence[float], name: str = "epsilon") -> None:
+def check_epsilons(epsilons: Sequence[float | Fraction], name: str = "epsilon") -> None:
     """Refuse values of ε outside (0, 1), where n_emp is not defined or always 1; ``name``: how to call them."""
     for e in epsilons:
         if not 0 < e < 1:
-            raise UserError(f"{name} {e:g} is not between 0 and 1: it is the part of the attention left out")
+            raise UserError(f"{name} {float(e):g} is not between 0 and 1: it is the part of the attention left out")
 
 
 def thinned(length: int) -> list[int]:

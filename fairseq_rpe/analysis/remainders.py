@@ -61,7 +61,7 @@ def _exp(terms: Thin, here: Scale) -> Any:
     return intervals.exp(sum((number(c) * here.size(m) for m, c in terms), iv.mpf(0)))
 
 
-@precisely()
+@precisely
 def _integral(rates: Sequence[Any], t: Any, harmonic: bool, twice: bool) -> Any:
     """∫ of exp(-a·x^s)·x^-p·(ln x)^-q·(ln ln x)^-r from e^t on, in closed form."""
     a, s, p, q, r, t = (ball(v) for v in (*rates, t))

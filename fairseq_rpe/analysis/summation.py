@@ -117,9 +117,7 @@ def _why_diverges(rank: Rank, envelope: Thin, exact: bool) -> str:
     if m is not None and compare(m, level(k)) >= 0:
         shown, value = [*shown, (m, c)], -c
     tail = f" + o({_log(k)})" if value == 0 else " + …"
-    if k == 1:
-        if m == level(1):
-            return f"p-series test: f {sign} {_sum(shown)} + …, p = {show(value)} < 1{rest}"
+    if k == 1 and m != level(1):
         return f"p-series test: f {sign} {_sum([lead])} + … falls slower than ln n{rest}"
     if m is not None and compare(m, level(k)) > 0:
         return f"Bertrand's test: f {sign} {_sum(shown)} + …, above -ln n - {_log(k)}{rest}"

@@ -62,7 +62,7 @@ class Smooth(_Tails):
     :class:`Undefined`: f is not analytic from there on; :class:`TooLong`: it oscillates too fast, or has no known end.
     """
 
-    @precisely()
+    @precisely
     def __init__(self, f: sympy.Expr, level: int, first: int) -> None:
         self.weight, self.first = Weight(f), first
         terms = (ball(intervals.exp(enclose(f, n))) for n in range(first))
@@ -77,7 +77,7 @@ class Smooth(_Tails):
     def below(self, j: int) -> Any:
         return interval(self._tail(j))
 
-    @precisely()
+    @precisely
     def _tail(self, j: int) -> arb:
         if j < self.first:
             return self.partial[-1] - self.partial[j] + self._tail(self.first)
@@ -91,7 +91,7 @@ class Smooth(_Tails):
             total -= arb.bernoulli(k + 1) / (k + 1) * value
         return total + arb(0, 1) * (self.rests[i] + self.edge)
 
-    @precisely()
+    @precisely
     def near(self, target: Any) -> int:
         """About the j whose tail is ``target``."""
         far, want = ball(self.far_sum).mid(), ball(target).mid()
@@ -167,7 +167,7 @@ class Rough(_Tails):
     """
 
     def __init__(self, f: sympy.Expr, level: int) -> None:
-        self.f, self.end = f, ROUGH
+        self.end = ROUGH
         n = np.arange(ROUGH, dtype=np.float64)
         low, high = map(np.array, ranges(f, n, n))
         for k in np.flatnonzero(np.isnan(low) | np.isnan(high)):

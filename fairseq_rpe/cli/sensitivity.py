@@ -54,25 +54,28 @@ def run(args: argparse.Namespace) -> int:
     folder, table = args.out, args.out / "sensitivity.csv"
     files = {stem: [folder / f"{stem}.{ending}" for ending in ("png", "pdf")] for stem in warping.FIGURES}
     check_folder(folder, [path.name for paths in (*files.values(), [table]) for path in paths])
-    rows = index_warping.table(asked)
+    found = index_warping.table(asked)
     figures = {stem: draw(asked, compute(asked)) for stem, (compute, draw) in warping.FIGURES.items()}
     make_folder(folder)
     for stem, figure in figures.items():
         save(figure, *files[stem])
-    head, *cells = index_warping.cells(rows, asked)
+    head, *cells = index_warping.cells(found, asked)
     atomic_write(table, csv_text(head, cells))
 
     columns = [f"{times}x {what}" for times in index_warping.TIMES for what in ("computed", "published")]
     lines = [
-        Row(str(row.train_length), [Cell(row.skew), *(number(value, ".3f") for value in row.beside)]) for row in rows
+        Row(str(one.train_length), [Cell(skew), *(number(value, ".3f") for value in values)])
+        for one in found
+        for skew, values in one.beside().items()
     ]
     print(Table("Sensitivity", ["training length", "skew", *columns], lines).markdown())
     print(f"Computed: {asked}.")
     print("The paper gives no head width, so the agreement to look for is a trend, not the digits:")
-    for length, reach in dict.fromkeys((row.train_length, row.reach) for row in rows):
-        found = index_warping.trend({row.skew: row.computed for row in rows if row.train_length == length})
-        lower, best = ("yes" if value else "no" for value in found)
-        print(f"  length {length} (c = {reach}): both skews lower the sum: {lower}; beta best at 4x: {best}")
+    for one in found:
+        trend = index_warping.trend({skew: sums.tolist() for skew, sums in one.sums.items()})
+        lower, best = ("yes" if value else "no" for value in trend)
+        said = f"both skews lower the sum: {lower}; beta best at 4x: {best}"
+        print(f"  length {one.train_length} (c = {one.reach}): {said}")
     print(f"\ntable:   {table}")
     print(f"figures: {', '.join(str(paths[0]) for paths in files.values())}, each also as .pdf")
     return 0

@@ -83,7 +83,7 @@ def quantised(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
         for place, weights in heads:
             epsilons, part = steps(weights)
             pairs = list(zip(epsilons.tolist(), part.tolist(), strict=True))
-            rows += [[title, *place.cells(), f"{e:.6g}", round(y * keys), y] for e, y in pairs]
+            rows += [[title, *place, f"{e:.6g}", round(y * keys), y] for e, y in pairs]
             seen[tuple(pairs)] = epsilons, part
         curves[title] = list(seen.values())
     return rows, curves

@@ -56,8 +56,10 @@ def epsilon(text: str) -> Fraction:
 
 def run(args: argparse.Namespace) -> int:
     from fairseq_rpe.analysis import judgement
+    from fairseq_rpe.analysis.receptive_field import check_epsilons
 
-    epsilons = judgement.check_epsilons(args.epsilon or judgement.EPSILONS)
+    epsilons = list(dict.fromkeys(args.epsilon or judgement.EPSILONS))
+    check_epsilons(epsilons, "--epsilon")
     if args.csv and (args.csv.is_dir() or any(part.is_file() for part in args.csv.parents)):
         raise UserError(f"--csv {args.csv} cannot be a file: it is a folder, or below a file; name another one")
     sources = judged(args)

@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from .errors import UserError
@@ -94,11 +95,27 @@ def configure(config: type, name: str, given: dict[str, str]) -> Any:
     return config(**values)
 
 
+def number(text: str) -> float:
+    """``0.25`` or ``1/4``; raises ValueError or ZeroDivisionError where it is no finite number."""
+    top, slash, bottom = text.partition("/")
+    value = float(top) / float(bottom) if slash else float(top)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
 def show(value: Any) -> str:
-    """A value as it is written in a spec string."""
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    """A value as it is written in a spec string, numbers exactly: as a fraction where no short decimal is it.
+
+    >>> show(0.25), show(1 / 6), show(True), show(None)
+    ('0.25', '1/6', 'true', 'none')
+    """
+    if not isinstance(value, float):
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    if float(short := f"{value:g}") == value:
+        return short
+    fraction = Fraction(value).limit_denominator(10_000)
+    return str(fraction) if float(fraction) == value else repr(value)
 
 
 def canonical(name: str, config: Any) -> str:
@@ -115,7 +132,7 @@ def _convert(name: str, key: str, text: str, hint: Any) -> Any:
     kinds = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [a for a in typing.get_args(hint) if a is not type(None)]
-        if text.lower() == "none":
+        if text.lower() == "none" and type(None) in typing.get_args(hint):
             return None
     words = [word for k in kinds if typing.get_origin(k) is typing.Literal for word in typing.get_args(k)]
     if text.lower() in words:
@@ -124,13 +141,7 @@ def _convert(name: str, key: str, text: str, hint: Any) -> Any:
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
-        if kind is float:
-            top, slash, bottom = text.partition("/")
-            value = float(top) / float(bottom) if slash else float(top)
-            if not math.isfinite(value):
-                raise ValueError
-            return value
-        return kind(text)
+        return number(text) if kind is float else kind(text)
     except (ValueError, KeyError, ZeroDivisionError):
         wanted = " or ".join([_KINDS.get(kind, kind.__name__), *words])
         raise UserError(f"option '{key}' of '{name}' wants {wanted}, not '{text}'") from None

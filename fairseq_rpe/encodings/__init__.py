@@ -9,7 +9,7 @@ from pathlib import Path
 from ..core import UserError, option
 from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos  # noqa: F401  (registers)
 from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
-from .constraints import positive
+from .kerple import positive
 
 __all__ = [
     "Absolute",

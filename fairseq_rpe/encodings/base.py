@@ -184,11 +184,8 @@ class Rotary(Encoding):
     interleaved: bool = False
     rotary_fraction: float = 1.0
 
-    def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
-        super().__init__(config, heads, width, length)
-        self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
-
     def setup(self) -> None:
+        self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
         head = self.width // self.heads
         self.rotated = int(head * self.rotary_fraction)
         if self.rotated < 2 or self.rotated % 2:

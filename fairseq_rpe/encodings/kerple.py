@@ -1,5 +1,6 @@
 """Kerple: conditionally positive definite kernels of the distance, learned per head."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,10 +8,33 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..core import LogWeight, exact, option
 from .base import DistanceBias, register
-from .constraints import between, between_inverse, positive, positive_inverse
+
+
+def positive(raw: Tensor, floor: float = 0.0) -> Tensor:
+    """``floor + softplus(raw)``: any real number to one above ``floor``."""
+    return floor + F.softplus(raw)
+
+
+def positive_inverse(value: Tensor, floor: float = 0.0) -> Tensor:
+    """The ``raw`` that :func:`positive` maps to ``value``; values at or below the floor go just above it."""
+    x = (value.double() - floor).clamp_min(1e-6)
+    return (x + torch.log(-torch.expm1(-x))).to(value.dtype)
+
+
+def between(raw: Tensor, low: float, high: float) -> Tensor:
+    """``low + (high - low) · sigmoid(raw)``."""
+    return low + (high - low) * torch.sigmoid(raw)
+
+
+def between_inverse(value: Tensor, low: float, high: float) -> Tensor:
+    """The ``raw`` that :func:`between` maps to ``value``; ``high`` itself saturates and does not train."""
+    x = ((value.double() - low) / (high - low)).clamp(1e-6, 1.0)
+    return torch.logit(x).clamp_max(-math.log(1e-17)).to(value.dtype)
+
 
 FLOOR = 0.01  # the authors clamp both parameters to at least this
 # a range: a function into it, and its inverse

@@ -10,11 +10,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
+from ..analysis.bias_map import some_heads
 from ..analysis.receptive_field import quantised, thinned
 from . import canvas
 from .style import looks
 
-_PANELS = 4  # heads that are drawn, from the first to the last
 _BIAS: dict[str, Any] = {"linestyle": "--", "linewidth": 1}
 Curve = tuple[list[float], Tensor]
 
@@ -76,11 +76,9 @@ def quantised_curves(found: Sequence[Mass]) -> Figure:
 
 def _panels(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
     """A panel for each of a few heads; ``curve`` gives x and (heads, len(x)) from (layers, heads, length) masses."""
-    heads = min(one.mass.shape[1] for one in found)
-    count = min(heads, _PANELS)
-    chosen = [round(i * (heads - 1) / max(1, count - 1)) for i in range(count)]
-    rows = 1 if count < _PANELS else 2
-    figure, panels = canvas.panels(rows, -(-count // rows), (7.2, 1.2 + 2.5 * rows), sharex=True, sharey=True)
+    chosen = some_heads(min(one.mass.shape[1] for one in found))
+    rows = 1 if len(chosen) < 4 else 2
+    figure, panels = canvas.panels(rows, -(-len(chosen) // rows), (7.2, 1.2 + 2.5 * rows), sharex=True, sharey=True)
     shown = looks([one.label for one in found])
     handles = []
     for one in found:

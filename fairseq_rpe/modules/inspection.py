@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from ..analysis.bias_map import bias_map, require_bias, some_heads
+from ..analysis.bias_map import bias_map, some_heads
 from ..analysis.history import History
+from ..core import UserError
 from ..encodings import Encoding
 from ..figures.biases import maps_of_heads, of_heads
 
@@ -50,7 +51,11 @@ class Inspector:
         if update == self.trained:
             return
         if self.trained < 0:
-            require_bias(decoder.encodings[0], self.spec, "--rpe-inspect-every")
+            if not decoder.encodings[0].adds_bias:
+                raise UserError(
+                    f"--rpe-inspect-every: '{self.spec}' has no bias to show: drop the flag, or name an encoding with "
+                    "a bias"
+                )
             if self.rank == 0:
                 # what an interrupted run wrote from here on will be written again
                 self.writer = SummaryWriter(self.folder, purge_step=update)

@@ -1,13 +1,13 @@
 """Position Interpolation."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core import UserError, option
 from .base import Moved, Transform, register
-from .values import number, spell
 
 
 @register("interpolate")
@@ -21,7 +21,7 @@ class Interpolate(Transform):
 
     @dataclass(frozen=True)
     class Config:
-        ratio: str = option(
+        ratio: float | Literal["auto"] = option(
             "auto", "training length / length, e.g. 1/4; auto: from each row's own length, 1 where it fits"
         )
         train: int | None = option(None, "training length that auto compares with; none: the model's", minimum=1)
@@ -29,33 +29,30 @@ class Interpolate(Transform):
         def __post_init__(self) -> None:
             if self.ratio == "auto":
                 return
-            value = number(self.ratio, "ratio", "interpolate", " or auto")
-            if not 0 < value <= 1:
+            if not 0 < self.ratio <= 1:
                 raise UserError(
-                    f"option 'ratio' of 'interpolate' must be more than 0 and at most 1, not {value:g}: "
+                    f"option 'ratio' of 'interpolate' must be more than 0 and at most 1, not {self.ratio:g}: "
                     "it is training length / length, 1/4 for four times the length"
                 )
             if self.train is not None:
                 raise UserError("'interpolate' takes ratio=NUMBER or train=LENGTH, not both: leave one out")
-            object.__setattr__(self, "ratio", spell((value,)))
 
     fractional = True
     formula = "p_j = j·min(1, L/L')"
     paper = "Chen et al. 2023 (arXiv 2306.15595)"
 
     def setup(self) -> None:
-        self.ratio = None if self.config.ratio == "auto" else number(self.config.ratio, "ratio", "interpolate")
         self.length = self.config.train or self.train_length
-        if self.ratio is None and self.length is None:
+        if self.config.ratio == "auto" and self.length is None:
             raise UserError(
                 "'interpolate' needs a training length, unknown here: give train=LENGTH or a ratio such as ratio=1/4"
             )
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        if self.ratio is None:
+        if self.config.ratio == "auto":
             ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
         else:
-            ratios = torch.tensor([self.ratio], dtype=torch.float64)
+            ratios = torch.tensor([self.config.ratio], dtype=torch.float64)
         low, high = ratios.min().item(), ratios.max().item()
         if low != high:
             return Moved(index * ratios.to(index)[:, None], None, False)

@@ -1,5 +1,6 @@
 """Position index warping: some training rows get a squeezed head or a skewed tail."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..core import UserError, option
+from ..core.spec import number, show
 from .base import Moved, Transform, clamped, register
-from .values import numbers, spell
 
 
 def beta_cdf(x: Tensor) -> Tensor:
@@ -20,6 +21,20 @@ def beta_cdf(x: Tensor) -> Tensor:
 
 
 SKEWS: dict[str, Callable[[Tensor], Tensor]] = {"beta": beta_cdf, "sqrt": torch.sqrt}
+
+
+def _numbers(alpha: str) -> list[float]:
+    """One number, or those of ``choice(a;b;c)``."""
+    several = re.fullmatch(r"choice\((.*)\)", alpha.strip(), re.DOTALL)
+    values = []
+    for text in several[1].split(";") if several else [alpha]:
+        try:
+            values.append(number(text))
+        except (ValueError, ZeroDivisionError):
+            raise UserError(
+                f"option 'alpha' of 'warp' wants a number such as 0.25 or 1/6 or choice(0.4;0.5), not '{text.strip()}'"
+            ) from None
+    return values
 
 
 @register("warp")
@@ -49,14 +64,15 @@ class Warp(Transform):
                     f"head={self.head:g} and tail={self.tail:g} of 'warp' add up to more than 1: "
                     "they are shares of rows"
                 )
-            values = numbers(self.alpha, "alpha", "warp")
+            values = _numbers(self.alpha)
             for value in values:
                 if not 0 < value < 1:
                     raise UserError(
                         f"option 'alpha' of 'warp' must lie between 0 and 1, both excluded, not {value:g}: "
                         "1/r suits a test length of r times the training length"
                     )
-            object.__setattr__(self, "alpha", spell(values))
+            spelt = ";".join(map(show, values))
+            object.__setattr__(self, "alpha", f"choice({spelt})" if len(values) > 1 else spelt)
 
     fractional = True
     formula = "p_j = α·j (head), l·f(j/l) (tail) or j,  f = CDF of Beta(2,5) or sqrt"
@@ -64,7 +80,7 @@ class Warp(Transform):
     random = True
 
     def setup(self) -> None:
-        self.alphas = torch.tensor(numbers(self.config.alpha, "alpha", "warp"), dtype=torch.float64)
+        self.alphas = torch.tensor(_numbers(self.config.alpha), dtype=torch.float64)
         if self.config.length == "train" and self.train_length is None:
             raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
 

@@ -69,6 +69,7 @@ def test_every_registered_encoding_has_a_verdict():
         ("sandwich", "64 cosines are at least -64, so the bias is bounded below"),
         ("kerple_log:p=0.9", "p = 0.9 < 1; kerple_log converges iff p > 1"),
         ("kerple_log:p=1", "harmonic series (p = 1)"),
+        (encodings.normalise("kerple_log:p=1.0000001"), "p = 1.0000001 > 1"),
         ("alibi", "B = 1/(1 - e^-k)"),
         ("fire", "not Toeplitz"),
         ("t5_bias", "last bucket"),
@@ -346,8 +347,7 @@ def save(path: Path, task, rpe: str, change=None, **changes) -> Path:
 
 
 def raw(values: list[float]) -> torch.Tensor:
-    from fairseq_rpe.encodings.constraints import positive_inverse
-    from fairseq_rpe.encodings.kerple import FLOOR
+    from fairseq_rpe.encodings.kerple import FLOOR, positive_inverse
 
     return positive_inverse(torch.tensor(values, dtype=torch.float64), FLOOR).float()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Example:
     count: int = option(3, "a count", minimum=1)
     mode: str = option("fast", "a mode", choices=("fast", "exact"))
     flag: bool = option(False, "a flag")
+    scale: float | Literal["auto"] = option("auto", "a scale")
 
 
 def test_parse_and_configure():
@@ -38,6 +40,13 @@ def test_parse_and_configure():
     assert canonical(name, config) == "demo:rate=0.25,count=5,flag=true"
     assert canonical("demo", Example()) == "demo"
     assert configure(Example, "demo", {"rate": "none"}).rate is None
+
+
+@pytest.mark.parametrize("text", ["1.0000001", "1/3", "10/3", "1234567", "1e-30", "0.1", "1e22", "0.30000000000000004"])
+def test_a_spelling_is_the_same_number(text):
+    config = configure(Example, "demo", {"scale": text})
+    name, given = parse(canonical("demo", config))
+    assert configure(Example, name, given) == config
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,7 @@ def test_parse_and_configure():
         ("demo:rate=1/0", "a number, not '1/0'"),
         ("demo:mode=fsat", "did you mean 'fast'"),
         ("demo:flag=maybe", "true or false"),
+        ("demo:scale=none", "a number or auto, not 'none'"),
     ],
 )
 def test_bad_specs_are_one_line(spec, words):

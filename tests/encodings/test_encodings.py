@@ -12,7 +12,7 @@ from golden import BUCKETS_32, BUCKETS_64, DISTANCES, GOLDEN
 from fairseq_rpe.core import Positions, UserError, block
 from fairseq_rpe.encodings import build, describe, load_module, names, normalise
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.encodings.constraints import between, between_inverse, positive, positive_inverse
+from fairseq_rpe.encodings.kerple import between, between_inverse, positive, positive_inverse
 from fairseq_rpe.encodings.t5 import bucket
 
 

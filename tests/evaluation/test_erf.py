@@ -110,8 +110,6 @@ def test_quantised_golden_values():
     places = [0, 25, 40, 45, 48, 49]  # ε = 1, 0.4898, 0.1837, 0.0816, 0.0204, 0
     assert epsilons[places].tolist() == pytest.approx([1, 0.4898, 0.1837, 0.0816, 0.0204, 0], abs=5e-5)
     assert (part[:, places] * 512).tolist() == [[0, 2, 4, 6, 8, 512], [0, 1, 3, 7, 28, 512]]
-    with pytest.raises(UserError, match="at least 2 points"):
-        quantised(d, 1)
 
 
 def test_thinned_curves_keep_the_first_and_the_last_distance():

@@ -127,9 +127,10 @@ def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
     at = looks[1]["distances"]
     assert len(at) == 64 and (at[0], at[-1]) == (0, 699) and at == sorted(set(at))
     assert looks[1]["bias"]["model"] == profile[:, at].tolist()
-    (tmp_path / history.FILE).write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        history.read(tmp_path)
+    for damaged, words in (("{", "line 1 is no JSON object"), ('{"step": 1}', "cannot be read")):
+        (tmp_path / history.FILE).write_text(damaged)
+        with pytest.raises(UserError, match=words):
+            history.read(tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["kerple_log", "alibi"])
