@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Curve, Dense, Toeplitz, UserError, lower
+from ..core import Curve, Toeplitz, UserError, block
 from .blocks import BlockAttention, ToeplitzBias
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
@@ -79,8 +79,8 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> T
         qb, keys, values = q[:, :, start:stop], k[:, :, : m - n + stop], v[:, :, : m - n + stop]
         mask = part.visible(stop - start, keys.shape[2], q.device)
         empty = ~mask.any(dim=-1, keepdim=True)
-        form = Dense(torch.zeros_like(mask, dtype=wide)) if part.form is None else part.form
-        bias = lower(form, (Dense,), part.positions).bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
+        bias = torch.zeros_like(mask) if part.form is None else block(part.form, part.positions)
+        bias = bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
         # CUDA wants the bias in q's dtype, and half precision cannot hold it
         if dropout == 0 and (q.dtype == wide or not q.is_cuda):
             out = F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias)
