@@ -35,9 +35,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, kind: str, group: str, hint: str = "") -> None:
-        self.kind = kind
-        self.group = group
-        self.hint = hint
+        self.kind, self.group, self.hint = kind, group, hint
         self._table: dict[str, T] = {}
         self._entry_points_loaded = False
 
