@@ -113,11 +113,9 @@ def canonical(name: str, config: Any) -> str:
 
 
 def _convert(name: str, key: str, text: str, hint: Any) -> Any:
-    kinds = [hint]
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [a for a in typing.get_args(hint) if a is not type(None)]
-        if text.lower() == "none":
-            return None
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if types.NoneType in kinds and text.lower() == "none":
+        return None
     words = [word for k in kinds if typing.get_origin(k) is typing.Literal for word in typing.get_args(k)]
     if text.lower() in words:
         return text.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ class Example:
     count: int = option(3, "a count", minimum=1)
     mode: str = option("fast", "a mode", choices=("fast", "exact"))
     flag: bool = option(False, "a flag")
+    size: float | Literal["auto"] = option("auto", "a size", above=0)
 
 
 def test_parse_and_configure():
@@ -55,6 +57,7 @@ def test_parse_and_configure():
         ("demo:rate=1/0", "a number, not '1/0'"),
         ("demo:mode=fsat", "did you mean 'fast'"),
         ("demo:flag=maybe", "true or false"),
+        ("demo:size=none", "a number or auto, not 'none'"),
     ],
 )
 def test_bad_specs_are_one_line(spec, words):
