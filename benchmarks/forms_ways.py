@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.attention import BACKENDS, Plan, reference
-from fairseq_rpe.core import Dense, Positions, UserError, lower
+from fairseq_rpe.core import Positions, UserError, block
 from fairseq_rpe.encodings.alibi import alibi_slopes
 from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.encodings.t5 import bucket
@@ -102,7 +102,7 @@ class Inputs:
 
     def dense(self) -> Tensor:
         """The bias (1, H, n, n) in q's dtype."""
-        return lower(self.encoding.form(self.pos), (Dense,), self.pos).bias.to(self.dtype)
+        return block(self.encoding.form(self.pos), self.pos).to(self.dtype)
 
     def run(self, step: Step) -> list[Tensor]:
         """The output, and in training the gradients of q, k, v and the parameters."""

@@ -19,7 +19,7 @@ FAR_ROWS = 1024  # and the keys before them are one call: torch's kernel multipl
 GROUP_ELEMENTS = 1 << 19  # scores that are worked on at a time, so that they stay in a CPU's cache
 DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
 LOG2E = math.log2(math.e)  # powers of two take a CPU a quarter of the time of powers of e
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 
@@ -128,7 +128,7 @@ def _fused_forward(
     for near, keys in calls:
         part = slice(rows.stop - near.stop, rows.stop - near.start)
         added = bias.block(near.start, near.stop, some)[None][..., keys]
-        block, block_lse = _flash(qb[:, :, part], k[:, some, keys], v[:, some, keys], 0.0, False, attn_mask=added)
+        block, block_lse = flash(qb[:, :, part], k[:, some, keys], v[:, some, keys], 0.0, False, attn_mask=added)
         if keys.stop < near.stop:
             far, far_lse = block.to(lse.dtype), block_lse
             continue

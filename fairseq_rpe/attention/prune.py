@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import Toeplitz, UserError
-from .blocks import ToeplitzBias
+from .blocks import ToeplitzBias, flash
 from .plan import Plan
 
 BLOCK = 256  # queries, and keys, that are decided about together
 SLACK, SLACK_OF_SCORE = 1e-3, 1e-5  # nats, and a part of the largest score that the norms allow
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def check_eps(eps: float) -> None:
@@ -85,7 +84,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
     """Output over some keys and log-sum-exp (B, H, R); torch's kernel says 0 where a row sees none."""
-    out, lse = _flash(q, k, v, 0.0, False, attn_mask=bias)
+    out, lse = flash(q, k, v, 0.0, False, attn_mask=bias)
     if holes:
         lse = lse.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
     return out.to(lse.dtype), lse

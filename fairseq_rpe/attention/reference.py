@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..core import Dense, UserError, lower
+from ..core import UserError, block
 from .dropout import draw_seed, keep_block
 from .plan import Plan
 
@@ -42,7 +42,7 @@ def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     if plan.form is not None:
-        scores = scores + lower(plan.form, (Dense,), plan.positions).bias.to(wide)
+        scores = scores + block(plan.form, plan.positions).to(wide)
     if plan.remap is not None:
         scores = plan.remap(scores, plan.positions)
     scores = scores.masked_fill(~plan.visible(n, m, q.device), float("-inf"))

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Curve, Dense, Toeplitz, UserError, lower
+from ..core import Curve, Toeplitz, UserError, block
 from .blocks import BlockAttention, ToeplitzBias
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
-from .plan import Plan, by_distance
+from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
-from .reference import weighted
+from .reference import weighted, weights
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -58,7 +58,7 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
         return None
     if form is None:
         return (ToeplitzBias,)
-    if isinstance(form, Toeplitz) and plan.positions.contiguous:
+    if isinstance(form, Toeplitz) and evenly_spaced(form, plan.positions):
         return ToeplitzBias, by_distance(form, n)
     if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
         pieces = pieces_of(form, plan)
@@ -77,18 +77,15 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> T
         stop = min(start + rows, n)
         part, wide = plan.part(start, stop), torch.promote_types(q.dtype, torch.float32)
         qb, keys, values = q[:, :, start:stop], k[:, :, : m - n + stop], v[:, :, : m - n + stop]
+        # CUDA wants the bias in q's dtype, and half precision cannot hold it
+        if dropout > 0 or (q.is_cuda and q.dtype != wide):
+            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
+            return weighted(weights(qb, keys, part), values, keep)
         mask = part.visible(stop - start, keys.shape[2], q.device)
         empty = ~mask.any(dim=-1, keepdim=True)
-        form = Dense(torch.zeros_like(mask, dtype=wide)) if part.form is None else part.form
-        bias = lower(form, (Dense,), part.positions).bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
-        # CUDA wants the bias in q's dtype, and half precision cannot hold it
-        if dropout == 0 and (q.dtype == wide or not q.is_cuda):
-            out = F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias)
-        else:
-            scores = torch.matmul(qb.to(wide), keys.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
-            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
-            out = weighted(scores.softmax(dim=-1), values, keep)
-        return out.masked_fill(empty, 0.0)
+        bias = torch.zeros_like(mask) if part.form is None else block(part.form, part.positions)
+        bias = bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
+        return F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias).masked_fill(empty, 0.0)
 
     if n <= rows:
         return attend(0)

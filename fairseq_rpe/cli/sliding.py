@@ -1,12 +1,13 @@
 """``sliding``: perplexity and time of sliding-window against non-overlapping evaluation, window by window."""
 
 import argparse
+from operator import attrgetter
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_checkpoints, count, int_list, positive_int
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
 from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.table import csv_of
+from fairseq_rpe.core.table import csv_text
 
 _RESULTS, _CSV, _MARKDOWN, _PNG, _PDF = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "png", "pdf"))
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     make_folder(args.out)
     rows = sliding.compare(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
-    atomic_write(args.out / _CSV, csv_of(sliding.COLUMNS, rows))
+    atomic_write(args.out / _CSV, csv_text(sliding.COLUMNS, map(attrgetter(*sliding.COLUMNS), rows)))
     atomic_write(args.out / _MARKDOWN, text)
     points = [sliding_time.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
     save(sliding_time.curves(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)

@@ -4,11 +4,11 @@ They are process-global patches of fairseq's own modules (and ``sys.excepthook``
 """
 
 from . import batches, excepthook, safe_loading, safe_saving  # noqa: F401
-from .flags import forget_overrides
+from .flags import overrides
 from .guards import guard_eval_lm, guard_module
 from .literals import evaluate_literal, literal_eval_only
 
-__all__ = ["apply", "evaluate_literal", "forget_overrides", "guard_module"]
+__all__ = ["apply", "evaluate_literal", "guard_module", "overrides"]
 
 
 def apply() -> None:

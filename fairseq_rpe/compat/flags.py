@@ -11,7 +11,7 @@ from ..core import UserError
 from ..encodings import load_module
 from .replacement import replaces
 
-overrides: dict[str, str] = {}  # settings of the checkpoint that this command's flags replace
+overrides: dict[str, str] = {}  # settings of the checkpoint that this command's flags replace, and no later one's
 
 
 @replaces(options, "parse_args_and_arch")
@@ -42,11 +42,6 @@ class _Flag(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def forget_overrides() -> None:
-    """A command that was run inside another program leaves its replacements to no later one."""
-    overrides.clear()
-
-
 @replaces(options, "gen_parser_from_dataclass")
 def flags_for_every_command(original: Any, parser: Any, dataclass_instance: Any, *args: Any, **kwargs: Any) -> Any:
     """Model flags exist only in training; these four have to work where a checkpoint is used as well.
@@ -54,7 +49,7 @@ def flags_for_every_command(original: Any, parser: Any, dataclass_instance: Any,
     fairseq makes each command's parser right after importing the plugin, with this one function.
     """
     if isinstance(dataclass_instance, CommonConfig):
-        forget_overrides()
+        overrides.clear()
         for flag, metavar, const, text in (
             ("--rpe-module", "FILE", None, "Python file that registers encodings of your own"),
             ("--rpe-eval", "SPEC", "rpe", "evaluate with this encoding in place of the checkpoint's"),

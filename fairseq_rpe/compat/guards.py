@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..core import UserError
 from .replacement import replaces
 
 logger = logging.getLogger("fairseq_rpe.eval")
-_tokens: dict[str, int | None] = {"expected": None}
+_tokens = SimpleNamespace(expected=None, scored=0)  # in the evaluation at hand; None: not known
 
 
 @replaces(LanguageModelingTask, "eval_lm_dataloader")
@@ -22,7 +23,7 @@ def guard_workers(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: 
     shards = kwargs.get("num_shards", 1)
     if kwargs.get("context_window", 0) > 0 and max(kwargs.get("num_workers", 1), shards) > 1:
         raise UserError("--context-window is wrong with more than one worker or shard: use --num-workers 1")
-    _tokens["expected"] = int(dataset.sizes.sum()) if shards == 1 else None
+    _tokens.expected = int(dataset.sizes.sum()) if shards == 1 else None
     return original(self, dataset, *args, **kwargs)
 
 
@@ -57,13 +58,11 @@ def guard_module(module: Any) -> None:
     """Guard the ``eval_lm`` function of a module that holds fairseq's command; once is enough."""
     if hasattr(module.eval_lm, "__wrapped__"):
         return
-    scored = 0
 
     class CountingScorer(module.SequenceScorer):
         """Counts the scores handed out and refuses ones that fairseq would leave out of the mean."""
 
         def generate(self, models: Any, sample: Any, **kwargs: Any) -> Any:
-            nonlocal scored
             hypotheses = super().generate(models, sample, **kwargs)
             for best, *_ in hypotheses:
                 scores = best["positional_scores"]
@@ -71,17 +70,16 @@ def guard_module(module: Any) -> None:
                     raise UserError(
                         "the model gives a target token probability 0 or NaN: its perplexity is not defined"
                     )
-                scored += scores.numel()
+                _tokens.scored += scores.numel()
             return hypotheses
 
     module.SequenceScorer = CountingScorer
 
     @replaces(module, "eval_lm")
     def eval_lm(original: Any, *args: Any, remove_bos_token: bool = False, **kwargs: Any) -> Any:
-        nonlocal scored
-        scored = 0
+        _tokens.scored = 0
         results = original(*args, remove_bos_token=remove_bos_token, **kwargs)
-        expected = _tokens["expected"]
+        scored, expected = _tokens.scored, _tokens.expected
         if expected is None or remove_bos_token:
             logger.warning("scored tokens: %d; not compared with the set (shards or --add-bos-token)", scored)
         elif scored != expected:

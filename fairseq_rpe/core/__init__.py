@@ -6,29 +6,14 @@ Names are looked up when they are used: the command line needs the errors and sp
 import importlib
 from typing import Any
 
-_HOME = {
-    "Curve": "forms",
-    "Dense": "forms",
-    "Form": "forms",
-    "Pair": "forms",
-    "Pieces": "forms",
-    "Pointwise": "forms",
-    "Toeplitz": "forms",
-    "block": "forms",
-    "lower": "forms",
-    "LogWeight": "logweight",
-    "exact": "logweight",
-    "Option": "spec",
-    "canonical": "spec",
-    "configure": "spec",
-    "option": "spec",
-    "options_of": "spec",
-    "parse": "spec",
-    "Positions": "positions",
-    "Description": "registry",
-    "Registry": "registry",
-    "UserError": "errors",
+_NAMES = {
+    "errors": ("UserError",),
+    "forms": ("Curve", "Dense", "Form", "Pair", "Pieces", "Pointwise", "Positions", "Toeplitz", "block"),
+    "logweight": ("LogWeight", "exact"),
+    "registry": ("Description", "Registry"),
+    "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 

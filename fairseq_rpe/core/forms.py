@@ -1,4 +1,4 @@
-"""Bias forms: what an encoding hands to an attention backend, most structured first.
+"""Which index each token has, and bias forms: what an encoding hands to an attention backend.
 
 Conventions: i query position, j key position, ``d = i - j >= 0`` is the past. A bias is in nats and is
 added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but without meaning: the backend masks them.
@@ -10,7 +10,35 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .positions import Positions
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of queries and keys.
+
+    Attributes:
+        q: (B or 1, n) query positions; float32, float64 or int64, never half precision.
+        k: (B or 1, m) key positions; the queries are the last n of the m tokens.
+        step: every difference ``q_i - k_j`` is a multiple of it; None where spacing is arbitrary.
+        contiguous: neighbouring tokens differ by exactly ``step``, so a difference depends on the
+            two *indices* alone (true for plain, offset and interpolated positions, and for rows that
+            differ only in a left-padding offset). Tokens that are padding do not count.
+    """
+
+    q: Tensor
+    k: Tensor
+    step: float | None = 1.0
+    contiguous: bool = True
+
+    @staticmethod
+    def arange(
+        n: int, m: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> "Positions":
+        """The plain positions: m keys at 0 … m-1, n queries at the last n of them."""
+        m = n if m is None else m
+        k = torch.arange(m, device=device, dtype=dtype)[None]
+        return Positions(k[:, m - n :], k)
 
 
 @dataclass(frozen=True)
@@ -95,11 +123,12 @@ class Dense:
     bias: Tensor
 
 
+# the most structured first
 Form = Toeplitz | Pair | Dense
 
 
-def block(form: Form, pos: Positions, rows: slice, cols: slice) -> Tensor:
-    """The bias of some queries against some keys: (B or 1, H, rows, cols)."""
+def block(form: Form, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) -> Tensor:
+    """The bias of some queries against some keys, of all if none are named: (B or 1, H, rows, cols)."""
     if isinstance(form, Dense):
         return form.bias[:, :, rows, cols]
     i, j = pos.q[:, rows], pos.k[:, cols]
@@ -108,10 +137,3 @@ def block(form: Form, pos: Positions, rows: slice, cols: slice) -> Tensor:
     column = torch.round((i[:, :, None] - j[:, None, :]) / form.step).long() + form.origin
     column = column.clamp_(0, form.table.shape[1] - 1)
     return form.table[:, column].transpose(0, 1)
-
-
-def lower(form: Form, accepted: tuple[type, ...], pos: Positions) -> Form:
-    """``form`` itself where its kind is accepted, otherwise the equal Dense form."""
-    if isinstance(form, accepted):
-        return form
-    return Dense(block(form, pos, slice(None), slice(None)))

@@ -21,12 +21,10 @@ class Rule:
     words: str
 
 
-def _all_differ(values: Any) -> bool:
-    return bool(values) and len(set(values)) == len(values)
-
-
 Count = Annotated[int, Rule(lambda v: v >= 1, "a whole number above 0")]
-Counts = Annotated[tuple[Count, ...], Rule(_all_differ, "a list of different whole numbers above 0")]
+Counts = Annotated[
+    tuple[Count, ...], Rule(lambda v: len(v) == len(set(v)) > 0, "a list of different whole numbers above 0")
+]
 Rate = Annotated[float, Rule(lambda v: 0 < v < float("inf"), "a number above 0 with a decimal point")]
 Fraction = Annotated[float, Rule(lambda v: 0 <= v < 1, "a number with a decimal point from 0 to below 1")]
 Words = tuple[str, ...]

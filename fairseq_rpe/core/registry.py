@@ -35,9 +35,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, kind: str, group: str, hint: str = "") -> None:
-        self.kind = kind
-        self.group = group
-        self.hint = hint
+        self.kind, self.group, self.hint = kind, group, hint
         self._table: dict[str, T] = {}
         self._entry_points_loaded = False
 
@@ -53,8 +51,11 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> list[str]:
-        """All names, sorted."""
-        self._load_entry_points()
+        """All names, sorted; the first call loads what other packages register."""
+        if not self._entry_points_loaded:
+            self._entry_points_loaded = True
+            for point in entry_points(group=self.group):
+                point.load()
         return sorted(self._table)
 
     def describe(self) -> list[Description]:
@@ -83,15 +84,7 @@ class Registry(Generic[T]):
         Raises:
             UserError: there is none; the message lists the names, the nearest one and the hint.
         """
-        if name not in self._table:
-            self._load_entry_points()
-        if name not in self._table:
+        if name not in self._table and name not in self.names():
             known = ", ".join(self.names())
             raise UserError(f"unknown {self.kind} '{name}'{nearest(name, self._table)}; known: {known}{self.hint}")
         return self._table[name]
-
-    def _load_entry_points(self) -> None:
-        if not self._entry_points_loaded:
-            self._entry_points_loaded = True
-            for point in entry_points(group=self.group):
-                point.load()

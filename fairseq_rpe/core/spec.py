@@ -8,6 +8,7 @@ key, a value of the wrong type or one out of range raises :class:`UserError` in 
 import dataclasses
 import difflib
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -129,11 +130,9 @@ def canonical(name: str, config: Any) -> str:
 
 
 def _convert(name: str, key: str, text: str, hint: Any) -> Any:
-    kinds = [hint]
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [a for a in typing.get_args(hint) if a is not type(None)]
-        if text.lower() == "none" and type(None) in typing.get_args(hint):
-            return None
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if types.NoneType in kinds and text.lower() == "none":
+        return None
     words = [word for k in kinds if typing.get_origin(k) is typing.Literal for word in typing.get_args(k)]
     if text.lower() in words:
         return text.lower()
@@ -148,6 +147,11 @@ def _convert(name: str, key: str, text: str, hint: Any) -> Any:
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_LIMITS = (
+    ("minimum", "at least", operator.ge),
+    ("above", "more than", operator.gt),
+    ("maximum", "at most", operator.le),
+)
 
 
 def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
@@ -155,16 +159,11 @@ def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
         return
     choices = limits.get("choices")
     if choices is not None and value not in choices:
-        listed = ", ".join(show(c) for c in choices)
+        listed, shown = [show(c) for c in choices], show(value)
         raise UserError(
-            f"option '{key}' of '{name}' is one of {listed}, not '{show(value)}'"
-            f"{nearest(str(value), [show(c) for c in choices])}"
+            f"option '{key}' of '{name}' is one of {', '.join(listed)}, not '{shown}'{nearest(shown, listed)}"
         )
-    for word, bad in (
-        ("at least", lambda limit: value < limit),
-        ("more than", lambda limit: value <= limit),
-        ("at most", lambda limit: value > limit),
-    ):
-        limit = limits.get({"at least": "minimum", "more than": "above", "at most": "maximum"}[word])
-        if limit is not None and not isinstance(value, str) and bad(limit):
-            raise UserError(f"option '{key}' of '{name}' must be {word} {show(limit)}, not {show(value)}")
+    for limit, words, holds in _LIMITS:
+        bound = limits.get(limit)
+        if bound is not None and not isinstance(value, str) and not holds(value, bound):
+            raise UserError(f"option '{key}' of '{name}' must be {words} {show(bound)}, not {show(value)}")

@@ -53,7 +53,8 @@ class Table:
 
     def csv(self) -> str:
         """The head and the rows, with the exact values where there are any."""
-        return csv_text(self.head, ([row.name, *map(_exact, row.cells)] for row in self.rows))
+        rows = ([row.name, *(c.text if c.value is None else c.value for c in row.cells)] for row in self.rows)
+        return csv_text(self.head, rows)
 
 
 def stacked(tables: Mapping[str, Table], name: str) -> Table:
@@ -63,10 +64,6 @@ def stacked(tables: Mapping[str, Table], name: str) -> Table:
     return Table(first.caption, [name, *first.head], rows, first.words)
 
 
-def _exact(cell: Cell) -> float | int | str:
-    return cell.text if cell.value is None else cell.value
-
-
 def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """CSV with line feeds; nothing for ``None``."""
     out = io.StringIO()
@@ -74,11 +71,6 @@ def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     writer.writerow(head)
     writer.writerows(rows)
     return out.getvalue()
-
-
-def csv_of(columns: Sequence[str], records: Iterable[Any]) -> str:
-    """CSV of the attributes ``columns`` of records."""
-    return csv_text(columns, ([getattr(record, name) for name in columns] for record in records))
 
 
 def number(value: float | None, form: str, best: float | None = None, note: str = "") -> Cell:

@@ -80,7 +80,7 @@ class Encoding(nn.Module):
         form = self.form(pos)
         if form is None:
             return pos.k.new_zeros(self.heads, n)
-        return block(form, pos, slice(None), slice(None))[0, :, 0].flip(-1)
+        return block(form, pos)[0, :, 0].flip(-1)
 
     def series(self) -> list[str] | list[LogWeight] | None:
         """ln b_n = bias(n) of each head as a formula in n, H of them; None where no formula is known.

@@ -196,7 +196,7 @@ def _fairseq_engine(request: TextRequest) -> Engine:
         try:
             found = eval_lm.main(convert_namespace_to_omegaconf(args))
         finally:
-            compat.forget_overrides()
+            compat.overrides.clear()
         tokens = found["scored_tokens"]  # counted by the plugin's guard around fairseq's own evaluation loop
         return TextResult(**vars(key), tokens=tokens, loss_base2=float(found["loss"]), ppl=float(found["perplexity"]))
 

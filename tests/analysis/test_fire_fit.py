@@ -40,11 +40,11 @@ def check(encoding, fits, length: int, queries: list[int]) -> None:
     k = torch.arange(length, dtype=torch.float64)[None]
     pos = Positions(k[:, queries], k, contiguous=False)
     past = k[0] <= pos.q[0, :, None]
-    expected = block(encoding.form(pos), pos, slice(None), slice(None))
+    expected = block(encoding.form(pos), pos)
     for fit in fits:
         assert fit.fire.heads == len(fit.heads) and fit.threshold == length
         assert all(p.dtype == torch.float64 for p in fit.fire.parameters())
-        got = block(fit.fire.form(pos), pos, slice(None), slice(None))
+        got = block(fit.fire.form(pos), pos)
         largest = (got - expected[:, [h - 1 for h in fit.heads]])[..., past].abs().max().item()
         assert largest <= 1e-6
         assert largest <= fit.error + 1e-7  # what is printed is what is; sums in another order

@@ -116,6 +116,15 @@ def test_table_shorter_than_the_sequence_repeats_its_end():
     torch.testing.assert_close(ga, gb, rtol=1e-4, atol=1e-4)
 
 
+def test_a_table_of_another_step_than_the_tokens():
+    """Tokens half a position apart and a table of whole ones: two distances share a column."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, H, 21, D) for _ in range(3))
+    at = torch.arange(21)[None] / 2
+    plan = Plan(Positions(at, at, 0.5), Toeplitz(torch.randn(H, 12)))
+    torch.testing.assert_close(reference(q, k, v, plan), sdpa(q, k, v, plan), rtol=1e-5, atol=1e-5)
+
+
 def test_reference_is_the_formula():
     """Against scaled_dot_product_attention with a bias written out by hand."""
     torch.manual_seed(0)
@@ -218,13 +227,13 @@ def test_far_keys_apart(spec, dtype, tolerance, monkeypatch):
     """1101 tokens in parts of 512 rows: the keys before a part are one call, those in it a few; the last not full."""
     from fairseq_rpe.attention import blocks
 
-    calls, plain = [], blocks._flash
+    calls, plain = [], blocks.flash
 
     def flash(q, k, *args, **named):
         calls.append((q.shape[2], k.shape[2]))
         return plain(q, k, *args, **named)
 
-    monkeypatch.setattr(blocks, "_flash", flash)
+    monkeypatch.setattr(blocks, "flash", flash)
     monkeypatch.setattr(blocks, "FAR_ROWS", 512)
     a, b = (outputs_and_gradients(f, spec, 1101, dtype) for f in (reference, sdpa))
     near = [(256, 256), (256, 512)]

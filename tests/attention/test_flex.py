@@ -120,9 +120,7 @@ def test_an_encoding_that_says_its_bias_for_all_heads_at_once_has_no_scalar_form
 
     own = Own(Alibi.Config(), H, H * D)
     assert type(own.form(warped(7))) is Pair
-    assert block(own.form(warped(7)), warped(7), slice(None), slice(None))[0, :, 3, 1].tolist() == pytest.approx(
-        [1 - 3**0.9] * H
-    )
+    assert block(own.form(warped(7)), warped(7))[0, :, 3, 1].tolist() == pytest.approx([1 - 3**0.9] * H)
 
 
 @pytest.mark.parametrize("close", [False, True])

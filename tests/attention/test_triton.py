@@ -319,7 +319,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
     """Decisions need no GPU, only tensors that say they are on one; auto takes nothing that was not run on one."""
     from torch._subclasses import FakeTensorMode
 
-    monkeypatch.setattr("fairseq_rpe.attention.triton.backend._supported", lambda device: True)
+    monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
     with FakeTensorMode():
         q, odd, last = (torch.zeros(1, H, n, width, device="cuda") for n, width in ((4, D), (4, 20), (1, D)))
         plain, table = Plan(Positions.arange(4)), Toeplitz(torch.zeros(H, 4, device="cuda"))
@@ -331,7 +331,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
         assert "not 20" in refusal(odd, odd, odd, biased)
         assert "straight pieces, which this is not" in refusal(q, q, q, Plan(Positions.arange(4), Pair(lambda i, j: i)))
         assert pick(Plan(Positions.arange(4), remap=lambda scores, pos: scores)) == "reference"
-        monkeypatch.setattr("fairseq_rpe.attention.triton.backend._supported", lambda device: False)
+        monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
         assert "compute capability 8.0" in refusal(q, q, q, biased)
 
 

@@ -32,7 +32,7 @@ def test_no_two_files_import_each_other():
 def test_imports_inside_functions_are_of_the_command_that_is_called_or_optional():
     late = HOUSE.late()
     # the kernels need the package triton, which is optional; a model's inspector is loaded where one is asked for
-    ours = late.pop(".", set()) - {"attention.triton.backend", "models.transformer_rpe_lm"}
+    ours = late.pop(".", set()) - {"attention.triton", "models.transformer_rpe_lm"}
     assert {HOUSE.room(name) for name in ours} <= {"cli"}, ours
     third = {name: files for name, files in late.items() if name not in sys.stdlib_module_names}
     assert set(third) <= OPTIONAL | SLOW | FAIRSEQS, third

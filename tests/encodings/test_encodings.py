@@ -40,7 +40,7 @@ def test_float32_close_to_float64(spec):
     if form is None:
         assert not exact.any()
         return
-    rough = block(form, pos, slice(None), slice(None))[0, :, 0].flip(-1)
+    rough = block(form, pos)[0, :, 0].flip(-1)
     assert rough.dtype == torch.float32
     torch.testing.assert_close(rough.double(), exact, rtol=1e-5, atol=2e-5)
 
@@ -73,7 +73,7 @@ def test_irregular_positions_equal_the_formula(spec):
     at = torch.tensor([[0.0, 3.0, 4.0, 11.0], [1.0, 2.0, 5.0, 6.0]])
     whole = Positions(at, at, step=1.0, contiguous=False)
     free = Positions(at, at, step=None, contiguous=False)
-    a, b = (block(encoding.form(p), p, slice(None), slice(None)).expand(2, -1, -1, -1).tril() for p in (whole, free))
+    a, b = (block(encoding.form(p), p).expand(2, -1, -1, -1).tril() for p in (whole, free))
     torch.testing.assert_close(a, b)
     expected = encoding.profile(12).float()
     if spec != "fire":

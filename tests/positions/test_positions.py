@@ -186,7 +186,7 @@ def _causal(form, pos: Positions, contiguous: bool) -> Tensor:
     if contiguous:  # a backend reads the table by column numbers, never by the positions
         i = torch.arange(pos.k.shape[1])
         return form.table[:, (i[:, None] - i).clamp_min(0)].tril()[None]
-    return block(form, pos, slice(None), slice(None)).tril()
+    return block(form, pos).tril()
 
 
 # each random transform

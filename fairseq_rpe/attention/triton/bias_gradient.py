@@ -36,18 +36,14 @@ def diagonal_sums(
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     per_row = (batch * tl.num_programs(1) + head) * n
-    table_row, padding_row = table + head * columns, padding + batch * m
+    table_row = table + head * columns
+    terms = (table_row, at_k, padding + batch * m, columns, scale)
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
     for first in range(tl.maximum(t * SIZE - (m - n), 0) // SIZE * SIZE, n, SIZE):
         i, at, row = queries_of(first, at_q + batch * at_q_b, n, m, BIAS, SIZE)
         j = first + (m - n) - t * SIZE + rows
-        q_block, grad_block, lse_block, delta_block = query_rows(
-            queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
-        )
-        ds, _ = query_gradients(
-            q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k, padding_row, m,
-            columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, True,
-        )  # fmt: skip
+        block = query_rows(queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D)
+        ds, _ = query_gradients(block, at, row, j, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True)
         if BIAS >= CURVE:
             visible = (j[None, :] >= 0) & (j[None, :] <= at[:, None])
             _, _, slope, _ = on_curve(
@@ -80,19 +76,16 @@ def walked_sums(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, SIZE)
     offset, per_head = batch * q_b + head * q_h, batch * tl.num_programs(1) + head
-    q_block, grad_block, lse_block, delta_block = query_rows(
-        q + offset, grad + offset, lse + per_head * n, delta + per_head * n, i, q_n, n, WIDTH, BLOCK_D
-    )
+    per_row = per_head * n
+    block = query_rows(q + offset, grad + offset, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
+    terms = (table_row, at_k_row, padding + batch * m, columns, scale)
     mine = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
         j = first + tl.arange(0, SIZE)
-        ds, _ = query_gradients(
-            q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k_row,
-            padding_row, m, columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, True,
-        )  # fmt: skip
+        ds, _ = query_gradients(block, at, row, j, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True)
         visible = j[None, :] <= at[:, None]
         if BIAS == POSITIONS:
             column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)[None, :]
@@ -111,7 +104,7 @@ def walked_sums(
                 tl.atomic_add(mine + p // 2, tl.sum(here), sem="relaxed")
                 tl.atomic_add(mine + p // 2 + 1, tl.sum(here * place), sem="relaxed")
     if BIAS >= CURVE:
-        tl.store(of_near + per_head * n + i, total, mask=i < n)
+        tl.store(of_near + per_row + i, total, mask=i < n)
 
 
 def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list[Tensor]) -> list[Tensor | None]:

@@ -30,7 +30,7 @@ def forward(
     i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, BLOCK_M)
     q_block = load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -46,10 +46,8 @@ def forward(
             j = begin + tl.arange(0, BLOCK_N)
             k_block = load(keys, j, k_n, m, WIDTH, BLOCK_D)
             v_block = load(values, j, k_n, m, WIDTH, BLOCK_D)
-            s = logits(
-                dot(q_block, tl.trans(k_block)), at[:, None], j[None, :], row[:, None], table_row, at_k_row,
-                padding_row, m, columns, scale, BIAS, PADDED, diagonal,
-            )  # fmt: skip
+            product = dot(q_block, tl.trans(k_block))
+            s = logits(product, at[:, None], j[None, :], row[:, None], m, terms, BIAS, PADDED, diagonal)
             higher = tl.maximum(top, tl.max(s, 1))
             # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -87,8 +85,9 @@ def query_gradient(
     delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
     per_row = (batch * tl.num_programs(1) + head) * n
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
+    block = (q_block, grad_block, lse_block, delta_block)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -97,9 +96,8 @@ def query_gradient(
         for begin in range(below if diagonal else 0, last if diagonal else below, BLOCK_N):
             j = begin + tl.arange(0, BLOCK_N)
             ds, k_block = query_gradients(
-                q_block, grad_block, lse_block, delta_block, at, row, j, keys, values, k_n, table_row, at_k_row,
-                padding_row, m, columns, scale, WIDTH, BLOCK_D, BIAS, PADDED, diagonal,
-            )  # fmt: skip
+                block, at, row, j, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, diagonal
+            )
             total += dot(rounded(ds, k_block.dtype), k_block)
             excess += tl.sum(ds, 1)
     tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
@@ -122,7 +120,7 @@ def key_gradient(
     v_block = load(v + offset, j, k_n, m, WIDTH, BLOCK_D)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     per_row = (batch * tl.num_programs(1) + head) * n
-    table_row, at_k_row, padding_row = table + head * columns, at_k + batch * at_k_b, padding + batch * m
+    terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
     at_q_row = at_q + batch * at_q_b
     first = tl.maximum(start - (m - n), 0) // BLOCK_M * BLOCK_M
     # from this block of queries on, all of them see all of the keys
@@ -136,10 +134,8 @@ def key_gradient(
                 queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
             )
             # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
-            s = logits(
-                dot(k_block, tl.trans(q_block)), at[None, :], j[:, None], row[None, :], table_row, at_k_row,
-                padding_row, m, columns, scale, BIAS, PADDED, diagonal,
-            )  # fmt: skip
+            product = dot(k_block, tl.trans(q_block))
+            s = logits(product, at[None, :], j[:, None], row[None, :], m, terms, BIAS, PADDED, diagonal)
             p = tl.exp2(s - lse_block[None, :])
             ds = p * (dot(v_block, tl.trans(grad_block)) - delta_block[None, :])
             dv_block += dot(rounded(p, grad_block.dtype), grad_block)

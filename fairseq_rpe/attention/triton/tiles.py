@@ -86,14 +86,13 @@ def on_curve(at, j, near, far, table, visible, STEPS: tl.constexpr, DIAGONAL: tl
 
 
 @triton.jit
-def logits(
-    product, at, j, at_q, table, at_k, padding, m, columns, scale,
-    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
+def logits(product, at, j, at_q, m, terms, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr):
     """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
 
-    Without DIAGONAL every j is known to be a key that every query of the block sees.
+    terms: table, at_k and padding of the head and the sequence, columns, scale. Without DIAGONAL every j is known to be
+    a key that every query of the block sees.
     """
+    table, at_k, padding, columns, scale = terms
     s = product * scale
     visible = (j <= at) & (j >= 0)
     if BIAS == DISTANCE:
@@ -130,17 +129,15 @@ def query_rows(q, grad, lse, delta, i, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def query_gradients(
-    q, grad, lse, delta, at, at_q, j, keys, values, k_n, table, at_k, padding, m, columns, scale,
+    queries, at, at_q, j, keys, values, k_n, m, terms,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile of queries by keys j, in nats, and the tile of k. q, grad, lse, delta: of :func:`query_rows`.
+    """dS of a tile of queries by keys j, in nats, and the tile of k. queries: of :func:`query_rows`.
 
     dS = P (dP - delta) with the weights P and dP = dO·Vᵀ.
     """
+    q, grad, lse, delta = queries
     k = load(keys, j, k_n, m, WIDTH, BLOCK_D)
     v = load(values, j, k_n, m, WIDTH, BLOCK_D)
-    s = logits(
-        dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], table, at_k, padding, m, columns, scale,
-        BIAS, PADDED, DIAGONAL,
-    )  # fmt: skip
+    s = logits(dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], m, terms, BIAS, PADDED, DIAGONAL)
     return tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None]), k
