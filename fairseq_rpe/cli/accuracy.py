@@ -19,10 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--unit", choices=("items", "tokens"), default="items", help="of interpolation's ratio M/L (default: items)"
     )
     parser.add_argument("--batch-size", type=positive_int, default=_BATCH, metavar="N", help=f"default: {_BATCH}")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.messages import log_to
 
     log_to(args.log)
@@ -36,4 +35,3 @@ def run(args: argparse.Namespace) -> int:
     begin = functools.partial(measuring, request, checkpoint)
     for result in resumed(AnswerResult, args.out, request.keys(algorithm_of(checkpoint)), begin):
         print(json.dumps(result.record()), flush=True)
-    return 0

@@ -36,10 +36,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="fast: the model loaded once, no logits in memory; fairseq: fairseq-eval-lm itself, for any model; "
         "the same numbers (default: %(default)s)",
     )
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.measurements import TextRequest
     from fairseq_rpe.evaluation.messages import log_to
     from fairseq_rpe.evaluation.results import TextKey, TextResult, resumed
@@ -54,4 +53,3 @@ def run(args: argparse.Namespace) -> int:
 
     for result in resumed(TextResult, args.out, request.keys(), begin):
         print(json.dumps(result.record()), flush=True)
-    return 0

@@ -40,10 +40,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=positive_int, metavar="N", help="a batch (default: 2048, at least one window)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.messages import log_to
 
     log_to(None)
@@ -66,4 +65,3 @@ def run(args: argparse.Namespace) -> int:
     print(text)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")
-    return 0

@@ -1,7 +1,5 @@
 """``sweep``: train several methods and evaluate each, nothing twice."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re
@@ -9,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_training, check_rpe_module, int_list, positive_int, words
+from fairseq_rpe.cli.options import add_training, int_list, positive_int, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock, read_json_lines
 from fairseq_rpe.core.records import filled
@@ -23,7 +21,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     from fairseq_rpe.sweeps import recipes
 
     parser.description = "May be stopped at any time; the same command goes on and redoes nothing."
-    parser.epilog = "Further fairseq-train flags may follow after a lone --"
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
         "--algorithms", type=words, metavar='"SPEC ..."', help='in place of DATA: generated tasks, e.g. "copy sort"'
@@ -58,7 +55,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "constraint, additional_parameters.X … of submitit",
     )
     add_training(parser)
-    parser.set_defaults(run=run, extra=())
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -81,7 +77,7 @@ def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:
     return args.slurm if args.launcher == "slurm" or args.slurm or args.nodes > 1 else None
 
 
-def resolved(args: argparse.Namespace) -> Sweep:
+def resolved(args: argparse.Namespace) -> "Sweep":
     """The sweep that the command line asks for."""
     from fairseq_rpe.sweeps.request import Request, resolve
 
@@ -96,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
 
     sweep = resolved(args)
     on_slurm = _on_slurm(args)
-    check_rpe_module(args.rpe_module)
     digest = carry.check_data(sweep)
     unseen: set[str] = set()
     if sweep.base.inspect_every:
@@ -127,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _report(folder: SweepFolder, redraw: bool) -> None:
+def _report(folder: "SweepFolder", redraw: bool) -> None:
     from fairseq_rpe.reports import kept
 
     text = None if redraw else kept.text(folder)

@@ -30,7 +30,6 @@ from fairseq_rpe.evaluation.measurements import BATCH_TOKENS, TextRequest
 from fairseq_rpe.evaluation.results import TextKey, TextResult
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
 Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
@@ -43,7 +42,6 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
         UserError: the checkpoint cannot be used. In a measurement: it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
-    load_rpe_module(request.rpe_module)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     tokens, units = corpus.count_tokens(request.data, request.subset), read_units(request.data, request.subset)
 
