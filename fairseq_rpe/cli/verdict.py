@@ -77,16 +77,16 @@ def asked(args: argparse.Namespace) -> dict[str, "Source"]:
         return {args.formula: args.formula}
     from fairseq_rpe import encodings
     from fairseq_rpe.analysis.convergence import LENGTH
-    from fairseq_rpe.runs.learned import load_encodings
+    from fairseq_rpe.runs import checkpoints
 
     if args.checkpoint is not None:
-        found = load_encodings(args.checkpoint)
-        if not found.encodings[0].adds_bias:
+        found = checkpoints.load(args.checkpoint)
+        learned, spec = found.learned(), found.encoding
+        if not learned[0].adds_bias:
             raise UserError(
-                f"{args.checkpoint} was trained with '{found.spec}', which adds no bias: see fairseq-rpe verdict "
-                f"{found.spec}"
+                f"{args.checkpoint} was trained with '{spec}', which adds no bias: see fairseq-rpe verdict {spec}"
             )
-        return {f"{args.checkpoint} ({found.spec})": found.encodings}
+        return {f"{args.checkpoint} ({spec})": learned}
     specs = [encodings.normalise(spec) for spec in args.specs]
     for spec in specs:
         if specs.count(spec) > 1:

@@ -18,7 +18,7 @@ from fairseq_rpe.evaluation.loading import find_subjects
 from fairseq_rpe.figures import biases, empirical, fields, sweep_curves
 from fairseq_rpe.figures.saving import save
 from fairseq_rpe.reports import findings
-from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug
 
@@ -93,7 +93,7 @@ def of_sweep(
     if state.algorithms:
         raise UserError(f"{folder.path} is a sweep of algorithmic tasks: these figures are for text")
     paths = {name: folder.run_of(state.method(name), seed).checkpoints.last for name in state.encodings}
-    found = {name: load_encodings(path).encodings for name, path in paths.items() if path.is_file()}
+    found = {name: checkpoints.load(path).learned() for name, path in paths.items() if path.is_file()}
     if not found:
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
