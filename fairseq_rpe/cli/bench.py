@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> None:
     print(text)
     if args.out is not None:
         from fairseq_rpe.figures.saving import save
-        from fairseq_rpe.figures.timing import draw
+        from fairseq_rpe.figures.timing import of_attention
 
         atomic_write(args.out / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")
         atomic_write(args.out / "bench.md", text)
-        save(draw(timings, about), args.out / "bench.png", dpi=150)
+        save(of_attention(timings, about), args.out / "bench.png", dpi=150)
         print(f"figure: {args.out / 'bench.png'}")

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     log_to(None)
     from fairseq_rpe.evaluation import receptive
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.figures import empirical
+    from fairseq_rpe.figures import fields
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     atomic_write(args.out / _CURVES, receptive.curves_csv(found))
     if args.quantised:
         atomic_write(args.out / _QUANTISED, receptive.quantised_csv(found))
-    figure = empirical.quantised_curves(found) if args.quantised else empirical.curves(found, args.epsilons)
+    figure = fields.empirical_quantised(found) if args.quantised else fields.empirical(found, args.epsilons)
     save(figure, args.out / _PNG, args.out / _PDF)
     print(receptive.table(found, args.epsilons).markdown())
     print(f"Blocks of {length} tokens, {args.blocks} of {args.data}/{args.subset}, the last {rows} queries of each.")

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     log_to(None)
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.figures import sliding_time
+    from fairseq_rpe.figures import timing
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
     text = sliding.markdown(rows)
     atomic_write(args.out / _CSV, csv_of(sliding.COLUMNS, rows))
     atomic_write(args.out / _MARKDOWN, text)
-    points = [sliding_time.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
-    save(sliding_time.curves(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
+    points = [timing.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
+    save(timing.of_windows(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
     print(text)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")

@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("nothing to draw: no sum of these converges, so none has a receptive field (try --quantised M)")
 
     from fairseq_rpe.core.table import csv_text
-    from fairseq_rpe.figures.fields import fields
+    from fairseq_rpe.figures.fields import theoretical
     from fairseq_rpe.figures.saving import save
 
     make_folder(args.out)
-    save(fields(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
+    save(theoretical(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
     atomic_write(args.out / "trf.csv", csv_text(rows[0], rows[1:]))
     print(f"table:  {args.out / 'trf.csv'}\nfigure: {args.out / 'trf.png'}, also as .pdf")
 
