@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -161,5 +161,4 @@ def _recipe(path: Path, given: dict[str, object]) -> Recipe:
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     published = read_published(text.published, source, methods) if text.published else None
-    about = {f.name: getattr(text, f.name) for f in fields(text) if f.name in ("title", "paper", "kind")}
-    return Recipe(path.stem, **about, methods=tuple(methods.values()), scales=scales, published=published)
+    return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), scales, published)
