@@ -39,9 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.evaluation.messages import log_to
-
-    log_to(None)
     from fairseq_rpe.evaluation import receptive
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import fields

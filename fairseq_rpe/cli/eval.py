@@ -40,13 +40,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.measurements import TextRequest
-    from fairseq_rpe.evaluation.messages import log_to
     from fairseq_rpe.evaluation.results import TextKey, TextResult, resumed
 
     request = filled(TextRequest, args)
 
     def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
-        log_to(args.log)
         from fairseq_rpe.evaluation.perplexity import measuring
 
         return measuring(request)

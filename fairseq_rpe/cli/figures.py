@@ -29,6 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--seed", type=positive_int, default=1, metavar="S", help="initial values of specs, or run of the sweep (1)"
     )
     add_rpe_module(parser)
+    parser.set_defaults(log=None)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,9 +42,6 @@ def run(args: argparse.Namespace) -> None:
     if args.data is not None and args.sweep is None:
         raise UserError("--data is for the empirical receptive field of checkpoints: give --sweep DIR too")
 
-    from fairseq_rpe.evaluation.messages import log_to
-
-    log_to(None)
     from fairseq_rpe.reports import drawing
     from fairseq_rpe.sweeps.state import SweepFolder
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from fairseq_rpe import __version__
-from fairseq_rpe.cli.options import load_rpe_module
+from fairseq_rpe.cli.options import make_ready
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import processes
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"'{args.command}' takes no further flags after --: only train and sweep do")
         args.extra = tuple(argv[cut + 1 :])
     try:
-        load_rpe_module(args)
+        make_ready(args)
         return args.run(args) or 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.evaluation.messages import log_to
 
 BY_ARCH = "default: by architecture"
 
@@ -65,8 +66,10 @@ def add_rpe_module(parser: argparse.ArgumentParser, now: bool = True) -> None:
     parser.set_defaults(load_now=now)
 
 
-def load_rpe_module(args: argparse.Namespace) -> None:
-    """Refuse a missing --rpe-module before anything slow begins; load one that is wanted now."""
+def make_ready(args: argparse.Namespace) -> None:
+    """Send fairseq's messages where --log says; refuse a missing --rpe-module; load one that is wanted now."""
+    if hasattr(args, "log"):
+        log_to(args.log)
     path = getattr(args, "rpe_module", None)
     if path is not None and not path.is_file():
         raise UserError(f"--rpe-module {path} does not exist")
@@ -106,7 +109,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """How a checkpoint is loaded."""
+    """How a checkpoint is loaded; fairseq's messages go nowhere, where there is no --log."""
+    parser.set_defaults(log=None)
     parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     add_rpe_module(parser, now=False)
