@@ -71,12 +71,11 @@ def quantised(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
     from fairseq_rpe.analysis import judgement
     from fairseq_rpe.analysis.receptive_field import quantised as steps
 
-    sources = {title: judgement.weights(source, keys) for title, source in asked(args).items()}
     rows: list[list[Any]] = [["source", *judgement.Place._fields, "epsilon", "index", "trf"]]
     curves: Curves = {}
-    for title, heads in sources.items():
+    for title, source in asked(args).items():
         seen = {}
-        for place, weights in heads:
+        for place, weights in judgement.weights(source, keys):
             epsilons, part = steps(weights)
             pairs = list(zip(epsilons.tolist(), part.tolist(), strict=True))
             rows += [[title, *place.cells(), f"{e:.6g}", round(y * keys), y] for e, y in pairs]
