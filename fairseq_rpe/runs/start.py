@@ -54,7 +54,10 @@ def train(request: Request, plan: Plan, node: Node) -> None:
             folder.write(plan)
             folder.add_start(environment.now(done, launch.threads(request), request.device))
             _launch(request, plan, node, [held])
-        _record_finished(folder, plan)
+        ended = checkpoints.load(folder.last).updates
+        if ended != plan.updates:
+            raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: its messages above say why")
+        folder.write(plan, Finished(ended, file_digest(folder.last)))
 
 
 def _launch(request: Request, plan: Plan, node: Node, held: list[int]) -> None:
@@ -75,10 +78,3 @@ def _done_so_far(folder: CheckpointFolder, plan: Plan) -> int:
             f"{folder.path} holds {done} updates, more than --updates {plan.updates}: choose another folder"
         )
     return done
-
-
-def _record_finished(folder: CheckpointFolder, plan: Plan) -> None:
-    done = checkpoints.load(folder.last).updates
-    if done != plan.updates:
-        raise UserError(f"fairseq-train stopped at update {done} of {plan.updates}: its messages above say why")
-    folder.write(plan, Finished(done, file_digest(folder.last)))
