@@ -54,8 +54,8 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     for name, (place, help) in COMMANDS.items():
         command = subparsers.add_parser(name, help=help, allow_abbrev=False)
         if wanted in (None, name):
-            name, _, end = place.partition(":")
-            module = importlib.import_module(f"fairseq_rpe.cli.{name}")
+            stem, _, end = place.partition(":")
+            module = importlib.import_module(f"fairseq_rpe.cli.{stem}")
             getattr(module, f"add{end}")(command)
             command.set_defaults(run=getattr(module, f"run{end}"))
     return parser
