@@ -7,8 +7,6 @@ import json
 from fairseq_rpe.cli.options import add_checkpoint, int_list, positive_int
 from fairseq_rpe.core.records import filled
 
-_BATCH = 256
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Prints one JSON line per number of items; one that is already in --out is not redone."
@@ -18,14 +16,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unit", choices=("items", "tokens"), default="items", help="of interpolation's ratio M/L (default: items)"
     )
-    parser.add_argument("--batch-size", type=positive_int, default=_BATCH, metavar="N", help=f"default: {_BATCH}")
-    parser.set_defaults(run=run)
+    parser.add_argument("--batch-size", type=positive_int, default=256, metavar="N", help="default: 256")
 
 
-def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation import log_to
-
-    log_to(args.log)
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.answers import algorithm_of, measuring
     from fairseq_rpe.evaluation.results import AnswerRequest, AnswerResult, resumed
     from fairseq_rpe.runs import checkpoints
@@ -35,4 +29,3 @@ def run(args: argparse.Namespace) -> int:
     begin = functools.partial(measuring, request, checkpoint)
     for result in resumed(AnswerResult, args.out, request.keys(algorithm_of(checkpoint)), begin):
         print(json.dumps(result.record()), flush=True)
-    return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, int_list, positive_int
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, replace_with
+from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.table import csv_text
 
 COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio")
@@ -31,18 +31,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for bench.csv, bench.md and bench.png")
     add_rpe_module(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from fairseq_rpe.analysis.speed import Setting, measure, tables
     from fairseq_rpe.attention import BACKENDS
     from fairseq_rpe.core.devices import chosen
-    from fairseq_rpe.runs.specs import load_rpe_module
 
-    load_rpe_module(args.rpe_module)
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out {args.out} is a file: name a folder")
     names, specs = list(BACKENDS) if args.backends == "all" else args.backends.split(), args.encodings.split()
@@ -65,11 +62,10 @@ def run(args: argparse.Namespace) -> int:
     text = "\n".join([f"{about}\n", *(table.markdown() for table in tables(timings))])
     print(text)
     if args.out is not None:
-        from fairseq_rpe.figures.timing import draw
+        from fairseq_rpe.figures.saving import save
+        from fairseq_rpe.figures.timing import of_attention
 
         atomic_write(args.out / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")
         atomic_write(args.out / "bench.md", text)
-        figure = draw(timings, about)
-        replace_with(args.out / "bench.png", lambda target: figure.savefig(target, dpi=150))
+        save(of_attention(timings, about), args.out / "bench.png", dpi=150)
         print(f"figure: {args.out / 'bench.png'}")
-    return 0

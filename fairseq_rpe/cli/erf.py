@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, positive_int
+from fairseq_rpe.cli.options import add_checkpoints, number_list, positive_int
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
 from fairseq_rpe.core.records import filled
 
@@ -36,27 +36,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks at a time (default: 2048 tokens)")
     parser.add_argument("--out", type=Path, default=Path("runs/erf"), metavar="DIR", help="default: %(default)s")
-    parser.set_defaults(run=run)
 
 
-def number_list(text: str) -> tuple[float, ...]:
-    """Comma or blank separated numbers, each once."""
-    try:
-        values = tuple(float(item) for item in text.replace(",", " ").split())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers") from None
-    if not values or len(set(values)) < len(values):
-        raise argparse.ArgumentTypeError(f"'{text}' is empty or names a number twice")
-    return values
-
-
-def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation import log_to
-
-    log_to(None)
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation import receptive
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.figures import empirical
+    from fairseq_rpe.figures import fields
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
@@ -69,11 +54,10 @@ def run(args: argparse.Namespace) -> int:
     atomic_write(args.out / _CURVES, receptive.curves_csv(found))
     if args.quantised:
         atomic_write(args.out / _QUANTISED, receptive.quantised_csv(found))
-    figure = empirical.quantised_curves(found) if args.quantised else empirical.curves(found, args.epsilons)
+    figure = fields.empirical_quantised(found) if args.quantised else fields.empirical(found, args.epsilons)
     save(figure, args.out / _PNG, args.out / _PDF)
     print(receptive.table(found, args.epsilons).markdown())
     print(f"Blocks of {length} tokens, {args.blocks} of {args.data}/{args.subset}, the last {rows} queries of each.")
     print("Cells: nearest keys, mean over queries; over heads the mean (least to most). Bias alone: as if q·k = 0.")
     print(f"table:  {args.out / _FIELDS}")
     print(f"figure: {args.out / _PNG}")
-    return 0

@@ -36,21 +36,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="fast: the model loaded once, no logits in memory; fairseq: fairseq-eval-lm itself, for any model; "
         "the same numbers (default: %(default)s)",
     )
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation import log_to
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.results import TextKey, TextRequest, TextResult, resumed
 
     request = filled(TextRequest, args)
 
     def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
-        log_to(args.log)
         from fairseq_rpe.evaluation.perplexity import measuring
 
         return measuring(request)
 
     for result in resumed(TextResult, args.out, request.keys(), begin):
         print(json.dumps(result.record()), flush=True)
-    return 0

@@ -29,10 +29,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--seed", type=positive_int, default=1, metavar="S", help="initial values of specs, or run of the sweep (1)"
     )
     add_rpe_module(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(log=None)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.length < 2 or args.length > _LONGEST:
         raise UserError(f"--length {args.length} is out of range: choose 2 to {_LONGEST}")
     if args.sweep is not None and args.specs:
@@ -42,14 +42,9 @@ def run(args: argparse.Namespace) -> int:
     if args.data is not None and args.sweep is None:
         raise UserError("--data is for the empirical receptive field of checkpoints: give --sweep DIR too")
 
-    from fairseq_rpe.evaluation import log_to
-
-    log_to(None)
     from fairseq_rpe.reports import drawing
-    from fairseq_rpe.runs.specs import load_rpe_module
     from fairseq_rpe.sweeps.state import SweepFolder
 
-    load_rpe_module(args.rpe_module)
     shown = {"length": args.length, "seed": args.seed, "head": args.head}
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
@@ -60,4 +55,3 @@ def run(args: argparse.Namespace) -> int:
     make_folder(out)
     for line in drawing.draw(gallery, out):
         print(line, flush=True)
-    return 0

@@ -1,7 +1,5 @@
 """``fire-fit``: parameters with which FIRE is another bias of the distance, its Theorem 3.1 carried out."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from itertools import groupby
@@ -32,19 +30,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all parameters as JSON")
     add_rpe_module(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.out is not None and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder: name a file")
     import torch
 
     from fairseq_rpe.analysis.fire_fit import fit_fire
     from fairseq_rpe.encodings import build
-    from fairseq_rpe.runs.specs import load_rpe_module
 
-    load_rpe_module(args.rpe_module)
     width = args.width or 64 * args.heads
     torch.manual_seed(args.seed)
     fits = fit_fire(build(args.spec, args.heads, width), args.spec, args.length)
@@ -55,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
         setting = {"spec": args.spec, "heads": args.heads, "width": width, "length": args.length, "seed": args.seed}
         _write(args.out, {**setting, "modules": [fit.as_dict() for fit in fits]})
         print(f"\nparameters: {args.out}")
-    return 0
 
 
-def describe(fit: FireFit) -> str:
+def describe(fit: "FireFit") -> str:
     """One module as a few lines: its shape, what its arrays hold, its error."""
     layers = f"one hidden layer of {fit.hidden} ReLUs" if fit.hidden else "no hidden layer: f is a line"
     psi = "x" if fit.c is None else f"ln(c*x + 1), c = {fit.c:.6g}"
@@ -69,7 +63,7 @@ def describe(fit: FireFit) -> str:
     return "\n".join(lines)
 
 
-def _summary(values: Tensor) -> str:
+def _summary(values: "Tensor") -> str:
     shape, low, high = " x ".join(map(str, values.shape)), values.min().item() + 0.0, values.max().item() + 0.0
     return f"({shape}) " + (f"all {low:.6g}" if low == high else f"{low:.6g} to {high:.6g}")
 

@@ -5,6 +5,7 @@ import csv
 import sys
 
 from fairseq_rpe.cli.options import add_rpe_module, positive_int
+from fairseq_rpe.core.files import PACKAGE
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +14,6 @@ def add_list(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument("--algorithms", action="store_true", help="show the algorithmic tasks instead")
     parser.add_argument("--names", action="store_true", help="print only the names, one a line")
     add_rpe_module(parser)
-    parser.set_defaults(run=run_list)
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -22,19 +22,16 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=positive_int, default=128, help="model width (default 128)")
     parser.add_argument("--length", type=positive_int, default=64, help="number of distances (default 64)")
     add_rpe_module(parser)
-    parser.set_defaults(run=run_profile)
 
 
 def add_user_dir(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run_user_dir)
+    """It has no options."""
 
 
-def run_list(args: argparse.Namespace) -> int:
+def run_list(args: argparse.Namespace) -> None:
     from fairseq_rpe import algorithms, encodings, positions
     from fairseq_rpe.core.spec import show
-    from fairseq_rpe.runs.specs import load_rpe_module
 
-    load_rpe_module(args.rpe_module)
     for entry in (positions if args.positions else algorithms if args.algorithms else encodings).describe():
         if args.names:
             print(entry.name)
@@ -45,24 +42,17 @@ def run_list(args: argparse.Namespace) -> int:
             choices = f" ({'|'.join(map(show, option.choices))})" if option.choices else ""
             print(f"  {option.key}={show(option.default)}{choices}: {option.help}")
         print(f"  paper: {entry.paper}\n" if entry.paper else "")
-    return 0
 
 
-def run_profile(args: argparse.Namespace) -> int:
+def run_profile(args: argparse.Namespace) -> None:
     from fairseq_rpe import encodings
-    from fairseq_rpe.runs.specs import load_rpe_module
 
-    load_rpe_module(args.rpe_module)
     rows = encodings.build(args.spec, heads=args.heads, width=args.width).profile(args.length).T.tolist()
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["distance", *(f"head{h + 1}" for h in range(args.heads))])
     # + 0.0 writes -0.0 as 0.0
     writer.writerows([distance, *(repr(v + 0.0) for v in row)] for distance, row in enumerate(rows))
-    return 0
 
 
-def run_user_dir(args: argparse.Namespace) -> int:
-    from fairseq_rpe.core.files import PACKAGE
-
+def run_user_dir(args: argparse.Namespace) -> None:
     print(PACKAGE)
-    return 0

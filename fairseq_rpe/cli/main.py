@@ -8,30 +8,32 @@ import sys
 from collections.abc import Sequence
 
 from fairseq_rpe import __version__
+from fairseq_rpe.cli.options import make_ready
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import processes
 
-# name: module of this room with the function that adds the command's options, what the command does
+# name: module of this room, what the command does. ``add`` of the module adds its options and ``run`` carries it out;
+# in a module of several commands both names end with what follows the colon.
 COMMANDS = {
-    "prepare-stdlib": ("prepare:add_stdlib", "make a code corpus from the Python standard library"),
-    "prepare": ("prepare:add", "make a corpus from any text: folders, .txt, .jsonl, .parquet, hub data sets"),
-    "prepare-known": ("prepare:add_known", "make a corpus from WikiText-103, PG-19, code or Wikipedia"),
-    "train": ("train:add", "train one language model"),
-    "eval": ("eval:add", "evaluate a checkpoint at several lengths"),
-    "sliding": ("sliding:add", "compare sliding-window with non-overlapping evaluation"),
-    "accuracy": ("accuracy:add", "exact answers of a checkpoint to its algorithmic task, by number of items"),
-    "sweep": ("sweep:add", "train several encodings and evaluate each at several lengths"),
-    "report": ("report:add", "write the table, the figure and the page of sweeps"),
-    "figures": ("figures:add", "draw encodings side by side: heat maps, profiles, receptive fields, what was learned"),
-    "verdict": ("verdict:add", "decide whether Σ exp(bias) converges, per head, with its limit and receptive field"),
-    "trf": ("trf:add", "draw receptive fields of encodings against ε"),
-    "erf": ("erf:add", "measure how many of the nearest keys hold the attention of checkpoints"),
-    "sensitivity": ("sensitivity:add", "draw the analysis of index warping"),
-    "fire-fit": ("fire_fit:add", "give FIRE the parameters with which it equals another bias"),
-    "bench": ("bench:add", "time attention with each encoding and backend on this machine"),
-    "list": ("list:add_list", "show every encoding with formula, options and paper"),
-    "profile": ("list:add_profile", "print an encoding's log-bias per distance as CSV"),
-    "user-dir": ("list:add_user_dir", "print the folder to give to fairseq's --user-dir"),
+    "prepare-stdlib": ("prepare:_stdlib", "make a code corpus from the Python standard library"),
+    "prepare": ("prepare", "make a corpus from any text: folders, .txt, .jsonl, .parquet, hub data sets"),
+    "prepare-known": ("prepare:_known", "make a corpus from WikiText-103, PG-19, code or Wikipedia"),
+    "train": ("train", "train one language model"),
+    "eval": ("eval", "evaluate a checkpoint at several lengths"),
+    "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),
+    "accuracy": ("accuracy", "exact answers of a checkpoint to its algorithmic task, by number of items"),
+    "sweep": ("sweep", "train several encodings and evaluate each at several lengths"),
+    "report": ("report", "write the table, the figure and the page of sweeps"),
+    "figures": ("figures", "draw encodings side by side: heat maps, profiles, receptive fields, what was learned"),
+    "verdict": ("verdict", "decide whether Σ exp(bias) converges, per head, with its limit and receptive field"),
+    "trf": ("trf", "draw receptive fields of encodings against ε"),
+    "erf": ("erf", "measure how many of the nearest keys hold the attention of checkpoints"),
+    "sensitivity": ("sensitivity", "draw the analysis of index warping"),
+    "fire-fit": ("fire_fit", "give FIRE the parameters with which it equals another bias"),
+    "bench": ("bench", "time attention with each encoding and backend on this machine"),
+    "list": ("list:_list", "show every encoding with formula, options and paper"),
+    "profile": ("list:_profile", "print an encoding's log-bias per distance as CSV"),
+    "user-dir": ("list:_user_dir", "print the folder to give to fairseq's --user-dir"),
 }
 _FULL = {
     errno.ENOSPC: "no space left on the disk",
@@ -52,8 +54,10 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     for name, (place, help) in COMMANDS.items():
         command = subparsers.add_parser(name, help=help, allow_abbrev=False)
         if wanted in (None, name):
-            module, _, function = place.partition(":")
-            getattr(importlib.import_module(f"fairseq_rpe.cli.{module}"), function)(command)
+            stem, _, end = place.partition(":")
+            module = importlib.import_module(f"fairseq_rpe.cli.{stem}")
+            getattr(module, f"add{end}")(command)
+            command.set_defaults(run=getattr(module, f"run{end}"))
     return parser
 
 
@@ -69,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"'{args.command}' takes no further flags after --: only train and sweep do")
         args.extra = tuple(argv[cut + 1 :])
     try:
-        return args.run(args)
+        make_ready(args)
+        return args.run(args) or 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

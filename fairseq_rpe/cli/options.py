@@ -5,8 +5,10 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.evaluation import log_to
 
 BY_ARCH = "default: by architecture"
 
@@ -27,18 +29,22 @@ def _number(text: str, holds: Callable[[float], bool], words: str) -> float:
     raise argparse.ArgumentTypeError(f"'{text}' is not {words}")
 
 
+number = partial(_number, holds=lambda v: True, words="a number")
 positive_float = partial(_number, holds=lambda v: 0 < v < float("inf"), words="a number above 0")
 fraction = partial(_number, holds=lambda v: 0 <= v < 1, words="a number from 0 to below 1")
 
 
-def int_list(text: str) -> tuple[int, ...]:
-    """Comma or blank separated whole numbers, each once, e.g. ``64,128,256``."""
-    values = tuple(positive_int(item) for item in text.replace(",", " ").split())
+def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
+    """Comma or blank separated numbers, each once, e.g. ``64,128,256``."""
+    values = tuple(map(item, text.replace(",", " ").split()))
     if not values:
-        raise argparse.ArgumentTypeError("is empty: give at least one whole number")
+        raise argparse.ArgumentTypeError("is empty: give at least one number")
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"'{text}' names a number twice")
     return values
+
+
+int_list, number_list = partial(_list, item=positive_int), partial(_list, item=number)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -53,16 +59,24 @@ def address(text: str) -> str:
     return text
 
 
-def add_rpe_module(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rpe-module", type=Path, metavar="FILE", help="Python file that registers encodings of your own"
-    )
+def add_rpe_module(parser: argparse.ArgumentParser, now: bool = True) -> None:
+    """``now``: it is loaded before the command is carried out, not only if there is something left to do."""
+    about = "Python file that registers encodings of your own"
+    parser.add_argument("--rpe-module", type=Path, metavar="FILE", help=about)
+    parser.set_defaults(load_now=now)
 
 
-def check_rpe_module(path: Path | None) -> None:
-    """Refuse a missing file before anything slow begins."""
+def make_ready(args: argparse.Namespace) -> None:
+    """Send fairseq's messages where --log says; refuse a missing --rpe-module; load one that is wanted now."""
+    if hasattr(args, "log"):
+        log_to(args.log)
+    path = getattr(args, "rpe_module", None)
     if path is not None and not path.is_file():
         raise UserError(f"--rpe-module {path} does not exist")
+    if path is not None and args.load_now:
+        from fairseq_rpe.encodings import load_module
+
+        load_module(path)
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -89,14 +103,17 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"
     )
-    add_rpe_module(parser)
+    add_rpe_module(parser, now=False)
+    parser.epilog = "Further fairseq-train flags may follow after a lone --"
+    parser.set_defaults(extra=())
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """How a checkpoint is loaded."""
+    """How a checkpoint is loaded; fairseq's messages go nowhere, where there is no --log."""
+    parser.set_defaults(log=None)
     parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    add_rpe_module(parser)
+    add_rpe_module(parser, now=False)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,6 @@ def add_stdlib(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=int, metavar="N", help="symbols, bytes and specials too (default: 4096)")
     _add_division(parser, "files", "split by file")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this size in all")
-    parser.set_defaults(run=run_stdlib)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", action="append", metavar="GLOB", help=about)
     parser.add_argument("--rows-are-lines", action="store_true", help="rows are lines of one document, not documents")
     _add_shared(parser, "bpe")
-    parser.set_defaults(run=run_text)
 
 
 def add_known(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +57,6 @@ def add_known(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="local", type=Path, nargs="+", default=[], metavar="PATH", help=about)
     parser.add_argument("--archive", action="store_true", help="download the zip archive instead of the hub's files")
     _add_shared(parser, "the usual one of the corpus")
-    parser.set_defaults(run=run_known)
 
 
 def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> None:
@@ -91,23 +88,21 @@ def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
     _add_division(parser, "documents", "division")
 
 
-def run_stdlib(args: argparse.Namespace) -> int:
+def run_stdlib(args: argparse.Namespace) -> None:
     own = choose(KNOWN["stdlib"], [args.source] if args.source else [], args.dest.parent)
     _prepare(args, {"dest": args.dest, **own})
-    return 0
 
 
-def run_text(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.source and args.train:
         raise UserError("SOURCE and --train are both given: they are the same, give one")
     if args.valid or args.test:
         _refuse_division(args)
     sources = {"train": args.train or args.source, "valid": args.valid, "test": args.test}
     _prepare(args, {"dest": args.dest, **{split: tuple(map(local, given)) for split, given in sources.items()}})
-    return 0
 
 
-def run_known(args: argparse.Namespace) -> int:
+def run_known(args: argparse.Namespace) -> None:
     known = KNOWN[args.name]
     if args.local and args.archive:
         raise UserError("--from and --archive are two sources: give one")
@@ -117,7 +112,6 @@ def run_known(args: argparse.Namespace) -> int:
     if own.get("valid"):
         _refuse_division(args)
     compare(known, _prepare(args, {"dest": dest, **own})["splits"])
-    return 0
 
 
 def _prepare(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:

@@ -15,16 +15,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--delta", type=positive_float, metavar="X", help="δ of Definition 0.1, a relative deviation (0.05)"
     )
     add_rpe_module(parser)
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.reports import page
     from fairseq_rpe.reports.write import check, write
-    from fairseq_rpe.runs.specs import load_rpe_module
     from fairseq_rpe.sweeps.state import SweepFolder
 
-    load_rpe_module(args.rpe_module)
     if args.out is not None and args.out.is_dir():
         raise UserError(f"--out {args.out} is a folder: name the file of the page")
     if len(set(args.sweeps)) < len(args.sweeps):
@@ -39,4 +36,3 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         page.write(sections, args.out)
         print(f"page on all: {args.out}")
-    return 0

@@ -1,18 +1,13 @@
 """``sensitivity``: the analysis figures of index warping, and its Table 2 computed again."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number
-
-if TYPE_CHECKING:
-    from fairseq_rpe.analysis.index_warping import Setting
 
 LONGEST, WIDEST, BASES = 65_536, 4096, (1.01, 1e12)
 
@@ -42,15 +37,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="take differences of exp(raw attention), as the paper's figures do, or of raw attention, as its equations",
     )
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
+    if not 2 <= args.train_length <= LONGEST:
+        raise UserError(f"--train-length {args.train_length}: choose 2 to {LONGEST} tokens")
+    if args.width is not None and (args.width % 2 or args.width > WIDEST):
+        raise UserError(f"--width {args.width}: choose an even number from 2 to {WIDEST}, or leave it out")
+    if not BASES[0] <= args.base <= BASES[1]:
+        raise UserError(f"--base {args.base:g}: choose a number from {BASES[0]:g} to {BASES[1]:g}")
+
     from fairseq_rpe.analysis import index_warping
     from fairseq_rpe.figures import warping
     from fairseq_rpe.figures.saving import save
 
-    asked = setting(args)
+    asked = filled(index_warping.Setting, args)
     folder, table = args.out, args.out / "sensitivity.csv"
     files = {stem: [folder / f"{stem}.{ending}" for ending in ("png", "pdf")] for stem in warping.FIGURES}
     check_folder(folder, [path.name for paths in (*files.values(), [table]) for path in paths])
@@ -78,17 +79,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"  length {one.train_length} (c = {one.reach}): {said}")
     print(f"\ntable:   {table}")
     print(f"figures: {', '.join(str(paths[0]) for paths in files.values())}, each also as .pdf")
-    return 0
-
-
-def setting(args: argparse.Namespace) -> Setting:
-    """What was asked for, where it is in range."""
-    from fairseq_rpe.analysis.index_warping import Setting
-
-    if not 2 <= args.train_length <= LONGEST:
-        raise UserError(f"--train-length {args.train_length}: choose 2 to {LONGEST} tokens")
-    if args.width is not None and (args.width % 2 or args.width > WIDEST):
-        raise UserError(f"--width {args.width}: choose an even number from 2 to {WIDEST}, or leave it out")
-    if not BASES[0] <= args.base <= BASES[1]:
-        raise UserError(f"--base {args.base:g}: choose a number from {BASES[0]:g} to {BASES[1]:g}")
-    return Setting(args.train_length, args.width, args.base, args.exponential)

@@ -41,16 +41,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=positive_int, metavar="N", help="a batch (default: 2048, at least one window)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.evaluation import log_to
-
-    log_to(None)
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.figures import sliding_time
+    from fairseq_rpe.figures import timing
     from fairseq_rpe.figures.saving import save
 
     subjects = find_subjects(args.checkpoints)
@@ -62,9 +58,8 @@ def run(args: argparse.Namespace) -> int:
     text = sliding.markdown(rows)
     atomic_write(args.out / _CSV, csv_text(sliding.COLUMNS, map(attrgetter(*sliding.COLUMNS), rows)))
     atomic_write(args.out / _MARKDOWN, text)
-    points = [sliding_time.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
-    save(sliding_time.curves(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
+    points = [timing.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
+    save(timing.of_windows(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
     print(text)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")
-    return 0

@@ -1,29 +1,24 @@
 """``sweep``: train several methods and evaluate each, nothing twice."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fairseq_rpe.cli.options import add_training, check_rpe_module, int_list, positive_int, words
+from fairseq_rpe.cli.options import add_training, int_list, positive_int, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock, read_json_lines
 from fairseq_rpe.core.records import filled
-
-if TYPE_CHECKING:
-    from fairseq_rpe.sweeps.request import Sweep
-    from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.reports import kept
+from fairseq_rpe.runs.settings import Request
+from fairseq_rpe.sweeps import carry, cells, recipes, slurm
+from fairseq_rpe.sweeps.request import Sweep, resolve
+from fairseq_rpe.sweeps.state import SweepFolder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    from fairseq_rpe.sweeps import recipes
-
     parser.description = "May be stopped at any time; the same command goes on and redoes nothing."
-    parser.epilog = "Further fairseq-train flags may follow after a lone --"
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
         "--algorithms", type=words, metavar='"SPEC ..."', help='in place of DATA: generated tasks, e.g. "copy sort"'
@@ -58,17 +53,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         "constraint, additional_parameters.X … of submitit",
     )
     add_training(parser)
-    parser.set_defaults(run=run, extra=())
 
 
 def _setting(text: str) -> tuple[str, str]:
-    from fairseq_rpe.sweeps.slurm import OURS
-
     key, equals, value = text.partition("=")
     if not equals or not value or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
-    if key in OURS:
-        raise argparse.ArgumentTypeError(f"'{key}' is not set here: {OURS[key]}")
+    if key in slurm.OURS:
+        raise argparse.ArgumentTypeError(f"'{key}' is not set here: {slurm.OURS[key]}")
     return key, value
 
 
@@ -83,20 +75,14 @@ def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:
 
 def resolved(args: argparse.Namespace) -> Sweep:
     """The sweep that the command line asks for."""
-    from fairseq_rpe.sweeps.request import Request, resolve
-
     own = [name for name in inspect.signature(resolve).parameters if name != "base"]
     base = filled(Request, args, rpe="", save_dir=args.out, data=None, seed=1)
     return resolve(base, **{name: getattr(args, name) for name in own})
 
 
 def run(args: argparse.Namespace) -> int:
-    from fairseq_rpe.sweeps import carry, cells, slurm
-    from fairseq_rpe.sweeps.state import SweepFolder
-
     sweep = resolved(args)
     on_slurm = _on_slurm(args)
-    check_rpe_module(args.rpe_module)
     digest = carry.check_data(sweep)
     unseen: set[str] = set()
     if sweep.base.inspect_every:
@@ -121,18 +107,12 @@ def run(args: argparse.Namespace) -> int:
         folder.write(carry.noted(state, left))
         failures = carry.carry_out(sweep, left, made, on_slurm)
         if any(read_json_lines(cell.folder.results) for cell in made):
-            _report(folder, redraw=bool(left))
+            text = None if left else kept.text(folder)
+            if text is None:
+                from fairseq_rpe.reports.write import write
+
+                text = write(folder).text
+            print(text)
     for line in failures:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failures else 0
-
-
-def _report(folder: SweepFolder, redraw: bool) -> None:
-    from fairseq_rpe.reports import kept
-
-    text = None if redraw else kept.text(folder)
-    if text is None:
-        from fairseq_rpe.reports.write import write
-
-        text = write(folder).text
-    print(text)

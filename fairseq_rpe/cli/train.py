@@ -4,14 +4,13 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, check_rpe_module, count, positive_int
+from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Runs fairseq-train. The same command goes on where an earlier one was stopped."
-    parser.epilog = "Further fairseq-train flags may follow after a lone --"
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument("--algorithm", metavar="SPEC", help="in place of DATA: a generated task, e.g. copy:items=20")
     parser.add_argument("--rpe", required=True, metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
@@ -27,10 +26,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_training(parser)
     parser.add_argument("--seed", type=positive_int, default=1, help="default: 1")
-    parser.set_defaults(run=run, extra=())
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.data import folder as corpus
     from fairseq_rpe.runs import launch
     from fairseq_rpe.runs.run_folder import CheckpointFolder
@@ -39,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
     request = filled(Request, args)
     if (request.data is None) == (request.algorithm is None):
         raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
-    check_rpe_module(request.rpe_module)
     if request.inspect_every and not request.tensorboard:
         raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
     if request.data is None:
@@ -54,12 +51,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--save-dir {request.save_dir} is a file: name a folder")
     if args.dry_run:
         print(shlex.join(launch.command(request, wanted, node, launch.gpus(request, dry=True))))
-        return 0
+        return
     if CheckpointFolder(request.save_dir).finished(wanted):
         print(f"{request.save_dir} already holds the finished run of {wanted.updates} updates")
-        return 0
+        return
     from fairseq_rpe.runs import start
 
     start.check(request, wanted)
     start.train(request, wanted, node)
-    return 0

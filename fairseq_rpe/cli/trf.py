@@ -1,13 +1,11 @@
 """``trf``: theoretical receptive fields against ε, exact from the series, as figure and table."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_rpe.cli.options import positive_int
-from fairseq_rpe.cli.verdict import add_source, asked, judged
+from fairseq_rpe.cli.verdict import add_source, asked
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
 
@@ -32,31 +30,29 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="the curve of the paper's appendix instead: 50 values of ε, the sum cut off after M distances",
     )
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     check_folder(args.out, list(NAMES))
     rows, curves = quantised(args) if args.quantised else exact(args)
     if not any(curves.values()):
         raise UserError("nothing to draw: no sum of these converges, so none has a receptive field (try --quantised M)")
 
     from fairseq_rpe.core.table import csv_text
-    from fairseq_rpe.figures.fields import fields
+    from fairseq_rpe.figures.fields import theoretical
     from fairseq_rpe.figures.saving import save
 
     make_folder(args.out)
-    save(fields(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
+    save(theoretical(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
     atomic_write(args.out / "trf.csv", csv_text(rows[0], rows[1:]))
     print(f"table:  {args.out / 'trf.csv'}\nfigure: {args.out / 'trf.png'}, also as .pdf")
-    return 0
 
 
 def exact(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
     """Table and curves of TRF as Eq. 22 defines it; says what has none."""
     from fairseq_rpe.analysis import judgement
 
-    sources = judged(args)
+    sources = {title: judgement.judge(source) for title, source in asked(args).items()}
     found = {title: judgement.fields(rows) for title, rows in sources.items()}
     for title, one in found.items():
         if one.without:
@@ -75,12 +71,11 @@ def quantised(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
     from fairseq_rpe.analysis import judgement
     from fairseq_rpe.analysis.receptive_field import quantised as steps
 
-    sources = {title: judgement.weights(source, keys) for title, source in asked(args).items()}
     rows: list[list[Any]] = [["source", *judgement.Place._fields, "epsilon", "index", "trf"]]
     curves: Curves = {}
-    for title, heads in sources.items():
+    for title, source in asked(args).items():
         seen = {}
-        for place, weights in heads:
+        for place, weights in judgement.weights(source, keys):
             epsilons, part = steps(weights)
             pairs = list(zip(epsilons.tolist(), part.tolist(), strict=True))
             rows += [[title, *place, f"{e:.6g}", round(y * keys), y] for e, y in pairs]

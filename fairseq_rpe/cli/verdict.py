@@ -1,7 +1,5 @@
 """``verdict``: does Σ exp(bias) converge, why, to what, and how far a head then sees."""
 
-from __future__ import annotations
-
 import argparse
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +11,7 @@ from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.table import csv_text
 
 if TYPE_CHECKING:
-    from fairseq_rpe.analysis.judgement import HeadRow, Source
+    from fairseq_rpe.analysis.judgement import Source
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +29,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="ε of TRF, repeatable (default 0.5 0.1 0.01 0.001)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row per head, layer and ε as well")
-    parser.set_defaults(run=run)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +51,7 @@ def epsilon(text: str) -> Fraction:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.analysis import judgement
     from fairseq_rpe.analysis.receptive_field import check_epsilons
 
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     check_epsilons(epsilons, "--epsilon")
     if args.csv and (args.csv.is_dir() or any(part.is_file() for part in args.csv.parents)):
         raise UserError(f"--csv {args.csv} cannot be a file: it is a folder, or below a file; name another one")
-    sources = judged(args)
+    sources = {title: judgement.judge(source) for title, source in asked(args).items()}
     print("\n\n".join(judgement.table(title, rows, epsilons) for title, rows in sources.items()))
     print(
         "\nf = ln b_n is the log-bias at distance n, B = Σ_{n>=0} b_n, TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }.\n"
@@ -72,17 +69,9 @@ def run(args: argparse.Namespace) -> int:
         head, *rows = judgement.verdict_cells(sources, epsilons)
         atomic_write(args.csv, csv_text(head, rows))
         print(f"table: {args.csv}")
-    return 0
 
 
-def judged(args: argparse.Namespace) -> dict[str, list[HeadRow]]:
-    """What was asked for -> place and verdict of each head."""
-    from fairseq_rpe.analysis import judgement
-
-    return {title: judgement.judge(source) for title, source in asked(args).items()}
-
-
-def asked(args: argparse.Namespace) -> dict[str, Source]:
+def asked(args: argparse.Namespace) -> dict[str, "Source"]:
     """What was asked for by its name: the formula, or encodings, one or one per layer of a checkpoint."""
     if sum((bool(args.specs), args.formula is not None, args.checkpoint is not None)) != 1:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
@@ -90,18 +79,16 @@ def asked(args: argparse.Namespace) -> dict[str, Source]:
         return {args.formula: args.formula}
     from fairseq_rpe import encodings
     from fairseq_rpe.analysis.convergence import LENGTH
-    from fairseq_rpe.runs.learned import load_encodings
-    from fairseq_rpe.runs.specs import load_rpe_module
+    from fairseq_rpe.runs import checkpoints
 
-    load_rpe_module(args.rpe_module)
     if args.checkpoint is not None:
-        found = load_encodings(args.checkpoint)
-        if not found.encodings[0].adds_bias:
+        found = checkpoints.load(args.checkpoint)
+        learned, spec = found.learned(), found.encoding
+        if not learned[0].adds_bias:
             raise UserError(
-                f"{args.checkpoint} was trained with '{found.spec}', which adds no bias: see fairseq-rpe verdict "
-                f"{found.spec}"
+                f"{args.checkpoint} was trained with '{spec}', which adds no bias: see fairseq-rpe verdict {spec}"
             )
-        return {f"{args.checkpoint} ({found.spec})": found.encodings}
+        return {f"{args.checkpoint} ({spec})": learned}
     specs = [encodings.normalise(spec) for spec in args.specs]
     for spec in specs:
         if specs.count(spec) > 1:

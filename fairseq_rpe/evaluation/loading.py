@@ -17,11 +17,11 @@ import fairseq_rpe.models  # noqa: F401  (registers: this package was imported b
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.encodings import load_module
 from fairseq_rpe.evaluation.results import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.settings import IDENTITY
-from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
 _SETTINGS = ("rpe", "positions_eval", "compute_dtype", "attention_backend")  # of a checkpoint, that may be replaced
@@ -42,7 +42,8 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
     ``data`` has the dictionary of a task on text. Raises UserError, which names ``log``, if the checkpoint cannot be
     used or is older than a setting that is to be replaced.
     """
-    load_rpe_module(use.rpe_module)
+    if use.rpe_module is not None:
+        load_module(use.rpe_module)
     wanted = {key: value for key in _SETTINGS if (value := getattr(use, key.removesuffix("_eval")))}
     changed = wanted if data is None else {"data": str(data), **wanted}
     with one_line(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):

@@ -32,7 +32,6 @@ from fairseq_rpe.evaluation.results import BATCH_TOKENS, Buckets, TextKey, TextR
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.specs import load_rpe_module
 
 logger = logging.getLogger(__name__)
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
@@ -46,7 +45,6 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     Raises UserError if the checkpoint cannot be used; a measurement does if it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
-    load_rpe_module(request.rpe_module)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     tokens, units = corpus.count_tokens(request.data, request.subset), corpus.read_units(request.data, request.subset)
 

@@ -16,7 +16,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides
-from fairseq_rpe.figures.empirical import Mass
+from fairseq_rpe.figures.fields import Mass
 
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
 

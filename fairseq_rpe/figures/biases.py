@@ -18,8 +18,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodF
 from torch import Tensor
 
 from ..core import UserError
-from .canvas import legend_beside, panels
-from .style import DASHES, PALETTE, looks
+from .style import DASHES, PALETTE, legend_beside, looks, panels
 
 _COLUMNS = 4
 _FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart

@@ -1,9 +1,12 @@
-"""How encodings look in figures: an encoding keeps its colour, marker and dashes in every one of them."""
+"""How figures look: an encoding keeps its colour, marker and dashes in every one; blank panels and their legends."""
 
 import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # rather than pyplot: no backend is chosen and nothing is left open
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -19,6 +22,7 @@ _KNOWN = {
     for colour, family in enumerate(_FAMILIES.split(", "))
     for marker, name in enumerate(family.split())
 }
+_PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small"}
 
 
 class Look(NamedTuple):
@@ -51,3 +55,33 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
         fixed[spec] = next((place for place in places if place not in taken), places[0])
         taken.add(fixed[spec])
     return {spec: Look(PALETTE[c], MARKERS[m], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
+
+
+def panels(
+    rows: int, columns: int, size: tuple[float, float], *, grid: bool = True, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure of ``size`` in inches and its panels, row by row, with a pale grid."""
+    figure = Figure(figsize=size, layout="constrained")
+    made = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    if grid:
+        for axes in made:
+            axes.grid(alpha=0.25)
+    return figure, made
+
+
+def legend_within(axes: Axes, **how: Any) -> None:
+    axes.legend(**_PLAIN, **how)
+
+
+def legend_beside(axes: Axes, **how: Any) -> None:
+    legend_within(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0), **how)
+
+
+def legend_of_all(figure: Figure, loc: str = "outside right upper", **how: Any) -> None:
+    """One legend for all panels, beside them."""
+    figure.legend(loc=loc, **_PLAIN, **how)
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels, with the lines of ``axes``."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=2.6, **_PLAIN)

@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from .canvas import legend_beside, legend_of_all, legend_within, panels
-from .style import Look, looks
+from .style import Look, legend_beside, legend_of_all, legend_within, looks, panels
 
 Band = Mapping[int, Sequence[float]]
 

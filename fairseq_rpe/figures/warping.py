@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..analysis import index_warping
 from ..analysis.index_warping import TIMES, Attention, Differences, Falling, Setting, Tail
-from .canvas import legend_below, legend_beside, panels
-from .style import PALETTE
+from .style import PALETTE, legend_below, legend_beside, panels
 
 _MARKED = 24  # fewer points than this are shown one by one
 _SKEWS = {"none": ("identity", PALETTE[6]), "sqrt": ("tail, sqrt", PALETTE[0]), "beta": ("tail, beta", PALETTE[1])}

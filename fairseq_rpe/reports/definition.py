@@ -10,7 +10,7 @@ from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number, words
 from fairseq_rpe.encodings import names
 from fairseq_rpe.reports.findings import Perplexities, asked
 from fairseq_rpe.reports.page import Block, Text
-from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 NONE = "none"
@@ -66,7 +66,7 @@ def _predicted(method: Method, paths: Sequence[Path]) -> Prediction:
         return Prediction(NONE, why="positions are moved")
     if method.rpe.partition(":")[0] not in names():
         return Prediction(NONE, why="not loaded: give --rpe-module")
-    encodings = [encoding for path in paths for encoding in load_encodings(path).encodings]
+    encodings = [encoding for path in paths for encoding in checkpoints.load(path).learned()]
     decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
     of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
     return Prediction(of_all, decisions.count(CONVERGES), len(decisions))

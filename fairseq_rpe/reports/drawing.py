@@ -15,10 +15,10 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding, PairBias
 from fairseq_rpe.evaluation import receptive
 from fairseq_rpe.evaluation.loading import find_subjects
-from fairseq_rpe.figures import biases, empirical, fields, sweep_curves
+from fairseq_rpe.figures import biases, fields, sweep_curves
 from fairseq_rpe.figures.saving import save
 from fairseq_rpe.reports import findings
-from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug
 
@@ -93,7 +93,7 @@ def of_sweep(
     if state.algorithms:
         raise UserError(f"{folder.path} is a sweep of algorithmic tasks: these figures are for text")
     paths = {name: folder.run_of(state.method(name), seed).checkpoints.last for name in state.encodings}
-    found = {name: load_encodings(path).encodings for name, path in paths.items() if path.is_file()}
+    found = {name: checkpoints.load(path).learned() for name, path in paths.items() if path.is_file()}
     if not found:
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
@@ -144,7 +144,7 @@ def _theory(gallery: Gallery) -> dict[str, Figure]:
     heads = {name: judgement.judge([encoding])[gallery.index] for name, encoding in gallery.biased.items()}
     curves = {name: found for name, head in heads.items() if (found := judgement.fields([head]).curves)}
     title = f"Theoretical receptive field, head {gallery.index + 1}"
-    return {"trf": fields.fields(curves, title=title)} if curves else {}
+    return {"trf": fields.theoretical(curves, title=title)} if curves else {}
 
 
 def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
@@ -162,7 +162,7 @@ def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
     request = receptive.FieldRequest(data=gallery.data, length=gallery.length, rpe_module=gallery.rpe_module)
     length, rows = request.sized(max(subject.train_length for subject in named))
     measured = [receptive.measure(request, subject, length, rows) for subject in named]
-    return {"erf": empirical.curves(measured, request.epsilons)}
+    return {"erf": fields.empirical(measured, request.epsilons)}
 
 
 def _queries(gallery: TrainedGallery) -> dict[str, Figure]:

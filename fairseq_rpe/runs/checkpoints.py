@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder can be trusted, and what it holds."""
+"""Which checkpoint of a folder can be trusted, and what it holds: settings, weights, the encodings that it learned."""
 
 import pickle
 import shutil
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import replace_with
+from fairseq_rpe.encodings import Encoding, build
 from fairseq_rpe.runs.run_folder import CheckpointFolder
+
+_PREFIX = "decoder.encodings."
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,34 @@ class Checkpoint:
             raise UserError(
                 f"{self.path} is not of this plugin (its model is '{self.arch}'): name a transformer_rpe_lm{otherwise}"
             )
+
+    def learned(self) -> list[Encoding]:
+        """The encodings with their parameters, one for the model or one per layer, without fairseq.
+
+        One of the user's own is to be registered before.
+
+        Raises:
+            UserError: they are of another model, or damaged.
+        """
+        self.require_ours()
+        heads, width, length = (
+            int(str(self.model[key])) for key in ("decoder_attention_heads", "decoder_embed_dim", "rpe_train_length")
+        )
+        values: dict[str, dict[str, Tensor]] = {}
+        for key, value in self.weights.items():
+            if key.startswith(_PREFIX):
+                index, _, name = key.removeprefix(_PREFIX).partition(".")
+                values.setdefault(index, {})[name] = value
+        encodings = []
+        for index in range(1 + max(map(int, values), default=0)):
+            encoding = build(self.encoding, heads, width, length)
+            try:
+                encoding.load_state_dict(values.get(str(index), {}))
+            except RuntimeError:
+                remedy = "train it again"
+                raise UserError(f"{self.path} holds other parameters than '{self.encoding}' has: {remedy}") from None
+            encodings.append(encoding.eval())
+        return encodings
 
 
 def load(path: Path) -> Checkpoint:

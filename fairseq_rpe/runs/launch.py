@@ -163,8 +163,4 @@ def launch(request: Request, plan: Plan, node: Node, held: list[int]) -> int:
     """Train until it ends; returns its code. ``held``: open files that the trainers keep open as well."""
     used = gpus(request)
     environment = {"OMP_NUM_THREADS": threads(request)} | keep_memory(used)
-    child = processes.spawn(command(request, plan, node, used), environment, keep_open=held)
-    try:
-        return processes.wait_all([child])
-    finally:
-        processes.stop_all([child])
+    return processes.wait(processes.spawn(command(request, plan, node, used), environment, keep_open=held))

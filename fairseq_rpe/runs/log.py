@@ -36,6 +36,16 @@ class TrainLog:
     data: str | None = None
 
 
+def statistics(line: str) -> tuple[str, dict[str, float]] | None:
+    """What a line says in numbers, after train_inner, train or valid; nothing if it does not, or is unfinished."""
+    if (match := _STATISTICS.search(line)) is None:
+        return None
+    try:
+        return match[1], {key: float(value) for key, value in json.loads(match[2]).items()}
+    except (TypeError, ValueError):
+        return None
+
+
 def read(path: Path) -> TrainLog:
     """Read a log; a missing one says nothing."""
     found = TrainLog()
@@ -46,15 +56,10 @@ def read(path: Path) -> TrainLog:
         if _START in line:
             walls.append(0.0)
             continue
-        statistics = _STATISTICS.search(line)
-        if statistics is None:
+        if (told := statistics(line)) is None:
             _facts(line, found)
             continue
-        kind, text = statistics.groups()
-        try:
-            values = {key: float(value) for key, value in json.loads(text).items()}
-        except (TypeError, ValueError):
-            continue  # a line that a killed process has left unfinished
+        kind, values = told
         prefix = "" if kind == "train_inner" else f"{kind}_"
         update = int(values.get(f"{prefix}num_updates", 0))
         if kind == "valid":

@@ -79,21 +79,13 @@ def stop_all(children: Sequence[subprocess.Popen[bytes]], number: int = signal.S
             child.wait()
 
 
-def wait_all(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; the first that fails ends the others. Returns the first bad code, or 0.
-
-    Ctrl-C and SIGTERM are passed on to the children before they are raised here.
-    """
+def wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for its end; returns its code. Ctrl-C and SIGTERM are passed on to it before they are raised here."""
     try:
         with sigterm_raises():
-            while True:
-                codes = [child.poll() for child in children]
-                bad = next((code for code in codes if code), 0)
-                if bad or None not in codes:
-                    return bad
-                time.sleep(0.05)
+            return child.wait()
     except KeyboardInterrupt:
-        stop_all(children, signal.SIGINT)
+        stop_all([child], signal.SIGINT)
         raise
     finally:
-        stop_all(children)
+        stop_all([child])

@@ -75,20 +75,12 @@ class CheckpointFolder:
         record = self.record() if self.last.exists() else None
         if record is None:
             return None
-        self._check_same(record.settings, plan)
+        if other := plan.settings.difference(record.settings):
+            raise UserError(f"{self.path} holds another run ({other}): choose another folder or delete it")
         if record.finished.updates != plan.updates:
             return None
         found = file_digest(self.last)
         return found if found == record.finished.checkpoint else None
-
-    def _check_same(self, settings: Settings, plan: Plan) -> None:
-        before, wanted = settings.record(), plan.settings.record()
-        for key in {**wanted, **before}:
-            if before.get(key) != wanted.get(key):
-                raise UserError(
-                    f"{self.path} holds another run ({key} is {before.get(key)!r} there, {wanted.get(key)!r} here): "
-                    "choose another folder or delete it"
-                )
 
     def starts(self) -> list[Start]:
         """What is on record of the run's starts, oldest first; nothing for a run of an older version."""

@@ -152,6 +152,12 @@ class Settings:
         found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
         return {**found, "extra": list(self.extra or ())}
 
+    def difference(self, before: "Settings") -> str:
+        """In words, the first setting that was another one ``before``; nothing where all are the same."""
+        there, here = before.record(), self.record()
+        found = (key for key in {**here, **there} if there.get(key) != here.get(key))
+        return next((f"{key} is {there.get(key)!r} there, {here.get(key)!r} here" for key in found), "")
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -1,23 +1,40 @@
 """One training run from its folder's state to its end; the same request goes on where an earlier one was stopped."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
+from fairseq_rpe import encodings, positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, lock
+from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.settings import Plan, Request
-from fairseq_rpe.runs.specs import check_positions, check_spec, has_bias, load_rpe_module
 
 
 def check(request: Request, plan: Plan) -> None:
     """Refuse misspelt specs, and pictures of a bias that is not there."""
-    load_rpe_module(request.rpe_module)
-    check_spec(request.rpe, plan.settings.tokens)
-    check_positions(request.positions_train, request.positions_eval, plan.settings.tokens)
-    if request.inspect_every and not has_bias(request.rpe):
+    transforms = (request.positions_train, request.positions_eval)
+    encoding = check_specs(request.rpe, transforms, plan.settings.tokens, request.rpe_module)
+    if request.inspect_every and not encoding.adds_bias:
         raise UserError(
             f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
+
+
+def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module: Path | None) -> Encoding:
+    """Refuse a misspelt encoding or position transform now, not after fairseq has started; returns the encoding.
+
+    ``module``: a Python file that registers the user's own.
+    """
+    if module is not None:
+        encodings.load_module(module)
+    encoding = encodings.build(rpe, heads=4, width=128, length=length)
+    for spec in transforms:
+        if spec is not None:
+            positions.build(spec, length)
+    return encoding
 
 
 def train(request: Request, plan: Plan, node: Node) -> None:
@@ -37,7 +54,10 @@ def train(request: Request, plan: Plan, node: Node) -> None:
             folder.write(plan)
             folder.add_start(environment.now(done, launch.threads(request), request.device))
             _launch(request, plan, node, [held])
-        _record_finished(folder, plan)
+        ended = checkpoints.load(folder.last).updates
+        if ended != plan.updates:
+            raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: its messages above say why")
+        folder.write(plan, Finished(ended, file_digest(folder.last)))
 
 
 def _launch(request: Request, plan: Plan, node: Node, held: list[int]) -> None:
@@ -58,10 +78,3 @@ def _done_so_far(folder: CheckpointFolder, plan: Plan) -> int:
             f"{folder.path} holds {done} updates, more than --updates {plan.updates}: choose another folder"
         )
     return done
-
-
-def _record_finished(folder: CheckpointFolder, plan: Plan) -> None:
-    done = checkpoints.load(folder.last).updates
-    if done != plan.updates:
-        raise UserError(f"fairseq-train stopped at update {done} of {plan.updates}: its messages above say why")
-    folder.write(plan, Finished(done, file_digest(folder.last)))

@@ -78,9 +78,15 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
     """
     folder = SweepFolder(sweep.out)
     before = folder.state() if folder.state_path.exists() else None
-    settings = _settings(sweep, cells[0])
+    plan, of_tasks = cells[0].plan, ("data", "tokens") if sweep.algorithms else ()
+    # what the runs do not share
+    own = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *of_tasks))
+    settings = SweepSettings(**{**vars(plan.settings), **own}, updates=plan.updates, subset=sweep.subset)
     if before is not None:
-        _check_same(sweep, before, settings)
+        if other := settings.difference(replace(before.settings, **own)):
+            raise UserError(f"{sweep.out} holds another sweep ({other}): choose another --out")
+        if bool(before.algorithms) != bool(sweep.algorithms):
+            raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")
     known = dict(before.methods) if before else {}
     for method in sweep.methods:
         if known.get(method.name, method) != method:
@@ -115,21 +121,3 @@ def noted(record: State, left: Mapping[Cell, list[Stage]]) -> State:
 
 def _added(known: Sequence[str], more: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*known, *more]))  # type: ignore[misc]
-
-
-def _settings(sweep: Sweep, cell: Cell) -> SweepSettings:
-    own = ("rpe", "seed", "positions_train", "positions_eval", *(("data", "tokens") if sweep.algorithms else ()))
-    given = {**vars(cell.plan.settings), **dict.fromkeys(own)}
-    return SweepSettings(**given, updates=cell.plan.updates, subset=sweep.subset)
-
-
-def _check_same(sweep: Sweep, before: State, settings: SweepSettings) -> None:
-    there, here = before.settings.record(), settings.record()
-    for key, value in here.items():
-        if there.get(key) != value:
-            raise UserError(
-                f"{sweep.out} holds another sweep ({key} is {there.get(key)!r} there, {value!r} here): "
-                "choose another --out"
-            )
-    if bool(before.algorithms) != bool(sweep.algorithms):
-        raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")

@@ -1,6 +1,5 @@
 """The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
 
-import json
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from tqdm import tqdm
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.files import read_json_lines
 from fairseq_rpe.runs import processes
+from fairseq_rpe.runs.log import statistics
 from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
 
 _POLL_SECONDS = 0.2
@@ -50,7 +50,7 @@ class Following:
     log: Path
     start: int = 0
     updates: int = 0
-    loss: str = ""
+    loss: float | None = None
 
     def read(self) -> None:
         """Read what was logged since the last look, whole lines only."""
@@ -60,11 +60,9 @@ class Following:
         whole = text[: text.rfind(b"\n") + 1]
         self.start += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            _, brace, rest = line.partition("| train_inner | {")
-            if brace:
-                stats = json.loads("{" + rest)
-                self.updates = int(stats["num_updates"])
-                self.loss = stats["loss"]
+            kind, values = statistics(line) or ("", {})
+            if kind == "train_inner":
+                self.updates, self.loss = int(values["num_updates"]), values["loss"]
 
 
 @dataclass
@@ -100,8 +98,9 @@ class _Active:
             self.child = processes.spawn(self.stages[0].command, environment, log=file)
 
     def describe(self) -> str:
-        if self.trains and self.following.loss:
-            return f"{self.cell.name} {self.following.updates}/{self.cell.plan.updates} loss {self.following.loss}"
+        if self.trains and self.following.loss is not None:
+            progress = f"{self.following.updates}/{self.cell.plan.updates}"
+            return f"{self.cell.name} {progress} loss {self.following.loss:g}"
         return f"{self.cell.name} {self.stages[0].name}"
 
 

@@ -9,33 +9,23 @@ from typing import Literal
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
-from fairseq_rpe.core.records import Count, Counts, Fraction, Rate, Words
+from fairseq_rpe.core.records import Count, Counts, Fraction, Words
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps.state import Method, Published, read_published
+from fairseq_rpe.sweeps.state import Method, Published, Training, read_published
 
 FOLDER = PACKAGE / "recipes"
-_OF_A_RUN = (
-    *("arch", "tokens", "updates", "batch_sentences", "update_freq", "warmup", "lr", "schedule", "rpe_share"),
-    "dropout",
-)
+_OF_A_RUN = (*(f.name for f in fields(Training)), "update_freq", "rpe_share", "dropout")
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Training):
     """A size of a recipe: what it fixes. Each is also an option of ``sweep``, which wins."""
 
     data: str | None = None
     algorithms: Words | None = None
     methods: Words | None = None
-    arch: str | None = None
-    tokens: Count | None = None
-    updates: Count | None = None
-    batch_sentences: Count | None = None
     update_freq: Count | None = None
-    warmup: Count | None = None
-    lr: Rate | None = None
-    schedule: Literal["inverse_sqrt", "linear"] | None = None
     rpe_share: Literal["auto", "model", "layer"] | None = None
     dropout: Fraction | None = None
     lengths: Counts | None = None
@@ -83,6 +73,18 @@ class Recipe:
         return [table[name] for name in names]
 
 
+@dataclass(frozen=True)
+class _Text:
+    """A recipe's file: its tables are read one by one, so that messages name them."""
+
+    title: str
+    paper: str
+    kind: Literal["text", "algorithms"]
+    methods: dict[str, object]
+    scales: dict[str, object]
+    published: dict[str, object] | None = None
+
+
 def names() -> list[str]:
     """The recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -96,8 +98,20 @@ def load(name: str) -> Recipe:
     Raises:
         UserError: there is none, or it does not say what a recipe must.
     """
-    path, text = _read(name, ())
-    return _recipe(path, text)
+    path, given = _read(name, ())
+    source = f"recipe {path}"
+    text = records.read(_Text, given, source, "the recipe")
+    methods = {}
+    for label, method in text.methods.items():
+        if any(blank in label for blank in " \t,"):
+            raise UserError(f"{source}: method '{label}' has a blank or comma in its name")
+        named = {**method, "name": label} if isinstance(method, dict) else method
+        methods[label] = records.read(Method, named, source, f"method '{label}'")
+    scales = {size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in text.scales.items()}
+    if not methods or not scales:
+        raise UserError(f"{source} needs at least one method and one scale")
+    published = read_published(text.published, source, methods) if text.published else None
+    return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), scales, published)
 
 
 def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
@@ -134,32 +148,3 @@ def _over(under: dict[str, object], text: dict[str, object]) -> dict[str, object
         there = both.get(key)
         both[key] = _over(there, value) if isinstance(there, dict) and isinstance(value, dict) else value
     return both
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A recipe's file: its tables are read one by one, so that messages name them."""
-
-    title: str
-    paper: str
-    kind: Literal["text", "algorithms"]
-    methods: dict[str, object]
-    scales: dict[str, object]
-    published: dict[str, object] | None = None
-
-
-def _recipe(path: Path, given: dict[str, object]) -> Recipe:
-    source = f"recipe {path}"
-    text = records.read(_Text, given, source, "the recipe")
-    methods = {}
-    for name, method in text.methods.items():
-        if any(blank in name for blank in " \t,"):
-            raise UserError(f"{source}: method '{name}' has a blank or comma in its name")
-        named = {**method, "name": name} if isinstance(method, dict) else method
-        methods[name] = records.read(Method, named, source, f"method '{name}'")
-    scales = {name: records.read(Scale, scale, source, f"scale '{name}'") for name, scale in text.scales.items()}
-    if not methods or not scales:
-        raise UserError(f"{source} needs at least one method and one scale")
-    published = read_published(text.published, source, methods) if text.published else None
-    about = {f.name: getattr(text, f.name) for f in fields(text) if f.name in ("title", "paper", "kind")}
-    return Recipe(path.stem, **about, methods=tuple(methods.values()), scales=scales, published=published)

@@ -93,7 +93,7 @@ def execute(sweep: Sweep, given: Sequence[tuple[str, str]], pending: Mapping[Cel
     return failures
 
 
-def executor(sweep: Sweep, given: Sequence[tuple[str, str]], cluster: str = "slurm") -> submitit.AutoExecutor:
+def executor(sweep: Sweep, given: Sequence[tuple[str, str]]) -> submitit.AutoExecutor:
     """submitit's executor for the jobs of a sweep.
 
     Raises:
@@ -101,13 +101,8 @@ def executor(sweep: Sweep, given: Sequence[tuple[str, str]], cluster: str = "slu
     """
     import submitit
 
-    own = {"slurm_max_num_timeout": _TIMEOUTS} if cluster == "slurm" else {}
-    made = submitit.AutoExecutor(sweep.out / FOLDER / "%j", cluster=cluster, **own)
-    wanted = settings(sweep, given)
-    if cluster == "slurm":
-        wanted = {key if key in _COMMON else f"slurm_{key}": value for key, value in wanted.items()}
-    else:
-        wanted = {key: value for key, value in wanted.items() if key in _COMMON}
+    made = submitit.AutoExecutor(sweep.out / FOLDER / "%j", cluster="slurm", slurm_max_num_timeout=_TIMEOUTS)
+    wanted = {key if key in _COMMON else f"slurm_{key}": value for key, value in settings(sweep, given).items()}
     try:
         made.update_parameters(**wanted)
     except (NameError, TypeError, ValueError, AssertionError) as error:

@@ -48,20 +48,26 @@ class Method:
 
 
 @dataclass(frozen=True)
-class PublishedSettings:
-    """What is known of published runs."""
+class Training:
+    """What a recipe's file may say of a training, its own or a published one; ``None``: it does not."""
 
-    data: str | None = None
-    tokeniser: str | None = None
-    model: str | None = None
     arch: str | None = None
-    vocabulary: Count | None = None
     tokens: Count | None = None
     batch_sentences: Count | None = None
     updates: Count | None = None
     lr: Rate | None = None
     warmup: Count | None = None
     schedule: Literal["inverse_sqrt", "linear"] | None = None
+
+
+@dataclass(frozen=True)
+class PublishedSettings(Training):
+    """What is known of published runs."""
+
+    data: str | None = None
+    tokeniser: str | None = None
+    model: str | None = None
+    vocabulary: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -151,12 +157,9 @@ class SweepFolder:
         self.lock = path / ".lock"
         self.tensorboard = path / "tensorboard"
 
-    def run(self, name: str) -> RunFolder:
-        return RunFolder(self.path / "runs" / name)
-
     def run_of(self, method: Method, seed: int, algorithm: str | None = None) -> RunFolder:
         """The run that a method is evaluated with."""
-        return self.run(method.run_name(seed, algorithm))
+        return RunFolder(self.path / "runs" / method.run_name(seed, algorithm))
 
     def state(self) -> State:
         """What is on record.

@@ -25,7 +25,7 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import LogWeight, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.figures.fields import fields
+from fairseq_rpe.figures.fields import theoretical
 from fairseq_rpe.figures.style import looks
 
 EXPECTED = {
@@ -506,7 +506,7 @@ def test_curves_have_one_colour_per_encoding():
     curves = {spec: judgement.fields(found).curves for spec, found in rows.items()}
     assert [len(found) for found in curves.values()] == [8, 1]  # heads that are alike are one curve
     assert len(judgement.field_cells(rows)) == 1 + 16 * len(judgement.GRID)
-    (axes,) = fields(curves).axes
+    (axes,) = theoretical(curves).axes
     assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
     assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["alibi, 8 heads (thick: the first)", specs[1]]

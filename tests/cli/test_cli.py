@@ -227,7 +227,7 @@ def test_sigterm_ends_the_children(tmp_path):
         "import sys\nfrom fairseq_rpe.runs import processes\n"
         "child = processes.spawn([sys.executable, '-c', 'import time; time.sleep(600)'], {})\n"
         "print(child.pid, flush=True)\n"
-        "try:\n    processes.wait_all([child])\nexcept processes.Stopped:\n    sys.exit(143)\n"
+        "try:\n    processes.wait(child)\nexcept processes.Stopped:\n    sys.exit(143)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())

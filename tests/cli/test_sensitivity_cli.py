@@ -20,6 +20,7 @@ from fairseq_rpe.analysis.index_warping import Setting, table, trend, wave
 from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
 from fairseq_rpe.cli import sensitivity as command
 from fairseq_rpe.core import UserError
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.figures.style import PALETTE
 from fairseq_rpe.figures.warping import FIGURES
 
@@ -33,9 +34,8 @@ def parse(*argv: object) -> argparse.Namespace:
     return parser.parse_args([*map(str, argv)])
 
 
-def call(*argv: object) -> int:
-    args = parse(*argv)
-    return args.run(args)
+def call(*argv: object) -> None:
+    command.run(parse(*argv))
 
 
 def draw(name: str, setting: Setting):
@@ -59,7 +59,7 @@ def drawn(tmp_path_factory) -> Path:
         sys.executable,
         "-c",
         "import argparse\nfrom fairseq_rpe.cli import sensitivity\np = argparse.ArgumentParser()\n"
-        "sensitivity.add(p)\na = p.parse_args()\nraise SystemExit(a.run(a))",
+        "sensitivity.add(p)\nsensitivity.run(p.parse_args())",
         "--out",
         folder,
     )
@@ -105,7 +105,7 @@ def test_files_table_and_what_is_said(drawn):
 
 def test_the_same_numbers_give_the_same_bytes(drawn):
     before = {name: (drawn / name).read_bytes() for name in NAMES}
-    assert call("--out", drawn) == 0
+    call("--out", drawn)
     assert before == {name: (drawn / name).read_bytes() for name in NAMES}
     assert sorted(p.name for p in drawn.iterdir()) == NAMES  # no temporary files
 
@@ -134,7 +134,7 @@ def test_the_trend_is_computed():
 
 
 def test_a_trend_that_fails_is_said(tmp_path, capsys):
-    assert call("--out", tmp_path, "--width", 4, "--base", 10, "--train-length", 20) == 0
+    call("--out", tmp_path, "--width", 4, "--base", 10, "--train-length", 20)
     shown = capsys.readouterr().out
     assert "length 20 (c = 10): both skews lower the sum: no; beta best at 4x: yes" in shown
     assert "RoPE, base 10, heads 4 wide, differences of exp(raw attention)" in shown
@@ -238,7 +238,7 @@ def test_figures_are_labelled_and_colour_blind_safe(plain):
 
 def test_every_option_acts_where_it_is_said_to():
     def state(*argv: object) -> dict[str, object]:
-        setting = command.setting(parse(*argv))
+        setting = filled(Setting, parse(*argv))
         panels = {name: curves(draw(name, setting)) for name in FIGURES}
         numbers = {
             name: [np.concatenate([np.asarray([*x, *y], float) for _, x, y in panel]).tobytes() for panel in found]
@@ -259,7 +259,7 @@ def test_every_option_acts_where_it_is_said_to():
 
 @pytest.mark.parametrize("argv", [("--train-length", 2), ("--train-length", 3, "--width", 2, "--base", 1.01)])
 def test_the_smallest_inputs_are_drawn(argv, tmp_path):
-    assert call("--out", tmp_path / "deep/er", *argv) == 0
+    call("--out", tmp_path / "deep/er", *argv)
     assert sorted(p.name for p in (tmp_path / "deep/er").iterdir()) == NAMES
 
 

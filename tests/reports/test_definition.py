@@ -17,7 +17,7 @@ from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import NONE, Prediction
 from fairseq_rpe.reports.findings import Finding, Perplexities
 from fairseq_rpe.reports.page import markdown
-from fairseq_rpe.runs.learned import load_encodings
+from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
 
 PPL = {
@@ -151,10 +151,11 @@ def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
 @pytest.mark.parametrize(("spec", "layers"), [("kerple_power", 1), ("fire", 3), ("alibi", 1)])
 def test_encodings_of_a_checkpoint_are_those_that_were_saved(spec, layers, tmp_path):
     path, made = save_checkpoint(tmp_path, spec, layers, positions_train="offset")
-    found = load_encodings(path)
-    assert (found.spec, found.train_length, found.positions) == (spec, 64, "offset")
-    assert len(found.encodings) == layers
-    for got, expected in zip(found.encodings, made, strict=True):
+    found = checkpoints.load(path)
+    learned = found.learned()
+    assert found.encoding == spec and found.model["positions_train"] == "offset"
+    assert len(learned) == layers
+    for got, expected in zip(learned, made, strict=True):
         assert torch.equal(got.profile(20), expected.profile(20)) and not got.training
 
 
@@ -162,13 +163,13 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     other, _ = save_checkpoint(tmp_path / "a", "alibi")
     torch.save({"cfg": {"model": {"_name": "transformer_lm"}}, "model": {}}, other)
     with pytest.raises(UserError, match="is not of this plugin .its model is 'transformer_lm'"):
-        load_encodings(other)
+        checkpoints.load(other).learned()
     path, _ = save_checkpoint(tmp_path / "b", "kerple_log")
     state = torch.load(path)
     state["cfg"]["model"]["rpe"] = "fire"
     torch.save(state, path)
     with pytest.raises(UserError, match="holds other parameters than 'fire' has"):
-        load_encodings(path)
+        checkpoints.load(path).learned()
 
 
 def test_methods_without_the_training_length_or_without_more_are_left_out():

@@ -218,10 +218,10 @@ def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cl
 
 def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     """The same job by submitit's local executor, without any SLURM."""
-    pytest.importorskip("submitit", reason="needs the extra slurm")
+    submitit = pytest.importorskip("submitit", reason="needs the extra slurm")
     sweep = asked(command(corpus, tmp_path / "out", "nope", "--updates", "4"))
     [cell] = cells.make(sweep, folder.digest(corpus))
-    [job] = slurm.executor(sweep, [], cluster="local").map_array(slurm.Job(), [cell])
+    [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.Job(), [cell])
     assert job.result() is None and cell.work_left() == []
     assert [row["length"] for row in files.read_json_lines(cell.folder.results)] == [32, 64]
 

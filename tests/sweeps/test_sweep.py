@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from conftest import run
 
-from fairseq_rpe.cli.main import main
+from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import kept
 from fairseq_rpe.reports.write import write
-from fairseq_rpe.sweeps import local
+from fairseq_rpe.sweeps import carry, cells, local
 from fairseq_rpe.sweeps.state import SweepFolder, slug
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
@@ -269,12 +271,31 @@ def test_progress_reads_only_whole_lines(tmp_path):
     line = 'x | INFO | train_inner | {"epoch": 1, "loss": "7.25", "num_updates": "25"}\n'
     log.write_text(line + line.replace("25", "50")[:40])
     following.read()
-    assert (following.updates, following.loss) == (25, "7.25")
+    assert (following.updates, following.loss) == (25, 7.25)
     log.write_text(line + line.replace("7.25", "6.5").replace('"25"', '"50"'))
     following.read()
-    assert (following.updates, following.loss) == (50, "6.5")
+    assert (following.updates, following.loss) == (50, 6.5)
 
 
 def test_state_of_an_older_sweep_is_extended(swept):
     state = json.loads((swept[0] / "sweep.json").read_text())
     assert state["encodings"] == ["alibi", "broken"] and state["lengths"] == [32, 64, 128] and state["seeds"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--schedule", "linear"), "schedule is 'linear' there, None here"),
+        (("--compute-dtype", "bf16"), "'bf16' there"),
+    ],
+)
+def test_a_setting_that_is_left_out_later_makes_another_sweep(more, words, corpus, tmp_path):
+    def made(*more: str):
+        argv = [*sweep_command(corpus, tmp_path, "alibi")[: -len(SMALL)], *more]
+        sweep = resolved(build_parser("sweep").parse_args(argv))
+        return sweep, cells.make(sweep, "digest")
+
+    SweepFolder(tmp_path).write(carry.state(*made(*more)))
+    assert carry.state(*made(*more)).encodings == ("alibi",)
+    with pytest.raises(UserError, match=words):
+        carry.state(*made())

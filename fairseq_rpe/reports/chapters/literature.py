@@ -69,26 +69,22 @@ def _table(known: Published, printed: Mapping[str, Mapping[int, float]]) -> Tabl
 
 def _differences(state: State, own: PublishedSettings, there: PublishedSettings) -> Table:
     """The setting here beside the published one, as far as either is known."""
-    rows = []
-
-    def compare(name: str, ours: object, other: object, same: str) -> None:
-        rows.append(Row(name, [_said(ours), _said(other), words(same)]))
-
-    if there.data is not None:
-        alike = own.data is not None and _plain(PurePath(own.data).name) == _plain(there.data)
-        compare("data", own.data, there.data, f"{_OPEN}: the same name" if alike else _NO if own.data else _OPEN)
-    if there.tokeniser is not None or there.vocabulary is not None:
-        types = [f"{n:,} types" if n else None for n in (own.vocabulary, there.vocabulary)]
-        other = all(types) and types[0] != types[1]
-        compare("tokeniser", types[0], ", ".join(filter(None, (there.tokeniser, types[1]))), _NO if other else _OPEN)
-    if there.model is not None:
-        open_ = there.arch is None or bool(state.settings.extra)
-        same = _OPEN if open_ else _YES if full_name(str(there.arch)) == own.model else _NO
-        compare("model", own.model, there.model, same)
+    # the same name is no proof of the same text, nor as many types of the same tokeniser
+    alike = own.data is not None and _plain(PurePath(own.data).name) == _plain(there.data or "")
+    types = [f"{n:,} types" if n else None for n in (own.vocabulary, there.vocabulary)]
+    tokeniser = ", ".join(filter(None, (there.tokeniser, types[1])))
+    model = None if there.arch is None or state.settings.extra else full_name(there.arch) == own.model
+    compared: list[tuple[str, object, object, str]] = [
+        ("data", own.data, there.data, f"{_OPEN}: the same name" if alike else _NO if own.data else _OPEN),
+        ("tokeniser", types[0], tokeniser or None, _NO if all(types) and types[0] != types[1] else _OPEN),
+        ("model", own.model, there.model, _OPEN if model is None else _YES if model else _NO),
+    ]
     for key, name in _COMPARED.items():
         ours, other = getattr(own, key), getattr(there, key)
-        if other is not None:
-            compare(name, ours, other, _OPEN if ours is None else _YES if ours == other else _NO)
+        compared.append((name, ours, other, _OPEN if ours is None else _YES if ours == other else _NO))
+    rows = [
+        Row(name, [_said(ours), _said(other), words(same)]) for name, ours, other, same in compared if other is not None
+    ]
     return Table("What is the same and what is not.", ["", "here", "published", "same?"], rows, words=True)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Cell, Row, Table, number, words
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
@@ -58,16 +59,14 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
     """The setting of a sweep, as far as it or a training log has it on record."""
     own = state.settings
     named = state.data or next((run.log.data for run in made if run.log.data), None)
-    return PublishedSettings(
+    return filled(
+        PublishedSettings,
+        own,
         data=None if state.algorithms else named,
         model=own.arch,
         vocabulary=next((run.log.vocabulary for run in made if run.log.vocabulary), None),
-        tokens=own.tokens,
         # of all processes together
         batch_sentences=(own.batch_sentences or 0) * (own.update_freq or 1) * (own.nproc or 1) or None,
-        updates=own.updates,
-        lr=own.lr,
-        warmup=own.warmup,
         schedule=own.schedule or (None if own.lr is None else "inverse_sqrt"),
     )
 
