@@ -65,8 +65,7 @@ class TrainedGallery(Gallery):
 def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int | None) -> Gallery:
     """Encodings with their initial values; without ``specs`` all that have a bias; ``head`` from 1, or a middle one.
 
-    Raises:
-        UserError: one is misspelt, named twice, or has no bias, or there are not as many heads.
+    Raises UserError: one is misspelt, named twice, or has no bias, or there are not as many heads.
     """
     found = {}
     for spec in specs or [_WINDOW if name == "window" else name for name in encodings.names()]:
@@ -86,8 +85,7 @@ def of_sweep(
 ) -> TrainedGallery:
     """Encodings with the parameters that the runs of a sweep learned.
 
-    Raises:
-        UserError: it is not about text, has no finished run of ``seed``, or not as many heads.
+    Raises UserError: it is not about text, has no finished run of ``seed``, or not as many heads.
     """
     state = folder.state()
     if state.algorithms:

@@ -133,8 +133,7 @@ def asked(folder: SweepFolder, state: State) -> Iterator[tuple[str | None, Metho
 def collect(folder: SweepFolder, state: State) -> Perplexities | ExactAnswers:
     """The results of the runs that are finished.
 
-    Raises:
-        UserError: there are none.
+    Raises UserError: there are none.
     """
     found = exact_answers(folder, state) if state.algorithms else perplexities(folder, state)
     if not found.rows:

@@ -35,8 +35,7 @@ class Places:
 def text(folder: SweepFolder) -> str | None:
     """What the report says, or nothing if it has to be written: results are new or a file of it is missing.
 
-    Raises:
-        UserError: the folder holds no sweep, or none of its runs is finished.
+    Raises UserError: the folder holds no sweep, or none of its runs is finished.
     """
     state = folder.state()
     at, found = Places(folder, state), collect(folder, state).csv()

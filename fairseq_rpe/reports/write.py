@@ -16,8 +16,7 @@ DELTA = 0.05
 def check(folder: SweepFolder, delta: float | None) -> State:
     """What is on record of a sweep that ``delta`` can be asked of.
 
-    Raises:
-        UserError: the folder holds no sweep, or one over tasks and ``delta`` is given.
+    Raises UserError: the folder holds no sweep, or one over tasks and ``delta`` is given.
     """
     state = folder.state()
     if delta is not None and state.algorithms:
@@ -28,8 +27,7 @@ def check(folder: SweepFolder, delta: float | None) -> State:
 def write(folder: SweepFolder, delta: float | None = None) -> Section:
     """Write a sweep's report into its folder. ``delta``: δ of Definition 0.1, ``DELTA`` without one.
 
-    Raises:
-        UserError: what :func:`check` refuses, or none of its runs is finished.
+    Raises UserError: what :func:`check` refuses, or none of its runs is finished.
     """
     state = literature.completed(check(folder, delta))
     found, at, runs = collect(folder, state), Places(folder, state), training.runs(folder, state)

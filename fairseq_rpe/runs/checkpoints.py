@@ -43,8 +43,7 @@ class Checkpoint:
     def require_ours(self, otherwise: str = "") -> None:
         """Refuse a checkpoint of another model; ``otherwise``: a further remedy.
 
-        Raises:
-            UserError: it has no encoding of this plugin.
+        Raises UserError: it has no encoding of this plugin.
         """
         if "rpe" not in self.model:
             raise UserError(
@@ -54,10 +53,7 @@ class Checkpoint:
     def learned(self) -> list[Encoding]:
         """The encodings with their parameters, one for the model or one per layer, without fairseq.
 
-        One of the user's own is to be registered before.
-
-        Raises:
-            UserError: they are of another model, or damaged.
+        One of the user's own is to be registered before. Raises UserError: they are of another model, or damaged.
         """
         self.require_ours()
         heads, width, length = (
@@ -83,8 +79,7 @@ class Checkpoint:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; runs no code from the file.
 
-    Raises:
-        UserError: it is missing, damaged, or not fairseq's.
+    Raises UserError: it is missing, damaged, or not fairseq's.
     """
     if not path.is_file():
         raise UserError(f"checkpoint {path} does not exist")

@@ -34,8 +34,7 @@ class Node:
 def here(request: Request) -> Node:
     """This node, as the command line says or else as SLURM does.
 
-    Raises:
-        UserError: neither says it, or they do not fit ``--nodes``.
+    Raises UserError: neither says it, or they do not fit ``--nodes``.
     """
     nodes = request.nodes
     if nodes == 1:
@@ -134,8 +133,7 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
 def gpus(request: Request, dry: bool = False) -> int:
     """How many GPUs a run finds here, 0: it trains on processors, or fairseq chooses; ``dry``: only suppose.
 
-    Raises:
-        UserError: fewer than asked for.
+    Raises UserError: fewer than asked for.
     """
     if request.device == "cpu" or (request.device == "auto" and request.world == 1):
         return 0

@@ -69,8 +69,7 @@ class CheckpointFolder:
     def finished(self, plan: Plan) -> str | None:
         """The digest of the finished run's checkpoint, or nothing if there is work left.
 
-        Raises:
-            UserError: the folder holds another run.
+        Raises UserError: the folder holds another run.
         """
         record = self.record() if self.last.exists() else None
         if record is None:

@@ -171,8 +171,7 @@ class Plan:
 def plan(request: Request, data_digest: str) -> Plan:
     """Fill in the defaults. ``data_digest`` fixes the data; a task's own spec does for a generated one.
 
-    Raises:
-        UserError: --tokens with a generated task.
+    Raises UserError: --tokens with a generated task.
     """
 
     def chosen(name: str) -> Any:

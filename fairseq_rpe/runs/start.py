@@ -40,8 +40,7 @@ def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module:
 def train(request: Request, plan: Plan, node: Node) -> None:
     """Train to the end and put that on record; the first node alone locks and writes the folder, which all must see.
 
-    Raises:
-        UserError: the folder holds another run or is busy, or training failed.
+    Raises UserError: the folder holds another run or is busy, or training failed.
     """
     folder = CheckpointFolder(request.save_dir)
     if not node.first:

@@ -20,8 +20,7 @@ Slurm = Sequence[tuple[str, str]] | None
 def check_data(sweep: Sweep) -> str | None:
     """The digest of the text to train and evaluate on, if it is one.
 
-    Raises:
-        UserError: it is not there, or not whole.
+    Raises UserError: it is not there, or not whole.
     """
     if sweep.data is None:
         return None
@@ -73,8 +72,7 @@ def carry_out(sweep: Sweep, left: Mapping[Cell, list[Stage]], cells: list[Cell],
 def state(sweep: Sweep, cells: list[Cell]) -> State:
     """What the sweep is about, for the report; methods, tasks, lengths and seeds may be added to those on record.
 
-    Raises:
-        UserError: the folder holds another sweep.
+    Raises UserError: the folder holds another sweep.
     """
     folder = SweepFolder(sweep.out)
     before = folder.state() if folder.state_path.exists() else None

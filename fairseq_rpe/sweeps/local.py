@@ -26,10 +26,7 @@ _CONSEQUENCE = re.compile(r"error: fairseq-train ended|.*(by peer|Broken pipe)")
 def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
     """The environment of each of the runs at a time: ``jobs``, or as many as there are GPUs or cores for.
 
-    More jobs than GPUs share them in turn.
-
-    Raises:
-        UserError: there are fewer GPUs than a single run is to have.
+    More jobs than GPUs share them in turn. Raises UserError: there are fewer GPUs than a single run is to have.
     """
     gpus = devices.check(device, nproc)
     cores = processes.cores()

@@ -93,10 +93,8 @@ def names() -> list[str]:
 def load(name: str) -> Recipe:
     """The recipe called ``name``, or the one in a TOML file of that path.
 
-    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place.
-
-    Raises:
-        UserError: there is none, or it does not say what a recipe must.
+    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place. Raises
+    UserError: there is none, or it does not say what a recipe must.
     """
     path, given = _read(name, ())
     source = f"recipe {path}"

@@ -51,10 +51,8 @@ def resolve(
     """The sweep that the options of ``fairseq-rpe sweep`` ask for; a recipe says what they leave open (``None``).
 
     ``base``: what is asked of every run beside its encoding, seed, task and folders, with the positions of plain
-    encodings.
-
-    Raises:
-        UserError: it is not said what to compare, on what, or where; or what is said does not go together.
+    encodings. Raises UserError: it is not said what to compare, on what, or where; or what is said does not go
+    together.
     """
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')

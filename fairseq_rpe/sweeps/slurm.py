@@ -96,8 +96,7 @@ def execute(sweep: Sweep, given: Sequence[tuple[str, str]], pending: Mapping[Cel
 def executor(sweep: Sweep, given: Sequence[tuple[str, str]]) -> submitit.AutoExecutor:
     """submitit's executor for the jobs of a sweep.
 
-    Raises:
-        UserError: submitit or SLURM has no such setting.
+    Raises UserError: submitit or SLURM has no such setting.
     """
     import submitit
 

@@ -164,8 +164,7 @@ class SweepFolder:
     def state(self) -> State:
         """What is on record.
 
-        Raises:
-            UserError: the folder is not one of a sweep, or its record is damaged.
+        Raises UserError: the folder is not one of a sweep, or its record is damaged.
         """
         if not self.state_path.is_file():
             raise UserError(f"{self.path} holds no {self.state_path.name}: name the --out folder of a sweep")

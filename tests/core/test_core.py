@@ -43,7 +43,7 @@ def test_parse_and_configure():
 
 @pytest.mark.parametrize("text", ["1.0000001", "1/3", "10/3", "1234567", "1e-30", "0.1", "1e22", "0.30000000000000004"])
 def test_a_spelling_is_the_same_number(text):
-    config = configure(Example, "demo", {"scale": text})
+    config = configure(Example, "demo", {"size": text})
     name, given = parse(canonical("demo", config))
     assert configure(Example, name, given) == config
 
