@@ -21,7 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["fairseq_rpe", "fairseq_rpe.*"]),
-    package_data={"fairseq_rpe": ["recipes/*.toml", "templates/*"]},
+    package_data={"fairseq_rpe": ["corpora.toml", "recipes/*.toml", "templates/*"]},
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     text = "\n".join([f"{about}\n", *(table.markdown() for table in tables(timings))])
     print(text)
     if args.out is not None:
-        from fairseq_rpe.figures.saving import save
+        from fairseq_rpe.figures.style import save
         from fairseq_rpe.figures.timing import of_attention
 
         atomic_write(args.out / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")

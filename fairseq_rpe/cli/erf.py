@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation import receptive
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import fields
-    from fairseq_rpe.figures.saving import save
+    from fairseq_rpe.figures.style import save
 
     subjects = find_subjects(args.checkpoints)
     request = filled(receptive.FieldRequest, args)

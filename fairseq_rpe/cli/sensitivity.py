@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
     from fairseq_rpe.analysis import index_warping
     from fairseq_rpe.figures import warping
-    from fairseq_rpe.figures.saving import save
+    from fairseq_rpe.figures.style import save
 
     asked = filled(index_warping.Setting, args)
     folder, table = args.out, args.out / "sensitivity.csv"

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import timing
-    from fairseq_rpe.figures.saving import save
+    from fairseq_rpe.figures.style import save
 
     subjects = find_subjects(args.checkpoints)
     request = filled(sliding.SlidingRequest, args)

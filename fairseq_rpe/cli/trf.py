@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
     from fairseq_rpe.core.table import csv_text
     from fairseq_rpe.figures.fields import theoretical
-    from fairseq_rpe.figures.saving import save
+    from fairseq_rpe.figures.style import save
 
     make_folder(args.out)
     save(theoretical(curves, args.quantised), *(args.out / name for name in NAMES[:2]))

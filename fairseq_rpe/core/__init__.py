@@ -8,8 +8,10 @@ from typing import Any
 
 _NAMES = {
     "errors": ("UserError",),
-    "forms": ("Curve", "Dense", "Form", "Pair", "Pieces", "Pointwise", "Positions", "Toeplitz", "block"),
-    "logweight": ("LogWeight", "exact"),
+    "forms": (
+        *("Curve", "Dense", "Form", "LogWeight", "Pair", "Pieces", "Pointwise", "Positions", "Toeplitz"),
+        *("block", "exact"),
+    ),
     "registry": ("Description", "Registry"),
     "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
 }

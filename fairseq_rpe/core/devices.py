@@ -21,8 +21,7 @@ _PROBE = (
 def gpus() -> tuple[str, ...]:
     """Names of the GPUs that torch sees, asked once in a process of its own: who waits for hours needs no CUDA context.
 
-    Raises:
-        UserError: torch cannot be asked.
+    Raises UserError: torch cannot be asked.
     """
     if sys.platform == "linux" and not any(Path(driver).exists() for driver in _DRIVERS):
         return ()
@@ -36,8 +35,7 @@ def gpus() -> tuple[str, ...]:
 def check(device: str, nproc: int) -> list[str]:
     """The GPUs for runs of ``nproc`` processes, by their names in CUDA_VISIBLE_DEVICES (numbers, UUIDs); none for cpu.
 
-    Raises:
-        UserError: ``device`` is cuda and there is none, or a run is to have more than there are.
+    Raises UserError: ``device`` is cuda and there is none, or a run is to have more than there are.
     """
     count = len(gpus()) if device != "cpu" else 0
     _require(device, count > 0)
@@ -50,8 +48,7 @@ def check(device: str, nproc: int) -> list[str]:
 def chosen(device: str) -> str:
     """What ``--device auto``, ``cpu`` or ``cuda`` comes to in this process, which has loaded torch: cpu or cuda.
 
-    Raises:
-        UserError: cuda is asked for and torch sees no GPU.
+    Raises UserError: cuda is asked for and torch sees no GPU.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Which index each token has, and bias forms: what an encoding hands to an attention backend.
+"""Which index each token has, and what an encoding hands on: bias forms to attention, log-weights to the analysis.
 
 Conventions: i query position, j key position, ``d = i - j >= 0`` is the past. A bias is in nats and is
 added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but without meaning: the backend masks them.
@@ -6,6 +6,7 @@ added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but withou
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -137,3 +138,29 @@ def block(form: Form, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) ->
     column = torch.round((i[:, :, None] - j[:, None, :]) / form.step).long() + form.origin
     column = column.clamp_(0, form.table.shape[1] - 1)
     return form.table[:, column].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LogWeight:
+    """ln b_n = bias(n) of one head at distance n = 0, 1, … tokens: what the analysis of Σ exp(bias) is told.
+
+    Args:
+        formula: an expression in n as ``fairseq-rpe verdict --formula`` reads it; :func:`exact` writes parameters.
+        note: ends the reason of the verdict, e.g. which parameters decide it.
+        at_least: the formula is only a lower bound, up to a constant; then only divergence can follow.
+        keys: the formula holds for n < keys, and the bias is -∞ from there on.
+    """
+
+    formula: str
+    note: str = ""
+    at_least: bool = False
+    keys: int | None = None
+
+
+def exact(value: float, decimal: bool = False) -> str:
+    """A float as the exact fraction that it is, or with ``decimal`` as the decimal that it is written as.
+
+    >>> exact(0.375), exact(0.1, decimal=True)
+    ('(3/8)', '(1/10)')
+    """
+    return f"({Fraction(repr(value)) if decimal else Fraction(value)})"

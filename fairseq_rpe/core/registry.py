@@ -81,8 +81,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """The class called ``name``.
 
-        Raises:
-            UserError: there is none; the message lists the names, the nearest one and the hint.
+        Raises UserError: there is none; the message lists the names, the nearest one and the hint.
         """
         if name not in self._table and name not in self.names():
             known = ", ".join(self.names())

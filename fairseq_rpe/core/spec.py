@@ -80,8 +80,7 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
 def configure(config: type, name: str, given: dict[str, str]) -> Any:
     """Build ``config`` from raw options; ``name`` is only for messages.
 
-    Raises:
-        UserError: unknown key, value of the wrong type, value out of range.
+    Raises UserError: unknown key, value of the wrong type, value out of range.
     """
     hints = typing.get_type_hints(config)
     fields = {f.name: f for f in dataclasses.fields(config)}

@@ -3,12 +3,15 @@
 import os
 import re
 import sysconfig
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.data.download import download, local
 from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
@@ -106,61 +109,24 @@ _IN_NAME = re.compile(rf"(?<![a-z])({'|'.join(_SPLIT_NAMES)})(?![a-z])")
 
 @dataclass(frozen=True)
 class Known:
-    """A corpus that has a name."""
+    """A corpus that has a name; ``fairseq_rpe/corpora.toml`` has them all, and says what the fields are."""
 
-    about: str  # one sentence for the user
-    hub: tuple[str, ...] = ()  # data sets of the hub that it consists of
-    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # file name: addresses, best first
-    divided: bool = False  # divide its documents even if files are named after splits
-    include: tuple[str, ...] = ()  # patterns of file names in local folders
-    exclude: tuple[str, ...] = UNWANTED  # patterns of names that are left out there
-    keep_binary: bool = False  # all files there that fit are text
-    options: Mapping[str, Any] = field(default_factory=dict)  # by the names of PrepareOptions
-    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # published ones of a right copy, by split
-
-
-def _wikitext(variant: str, *more: str, tokenizer: str = "bpe") -> Known:
-    archive = f"wikitext-103-{variant}.zip"
-    return Known(
-        about=f"WikiText-103 ({variant}), Merity et al. 2016, CC BY-SA 3.0 and GFDL",
-        hub=(f"hub:Salesforce/wikitext/wikitext-103-{variant}",),
-        archives={archive: (f"https://wikitext.smerity.com/{archive}", *more)},
-        options={"rows_are_lines": True, "tokenizer": tokenizer},
-        counts={"words": {"train": 103_227_021, "valid": 217_646, "test": 245_569}},
-    )
+    about: str
+    hub: tuple[str, ...] = ()
+    archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    divided: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = UNWANTED
+    keep_binary: bool = False
+    learn_all: bool = False
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
+_CORPORA = PACKAGE / "corpora.toml"
 KNOWN = {
-    "wikitext103": _wikitext(
-        "raw-v1", "https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"
-    ),
-    "wikitext103-words": _wikitext("v1", tokenizer="words"),
-    "books": Known(
-        about="PG-19 (Rae et al. 2019): the lawful stand-in for BookCorpus, which may not be redistributed; "
-        "perplexities on it are not those of papers that used BookCorpus",
-        hub=("hub:emozilla/pg19/data",),
-        counts={"documents": {"train": 28_602, "valid": 50, "test": 100}},
-    ),
-    "github": Known(
-        about="source code: the GitHub part of the Pile (100,000 rows of it), or your own folder of repositories",
-        hub=("hub:timaeus/pile-github",),
-        divided=True,
-        include=tuple("*.py *.c *.h *.cc *.cpp *.java *.js *.ts *.go *.rs *.jsonl* *.parquet".split()),
-    ),
-    "wikibook": Known(
-        about="English Wikipedia of November 2023 with PG-19's books, in place of BERT's Wikipedia with BookCorpus",
-        hub=("hub:wikimedia/wikipedia/20231101.en", "hub:emozilla/pg19/data"),
-        divided=True,
-        options={"valid_fraction": 0.002, "test_fraction": 0.002},
-    ),
-    "stdlib": Known(
-        about="the sources of the installed Python's standard library, each file a part of one text",
-        divided=True,
-        include=("*.py",),
-        exclude=("__pycache__",),
-        keep_binary=True,
-        options={"divide_by": "path", "boundaries": False, "vocab_size": 4096, "sample_bytes": None},
-    ),
+    name: records.read(Known, given, str(_CORPORA), name)
+    for name, given in tomllib.loads(_CORPORA.read_text(encoding="utf-8")).items()
 }
 
 # Installed packages are no part of the library, and its tests are a third of it with odd encodings. The last was
@@ -192,7 +158,8 @@ def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = F
     """
     if archive and not known.archives:
         raise UserError("--archive: there is none of this corpus, leave the option out")
-    options, include, exclude = dict(known.options), known.include, known.exclude
+    options: dict[str, Any] = {**known.options, **({"sample_bytes": None} if known.learn_all else {})}
+    include, exclude = known.include, known.exclude
     if own:
         paths = own
     elif archive:

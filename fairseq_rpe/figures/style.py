@@ -1,12 +1,17 @@
-"""How figures look: an encoding keeps its colour, marker and dashes in every one; blank panels and their legends."""
+"""How figures look (an encoding keeps its colour, marker and dashes in every one) and how they are written."""
 
+import io
 import re
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # rather than pyplot: no backend is chosen and nothing is left open
+
+from ..core.files import replace_with
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -85,3 +90,18 @@ def legend_of_all(figure: Figure, loc: str = "outside right upper", **how: Any) 
 def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend for all panels, with the lines of ``axes``."""
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=2.6, **_PLAIN)
+
+
+def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:
+    """Write to each path in the format of its ending; the same numbers give the same bytes."""
+    for path in paths:
+        undated = {"CreationDate": None} if path.suffix == ".pdf" else None
+        replace_with(path, lambda target, undated=undated: figure.savefig(target, dpi=dpi, metadata=undated))
+
+
+def to_svg(figure: Figure) -> bytes:
+    """The figure as SVG that is the same each time and needs no font."""
+    out = io.BytesIO()
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "fairseq_rpe"}):
+        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
+    return out.getvalue()

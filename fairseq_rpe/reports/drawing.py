@@ -16,7 +16,7 @@ from fairseq_rpe.encodings import Encoding, PairBias
 from fairseq_rpe.evaluation import receptive
 from fairseq_rpe.evaluation.loading import find_subjects
 from fairseq_rpe.figures import biases, fields, sweep_curves
-from fairseq_rpe.figures.saving import save
+from fairseq_rpe.figures.style import save
 from fairseq_rpe.reports import findings
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import RunFolder

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from fairseq_rpe import __version__
 from fairseq_rpe.core.files import PACKAGE, atomic_write
 from fairseq_rpe.core.table import Table
-from fairseq_rpe.figures.saving import to_svg
+from fairseq_rpe.figures.style import to_svg
 
 NOT_RECORDED = "not recorded"
 

@@ -2,7 +2,7 @@
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
-from fairseq_rpe.figures import saving
+from fairseq_rpe.figures import style
 from fairseq_rpe.reports import definition, page, tensorboard
 from fairseq_rpe.reports.chapters import exact_match, literature, perplexities, training
 from fairseq_rpe.reports.findings import Perplexities, collect
@@ -47,7 +47,7 @@ def write(folder: SweepFolder, delta: float | None = None) -> Section:
         parts=[part for part in parts if part.blocks],
         text=at.text(made.markdown),
     )
-    saving.save(made.figure, *at.figures)
+    style.save(made.figure, *at.figures)
     tensorboard.write(folder, state, found, at.evaluation)
     page.write([section], at.page)
     for path, text in zip(at.others, others, strict=True):

@@ -44,7 +44,7 @@ PPL = {"alibi": {64: 50.125, 128: 49.0625, 256: 48.5}, "inv_n": {64: 49.5, 128: 
 @pytest.fixture(autouse=True)
 def no_other_figures(monkeypatch):
     """The PNG and PDF beside the page take most of a report's time and are tested elsewhere."""
-    monkeypatch.setattr("fairseq_rpe.figures.saving.save", lambda figure, *paths: [p.touch() for p in paths])
+    monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [p.touch() for p in paths])
 
 
 class Page(HTMLParser):
