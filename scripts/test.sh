@@ -23,4 +23,4 @@ ruff check .
 shellcheck scripts/*.sh .ci/run
 # a process per core: tests are small, and threads that wait for each other cost more than they give
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec pytest -q -n auto --maxprocesses 4 --dist loadfile "$@"
+exec pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

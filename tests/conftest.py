@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 
@@ -51,6 +53,18 @@ SPECS = {
     ],
 }
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
+
+
+# These files start many programs. Begun first, they wait beside those that compute.
+STARTERS = (
+    *("test_slurm", "test_fairseq_cli", "test_sweep", "test_launch", "test_board", "test_cli", "test_moves"),
+    *("test_ranks", "test_benchmarks", "test_compat", "test_accuracy"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(STARTERS)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,9 +188,31 @@ TRAIN_FLAGS = [
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder that the first of pytest's processes to ask for it fills, and all use: its name, and what fills it."""
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+
+    def folder_of(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = place / f"{name}-for-all", place / f"{name}-for-all.done"
+        with filelock.FileLock(place / f"{name}-for-all.lock"):
+            if not done.exists():
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def corpus(made_once) -> Path:
     """A binarised word-level corpus made from this package's own sources: train, valid, test."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return made_once("corpus", _fill_corpus) / "bin"
+
+
+def _fill_corpus(folder: Path) -> None:
     words = [w for file in sorted(PACKAGE.rglob("*.py")) for w in file.read_text().split()]
     lines = [" ".join(words[i : i + 12]) for i in range(0, len(words), 12)]
     parts = {"train": lines[:600], "valid": lines[600:700], "test": lines[700:820]}
@@ -196,16 +232,17 @@ def corpus(tmp_path_factory) -> Path:
         "--nwordssrc",
         "300",
     )
-    return folder / "bin"
 
 
 @pytest.fixture(scope="session")
-def trained(corpus, tmp_path_factory) -> Path:
+def trained(corpus, made_once) -> Path:
     """A checkpoint of fairseq-train: alibi, two layers, 4 updates at 32 tokens."""
-    folder = tmp_path_factory.mktemp("trained")
-    flags = ["--rpe", "alibi", "--max-update", "4", "--save-dir", folder, "--disable-validation"]
-    fairseq("train", corpus, *TRAIN_FLAGS, *flags)
-    return folder / "checkpoint_last.pt"
+    flags = ["--rpe", "alibi", "--max-update", "4", "--disable-validation"]
+
+    def fill(folder: Path) -> None:
+        fairseq("train", corpus, *TRAIN_FLAGS, *flags, "--save-dir", folder)
+
+    return made_once("trained", fill) / "checkpoint_last.pt"
 
 
 @pytest.fixture(scope="session")

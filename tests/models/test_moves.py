@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import make_model
-from test_fairseq_cli import assert_bit_equal, evaluate, parameters, tokens_in, train
+from test_fairseq_cli import assert_bit_equal, evaluate, evaluate_here, parameters, tokens_in, train
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.core import Positions, UserError
@@ -159,7 +159,7 @@ def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
     checkpoint = tmp_path / "checkpoint_last.pt"
 
     def loss(*flags: str) -> float:
-        out = evaluate(corpus, checkpoint, 256, *flags)
+        out = evaluate_here(corpus, checkpoint, 256, *flags)
         assert f"scored tokens: {tokens_in(corpus, 'test')} of" in out
         return float(re.search(r"Loss \(base 2\): ([\d.]+)", out).group(1))
 

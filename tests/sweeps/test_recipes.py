@@ -358,9 +358,7 @@ def test_fire_and_its_ablations():
         "fire-output-relu": 462,
     }
     shared = recipes.load("fire-lm-shared")
-    assert shared.scale("paper") == replace(
-        recipe.scale("paper"), rpe_share="model", methods=("fire",)
-    )
+    assert shared.scale("paper") == replace(recipe.scale("paper"), rpe_share="model", methods=("fire",))
     assert shared.published.values["fire"]["2048"] == 3.10
 
 
