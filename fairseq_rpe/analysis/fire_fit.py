@@ -17,6 +17,7 @@ That parameters exist does not say that training finds them.
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -69,6 +70,27 @@ class FireFit:
         state = {name: value.tolist() for name, value in self.fire.state_dict().items()}
         start = {"heads": list(self.heads), "fire": self.spec, "c": self.c, "L": self.threshold}
         return {**start, **shape, **errors, "state": state}
+
+    def __str__(self) -> str:
+        """A few lines: its shape, what its arrays hold, its error."""
+        layers = f"one hidden layer of {self.hidden} ReLUs" if self.hidden else "no hidden layer: f is a line"
+        psi = "x" if self.c is None else f"ln(c*x + 1), c = {self.c:.6g}"
+        lines = [f"{_ranges(self.heads)}: {layers}", f"  psi(x) = {psi}; L = {self.threshold:g}"]
+        for name, layer in zip(("hidden", "output") if self.hidden else ("output",), self.fire.mlp, strict=True):
+            lines += [f"  {name} {part:6} {_summary(getattr(layer, part))}" for part in ("weight", "bias")]
+        lines.append(f"  largest error: {self.error:.1e} nats in float64, {self.error_float32:.1e} in float32")
+        return "\n".join(lines)
+
+
+def _summary(values: Tensor) -> str:
+    shape, low, high = " x ".join(map(str, values.shape)), values.min().item() + 0.0, values.max().item() + 0.0
+    return f"({shape}) " + (f"all {low:.6g}" if low == high else f"{low:.6g} to {high:.6g}")
+
+
+def _ranges(heads: tuple[int, ...]) -> str:
+    runs = [[h for _, h in run] for _, run in groupby(enumerate(heads), lambda pair: pair[1] - pair[0])]
+    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"head{'s' if len(heads) > 1 else ''} {ranges}"
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..encodings import Encoding
 from .convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
+from .receptive_field import quantised
 
 EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000))
 # six a decade, as decimals of two digits, so that each is an exact number
@@ -121,6 +122,21 @@ def fields(rows: Sequence[HeadRow]) -> Fields:
     curves = [[(float(e), 10**y) for e, y in zip(GRID, ys, strict=True) if y <= DRAWN] for ys in found]
     drawn = [tuple(torch.tensor(curve, dtype=torch.float64).T) for curve in curves if curve]
     return Fields(drawn, len(rows) - len(summed), any(ys[-1] > DRAWN for ys in found))
+
+
+def cut_off(sources: Mapping[str, Source], keys: int) -> tuple[list[list[Any]], dict[str, list[tuple[Tensor, Tensor]]]]:
+    """Rows and curves of the appendix's quantised field, which every sum has: it ends after ``keys`` distances."""
+    rows: list[list[Any]] = [["source", *Place._fields, "epsilon", "index", "trf"]]
+    curves = {}
+    for title, source in sources.items():
+        seen = {}
+        for place, values in weights(source, keys):
+            epsilons, part = quantised(values)
+            pairs = list(zip(epsilons.tolist(), part.tolist(), strict=True))
+            rows += [[title, *place, f"{e:.6g}", round(y * keys), y] for e, y in pairs]
+            seen[tuple(pairs)] = epsilons, part
+        curves[title] = list(seen.values())
+    return rows, curves
 
 
 def _bounds(head: HeadVerdict, epsilon: Fraction) -> tuple[Any, ...]:

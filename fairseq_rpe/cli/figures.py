@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=positive_int, default=512, metavar="N", help="tokens or distances shown (512)")
     parser.add_argument("--heads", type=positive_int, metavar="H", help="heads of specs (8)")
     parser.add_argument(
-        "--head", type=positive_int, metavar="K", help="head shown where one is shown (default: a middle one)"
+        "--head", type=positive_int, metavar="K", help="the head where one is shown (default: a middle one)"
     )
     parser.add_argument(
         "--seed", type=positive_int, default=1, metavar="S", help="initial values of specs, or run of the sweep (1)"

@@ -96,9 +96,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
-    parser.add_argument(
-        "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (default: fp32)"
-    )
+    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (fp32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"

@@ -11,9 +11,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes CSV, Markdown table, figure and a self-contained HTML page into each sweep's folder."
     parser.add_argument("sweeps", type=Path, nargs="+", metavar="DIR", help="the --out folder of a sweep")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also one HTML page on all of them, one after another")
-    parser.add_argument(
-        "--delta", type=positive_float, metavar="X", help="δ of Definition 0.1, a relative deviation (0.05)"
-    )
+    parser.add_argument("--delta", type=positive_float, metavar="X", help="δ of Definition 0.1, relative (0.05)")
     add_rpe_module(parser)
 
 

@@ -37,9 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=count, default=0, metavar="N", help="processes that cut the windows; same result (default: 0)"
     )
-    parser.add_argument(
-        "--max-tokens", type=positive_int, metavar="N", help="a batch (default: 2048, at least one window)"
-    )
+    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="a batch (2048, at least one window)")
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
 
 

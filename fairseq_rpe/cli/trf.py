@@ -2,19 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fairseq_rpe.cli.options import positive_int
 from fairseq_rpe.cli.verdict import add_source, asked
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 LONGEST = 1 << 20  # distances of a quantised curve
 NAMES = ("trf.png", "trf.pdf", "trf.csv")
-Curves = dict[str, list[tuple["Tensor", "Tensor"]]]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +30,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_folder(args.out, list(NAMES))
-    rows, curves = quantised(args) if args.quantised else exact(args)
+    if args.quantised and args.quantised > LONGEST:
+        raise UserError(f"--quantised {args.quantised}: choose at most {LONGEST} distances")
+    from fairseq_rpe.analysis import judgement
+
+    rows, curves = judgement.cut_off(asked(args), args.quantised) if args.quantised else exact(args)
     if not any(curves.values()):
         raise UserError("nothing to draw: no sum of these converges, so none has a receptive field (try --quantised M)")
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"table:  {args.out / 'trf.csv'}\nfigure: {args.out / 'trf.png'}, also as .pdf")
 
 
-def exact(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
+def exact(args: argparse.Namespace) -> tuple[list[list[Any]], dict[str, Any]]:
     """Table and curves of TRF as Eq. 22 defines it; says what has none."""
     from fairseq_rpe.analysis import judgement
 
@@ -61,24 +61,3 @@ def exact(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
         if one.cut:
             print(f"{title}: fields beyond 10^{judgement.DRAWN} keys are in the table only")
     return judgement.field_cells(sources), {title: one.curves for title, one in found.items()}
-
-
-def quantised(args: argparse.Namespace) -> tuple[list[list[Any]], Curves]:
-    """The same of the appendix's curve, which exists for every sum because it is cut off."""
-    keys = args.quantised
-    if keys > LONGEST:
-        raise UserError(f"--quantised {keys}: choose at most {LONGEST} distances")
-    from fairseq_rpe.analysis import judgement
-    from fairseq_rpe.analysis.receptive_field import quantised as steps
-
-    rows: list[list[Any]] = [["source", *judgement.Place._fields, "epsilon", "index", "trf"]]
-    curves: Curves = {}
-    for title, source in asked(args).items():
-        seen = {}
-        for place, weights in judgement.weights(source, keys):
-            epsilons, part = steps(weights)
-            pairs = list(zip(epsilons.tolist(), part.tolist(), strict=True))
-            rows += [[title, *place, f"{e:.6g}", round(y * keys), y] for e, y in pairs]
-            seen[tuple(pairs)] = epsilons, part
-        curves[title] = list(seen.values())
-    return rows, curves

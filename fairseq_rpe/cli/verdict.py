@@ -3,15 +3,12 @@
 import argparse
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fairseq_rpe.cli.options import add_rpe_module, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.table import csv_text
-
-if TYPE_CHECKING:
-    from fairseq_rpe.analysis.judgement import Source
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +68,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"table: {args.csv}")
 
 
-def asked(args: argparse.Namespace) -> dict[str, "Source"]:
-    """What was asked for by its name: the formula, or encodings, one or one per layer of a checkpoint."""
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The sources of a judgement by their names: the formula, or encodings, one or one per layer of a checkpoint."""
     if sum((bool(args.specs), args.formula is not None, args.checkpoint is not None)) != 1:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
     if args.formula is not None:

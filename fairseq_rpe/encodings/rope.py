@@ -57,9 +57,7 @@ class Rope(Rotary):
             above=0,
         )
         original_length: int = option(0, "L, tokens of the original training; 0: the training length", minimum=0)
-        beta_fast: float = option(
-            32.0, "ntk_by_parts, yarn: pairs of more turns within L keep their frequency", above=0
-        )
+        beta_fast: float = option(32.0, "ntk_by_parts, yarn: pairs of more turns within L keep their θ", above=0)
         beta_slow: float = option(1.0, "ntk_by_parts, yarn: pairs of fewer turns within L are divided by κ", above=0)
         ramp: str = option(
             "code",

@@ -31,9 +31,7 @@ class Randomized(Transform):
             maximum=EXACT,
         )
         times: int | None = option(None, "max as so many training lengths, in its place", minimum=1, maximum=EXACT)
-        per: str = option(
-            "batch", "one draw for all rows of a forward pass, or one for each row", choices=("batch", "row")
-        )
+        per: str = option("batch", "one draw for all rows of a pass, or one for each row", choices=("batch", "row"))
 
     formula = "p = sort(subset of {0 … max-1} without replacement)"
     paper = "Ruoss et al. 2023 (arXiv 2305.16843)"

@@ -46,9 +46,7 @@ class Shape(Transform):
     @dataclass(frozen=True)
     class Config:
         max: int = option(500, "K: offsets are drawn from 0 … K-1", minimum=1, maximum=EXACT)
-        eval_offset: str = option(
-            "0", "first position at evaluation: 0, or K as in the authors' code", choices=("0", "K")
-        )
+        eval_offset: str = option("0", "first position in evaluation: 0, or K as in their code", choices=("0", "K"))
 
     formula = "p_j = j + k,  k ~ U{0 … K-1} per row"
     paper = "Kiyono et al. 2021 (arXiv 2109.05644)"

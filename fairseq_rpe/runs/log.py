@@ -9,10 +9,12 @@ from statistics import median
 
 _STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
 _START = "| fairseq_cli.train | training on "
-_PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
-_VOCABULARY = re.compile(r"\| dictionary: ([\d,]+) types")
-_BACKEND = re.compile(r"\| attention backend: (\S+)")
-_DATA = re.compile(r"\| loaded [\d,]+ examples from: (.+)/train\s*$")
+_FACTS = {
+    "parameters": r"num\. shared model params: ([\d,]+)",
+    "vocabulary": r"\| dictionary: ([\d,]+) types",
+    "backend": r"\| attention backend: (\S+)",
+    "data": r"\| loaded [\d,]+ examples from: (.+)/train\s*$",
+}
 
 
 @dataclass
@@ -57,7 +59,10 @@ def read(path: Path) -> TrainLog:
             walls.append(0.0)
             continue
         if (told := statistics(line)) is None:
-            _facts(line, found)
+            for name, pattern in _FACTS.items():
+                if match := re.search(pattern, line):
+                    counted = name in ("parameters", "vocabulary")
+                    setattr(found, name, int(match[1].replace(",", "")) if counted else match[1])
             continue
         kind, values = told
         prefix = "" if kind == "train_inner" else f"{kind}_"
@@ -74,14 +79,3 @@ def read(path: Path) -> TrainLog:
     found.seconds = sum(walls) or None
     found.tokens_per_second = median(speeds) if speeds else None
     return found
-
-
-def _facts(line: str, found: TrainLog) -> None:
-    if match := _PARAMETERS.search(line):
-        found.parameters = int(match[1].replace(",", ""))
-    elif match := _VOCABULARY.search(line):
-        found.vocabulary = int(match[1].replace(",", ""))
-    elif match := _BACKEND.search(line):
-        found.backend = match[1]
-    elif match := _DATA.search(line):
-        found.data = match[1]

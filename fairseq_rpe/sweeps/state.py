@@ -173,10 +173,7 @@ class SweepFolder:
         given["methods"] = {name: {"name": name, **method} for name, method in named.items()}
         published = given.pop("published", None)
         state = records.read(State, given, source, "the sweep", strict=False)
-        if published:
-            values = read_published(published, source, None)
-            state = replace(state, published=values)
-        return state
+        return replace(state, published=read_published(published, source, None)) if published else state
 
     def write(self, state: State) -> None:
         """Put a sweep on record."""
@@ -184,7 +181,4 @@ class SweepFolder:
         given["settings"] = state.settings.record()
         given["methods"] = {name: {k: v for k, v in m.items() if k != "name"} for name, m in given["methods"].items()}
         given["published"] = state.published.record() if state.published else None
-        for key in ("data", "algorithms"):
-            if not given[key]:
-                del given[key]
-        write_json(self.state_path, given)
+        write_json(self.state_path, {k: v for k, v in given.items() if v or k not in ("data", "algorithms")})

@@ -161,7 +161,7 @@ def test_the_command_writes_equation_4(spec, tmp_path, capsys):
         (["window:window=4"], "not finite at distance 4.*at most 4"),
         (["kerple_power:p=2,a=1e9"], "float64 does not hold.*shorter length"),
         (["alibi", "--out", "."], "--out . is a folder"),
-        (["alibi", "--length", "9", "--out", "/dev/null/x.json"], "cannot be written"),
+        (["alibi", "--length", "9", "--out", "/dev/null/x.json"], "--out /dev/null: /dev/null is not a folder"),
     ],
 )
 def test_refusals_are_one_line(argv, words, capsys):
