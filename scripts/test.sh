@@ -6,8 +6,8 @@ if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
     cat <<'TEXT'
 usage: scripts/test.sh [PYTEST ARGUMENTS]
 
-Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; up to four
-processes, a thread each, share the tests by file (-n 0: one process).
+Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; processes, a
+thread each, share the tests by file: one more than there are cores, up to four (-n 0: one process).
 TEXT
     exit 0
 fi
@@ -21,6 +21,7 @@ if [[ "$(uname -s)" == Linux ]] && ! python -c "import triton" 2>/dev/null; then
 fi
 ruff check .
 shellcheck scripts/*.sh .ci/run
-# a process per core: tests are small, and threads that wait for each other cost more than they give
+# a process per core, and one for those that wait: tests are small, and threads that wait for each other cost more
+# than they give
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+exec pytest -q -n "$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')" --dist loadfile --no-loadscope-reorder "$@"

@@ -99,6 +99,7 @@ def evaluate_here(corpus, checkpoint, length, *flags) -> str:
         with mock.patch.object(sys, "argv", [str(word) for word in argv]):
             eval_lm.cli_main()
     finally:
+        compat.overrides.clear()
         root.removeHandler(handler)
         root.setLevel(level)
     return "\n".join(said)
