@@ -4,7 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int
+from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int, seed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import filled
 
@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--master", type=address, metavar="HOST:PORT", help="where --nodes meet: the first of them (default: SLURM's)"
     )
     add_training(parser)
-    parser.add_argument("--seed", type=positive_int, default=1, help="default: 1")
+    parser.add_argument("--seed", type=seed, default=1, help="default: 1")
 
 
 def run(args: argparse.Namespace) -> None:
