@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, distances, heads, seed, width
+from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed, width
 from fairseq_rpe.core.files import atomic_write, check_file
 
 
@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         '"Functional Interpolation for Relative Positions" says there are, and measures the error.'
     )
     parser.add_argument("spec", metavar="SPEC", help="encoding, e.g. sandwich or t5_bias:buckets=64")
-    parser.add_argument("--length", type=distances, default=2048, help="number of distances (default 2048)")
+    parser.add_argument("--length", type=positive_int, default=2048, help="number of distances (default 2048)")
     parser.add_argument("--heads", type=heads, default=8, help="attention heads (default 8)")
     parser.add_argument("--width", type=width, help="model width (default: 64 times --heads)")
     parser.add_argument(

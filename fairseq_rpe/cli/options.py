@@ -48,6 +48,8 @@ def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
     values = tuple(map(item, text.replace(",", " ").split()))
     if not values:
         raise argparse.ArgumentTypeError("is empty: give at least one number")
+    if not all(part.strip() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' has a comma with no number beside it")
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"'{text}' names a number twice")
     return values
@@ -55,6 +57,13 @@ def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
 
 int_list, number_list = partial(_list, item=positive_int), partial(_list, item=number)
 seed_list = partial(_list, item=seed)
+
+
+def spec(text: str) -> str:
+    """A spec string, checked where it is used; an empty one would be taken for none."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: write name or name:key=value,key=value")
+    return text
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -103,8 +112,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({BY_ARCH})")
     parser.add_argument("--dropout", type=fraction, help=BY_ARCH)
-    parser.add_argument("--positions-train", metavar="SPEC", help="default: identity")
-    parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
+    parser.add_argument("--positions-train", type=spec, metavar="SPEC", help="default: identity")
+    parser.add_argument(
+        "--positions-eval", type=spec, metavar="SPEC", help="default: what --positions-train names, or identity"
+    )
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (fp32)")
@@ -120,7 +131,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How a checkpoint is loaded; fairseq's messages go nowhere, where there is no --log."""
     parser.set_defaults(log=None)
-    parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
+    parser.add_argument("--positions", type=spec, metavar="SPEC", help="position transform (default: the checkpoint's)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     add_rpe_module(parser, now=False)
 
@@ -129,7 +140,9 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """One checkpoint, perhaps with another encoding, and where the results go."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file to add the results to")
-    parser.add_argument("--rpe", metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's")
+    parser.add_argument(
+        "--rpe", type=spec, metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="file for fairseq's messages")
     add_loading(parser)
 

@@ -145,7 +145,7 @@ def gpus(request: Request, dry: bool = False) -> int:
         return request.nproc if request.device == "cuda" else len(devices.gpus())
     found = len(devices.check(request.device, request.nproc))
     if not found and request.nproc > (most := max(16, 4 * processes.cores())):
-        raise UserError(f"--nproc {request.nproc}: the {processes.cores()} cores here take at most {most} processes")
+        raise UserError(f"--nproc {request.nproc}: the {processes.cores()} cores here take {most} at most")
     return found
 
 
