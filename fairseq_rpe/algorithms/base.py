@@ -24,10 +24,10 @@ class Sizes:
 
     items: int = option(20, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
     times: int = option(5, "test lengths are Uniform(2, times·M) items", minimum=1, maximum=100)
-    train: int = option(100_000, "training examples", minimum=1)
-    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1)
-    test: int = option(10_000, "test examples", minimum=1)
-    seed: int = option(1, "of the examples; another seed is another data set", minimum=0)
+    train: int = option(100_000, "training examples", minimum=1, maximum=10**8)
+    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=10**8)
+    test: int = option(10_000, "test examples", minimum=1, maximum=10**8)
+    seed: int = option(1, "of the examples; another seed is another data set", minimum=0, maximum=2**63 - 1)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, int_list, positive_int
+from fairseq_rpe.cli.options import add_rpe_module, heads, int_list, positive_int, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write
+from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.table import csv_text
 
 COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio")
@@ -23,8 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", default="all", metavar='"NAME ..."', help="default: all")
     parser.add_argument("--lengths", type=int_list, default=[512, 1024, 2048], metavar="N,N,...", help="tokens")
     parser.add_argument("--batch", type=positive_int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--heads", type=positive_int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--width", type=positive_int, default=64, metavar="N", help="of a head (default: 64)")
+    parser.add_argument("--heads", type=heads, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--width", type=width, default=64, metavar="N", help="of a head (default: 64)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     parser.add_argument("--passes", choices=("forward", "training", "both"), default="both", help="default: both")
     parser.add_argument("--repeats", type=positive_int, default=5, metavar="N", help="the median counts (default: 5)")
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.attention import BACKENDS
     from fairseq_rpe.core.devices import chosen
 
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        raise UserError(f"--out {args.out} is a file: name a folder")
+    if args.out is not None:
+        check_folder(args.out, ("bench.csv", "bench.md", "bench.png"))
     names, specs = list(BACKENDS) if args.backends == "all" else args.backends.split(), args.encodings.split()
     for name in names:
         if name not in BACKENDS:

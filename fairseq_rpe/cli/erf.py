@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_checkpoints, number_list, positive_int
-from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.records import filled
 
 _FIELDS, _CURVES, _QUANTISED, _PNG, _PDF = "erf.csv", "erf_curve.csv", "erf_quantised.csv", "erf.png", "erf.pdf"
@@ -48,16 +48,15 @@ def run(args: argparse.Namespace) -> None:
     request = filled(receptive.FieldRequest, args)
     length, rows = request.sized(max(subject.train_length for subject in subjects))
     check_folder(args.out, (_FIELDS, _CURVES, _QUANTISED, _PNG, _PDF))
-    make_folder(args.out)
     found = [receptive.measure(request, subject, length, rows) for subject in subjects]
+    print(receptive.table(found, args.epsilons).markdown())
+    print(f"Blocks of {length} tokens, {args.blocks} of {args.data}/{args.subset}, the last {rows} queries of each.")
+    print("Cells: nearest keys, mean over queries; over heads the mean (least to most). Bias alone: as if q·k = 0.")
     atomic_write(args.out / _FIELDS, receptive.fields_csv(found, args.epsilons))
     atomic_write(args.out / _CURVES, receptive.curves_csv(found))
     if args.quantised:
         atomic_write(args.out / _QUANTISED, receptive.quantised_csv(found))
     figure = fields.empirical_quantised(found) if args.quantised else fields.empirical(found, args.epsilons)
     save(figure, args.out / _PNG, args.out / _PDF)
-    print(receptive.table(found, args.epsilons).markdown())
-    print(f"Blocks of {length} tokens, {args.blocks} of {args.data}/{args.subset}, the last {rows} queries of each.")
-    print("Cells: nearest keys, mean over queries; over heads the mean (least to most). Bias alone: as if q·k = 0.")
     print(f"table:  {args.out / _FIELDS}")
     print(f"figure: {args.out / _PNG}")

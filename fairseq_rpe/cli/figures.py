@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, positive_int
+from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder, make_folder
+from fairseq_rpe.core.files import check_folder
 
 _LONGEST = 16_384
 
@@ -21,12 +21,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="DATA", help="binarised text for the empirical receptive field")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/figures, or figures in the sweep")
     parser.add_argument("--length", type=positive_int, default=512, metavar="N", help="tokens or distances shown (512)")
-    parser.add_argument("--heads", type=positive_int, metavar="H", help="heads of specs (8)")
+    parser.add_argument("--heads", type=heads, metavar="H", help="heads of specs (8)")
     parser.add_argument(
         "--head", type=positive_int, metavar="K", help="the head where one is shown (default: a middle one)"
     )
     parser.add_argument(
-        "--seed", type=positive_int, default=1, metavar="S", help="initial values of specs, or run of the sweep (1)"
+        "--seed", type=seed, default=1, metavar="S", help="initial values of specs, or run of the sweep (1)"
     )
     add_rpe_module(parser)
     parser.set_defaults(log=None)
@@ -51,7 +51,6 @@ def run(args: argparse.Namespace) -> None:
     else:
         gallery = drawing.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
     out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
-    check_folder(out, ())
-    make_folder(out)
+    check_folder(out)
     for line in drawing.draw(gallery, out):
         print(line, flush=True)

@@ -4,9 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, positive_int
-from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_folder
+from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed, width
+from fairseq_rpe.core.files import atomic_write, check_file
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -16,10 +15,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("spec", metavar="SPEC", help="encoding, e.g. sandwich or t5_bias:buckets=64")
     parser.add_argument("--length", type=positive_int, default=2048, help="number of distances (default 2048)")
-    parser.add_argument("--heads", type=positive_int, default=8, help="attention heads (default 8)")
-    parser.add_argument("--width", type=positive_int, help="model width (default: 64 times --heads)")
+    parser.add_argument("--heads", type=heads, default=8, help="attention heads (default 8)")
+    parser.add_argument("--width", type=width, help="model width (default: 64 times --heads)")
     parser.add_argument(
-        "--seed", type=positive_int, default=1, help="of the initial values of encodings that learn theirs (default 1)"
+        "--seed", type=seed, default=1, help="of the initial values of encodings that learn theirs (default 1)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all parameters as JSON")
     add_rpe_module(parser)
@@ -27,21 +26,19 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.out is not None:
-        if args.out.is_dir():
-            raise UserError(f"--out {args.out} is a folder: name a file")
-        check_folder(args.out.parent, ())
+        check_file("--out", args.out)
     import torch
 
     from fairseq_rpe.analysis.fire_fit import fit_fire
     from fairseq_rpe.encodings import build
 
-    width = args.width or 64 * args.heads
+    wide = args.width or 64 * args.heads
     torch.manual_seed(args.seed)
-    fits = fit_fire(build(args.spec, args.heads, width), args.spec, args.length)
+    fits = fit_fire(build(args.spec, args.heads, wide), args.spec, args.length)
     print(f"{args.spec} as FIRE, b(i, j) = f(psi(i-j) / psi(max(L, i))), for all 0 <= j <= i < {args.length}")
     for fit in fits:
         print(f"\n{fit}")
     if args.out is not None:
-        setting = {"spec": args.spec, "heads": args.heads, "width": width, "length": args.length, "seed": args.seed}
+        setting = {"spec": args.spec, "heads": args.heads, "width": wide, "length": args.length, "seed": args.seed}
         atomic_write(args.out, json.dumps({**setting, "modules": [fit.as_dict() for fit in fits]}) + "\n")
         print(f"\nparameters: {args.out}")

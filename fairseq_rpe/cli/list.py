@@ -4,7 +4,7 @@ import argparse
 import csv
 import sys
 
-from fairseq_rpe.cli.options import add_rpe_module, positive_int
+from fairseq_rpe.cli.options import add_rpe_module, distances, heads, width
 from fairseq_rpe.core.files import PACKAGE
 
 
@@ -18,9 +18,9 @@ def add_list(parser: argparse.ArgumentParser) -> None:
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
-    parser.add_argument("--heads", type=positive_int, default=4, help="attention heads (default 4)")
-    parser.add_argument("--width", type=positive_int, default=128, help="model width (default 128)")
-    parser.add_argument("--length", type=positive_int, default=64, help="number of distances (default 64)")
+    parser.add_argument("--heads", type=heads, default=4, help="attention heads (default 4)")
+    parser.add_argument("--width", type=width, default=128, help="model width (default 128)")
+    parser.add_argument("--length", type=distances, default=64, help="number of distances (default 64)")
     add_rpe_module(parser)
 
 

@@ -1,15 +1,20 @@
 """Entry point of ``fairseq-rpe``: one table of commands, one place where errors become one line."""
 
 import argparse
-import errno
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from fairseq_rpe import __version__
+from fairseq_rpe.cli.display import displayed
 from fairseq_rpe.cli.options import make_ready
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import DEBUG, UserError, told
+from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs import processes
 
 # name: module of this room, what the command does. ``add`` of the module adds its options and ``run`` carries it out;
@@ -35,21 +40,27 @@ COMMANDS = {
     "profile": ("list:_profile", "print an encoding's log-bias per distance as CSV"),
     "user-dir": ("list:_user_dir", "print the folder to give to fairseq's --user-dir"),
 }
-_FULL = {
-    errno.ENOSPC: "no space left on the disk",
-    errno.EDQUOT: "no space left in the disk quota",
-    errno.EFBIG: "no larger file is allowed (ulimit -f)",
-}
+DEBUG_FLAG = "--debug"
+INTERNAL = 70
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are errors of the user like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """The command line with the options of the command that is ``wanted``; ``None``: of all of them."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fairseq-rpe",
         description="Positional encodings for length extrapolation with fairseq language models.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fairseq-rpe {__version__}")
+    about = "show where an error comes from, with any command"
+    parser.add_argument(DEBUG_FLAG, action="store_true", help=about)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (place, help) in COMMANDS.items():
         command = subparsers.add_parser(name, help=help, allow_abbrev=False)
@@ -63,37 +74,88 @@ def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    argv = _formulas(sys.argv[1:] if argv is None else list(argv))
+    argv = sys.argv[1:] if argv is None else list(argv)
     # What follows a lone -- belongs to fairseq; argparse cannot keep it apart from our positionals.
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = build_parser(argv[0] if argv else "")
-    args = parser.parse_args(argv[:cut])
-    if argv[cut + 1 :]:
-        if not hasattr(args, "extra"):
-            parser.error(f"'{args.command}' takes no further flags after --: only train and sweep do")
-        args.extra = tuple(argv[cut + 1 :])
+    ours, extra = _formulas(argv[:cut]), argv[cut + 1 :]
+    debug = DEBUG_FLAG in ours or DEBUG in os.environ
+    calm_warnings()
+    with displayed() as out, _debugging(debug):
+        code = _guarded([word for word in ours if word != DEBUG_FLAG], extra, debug)
+        out.flush()
+        if out.failure is not None and code == 0:
+            why = os.strerror(out.failure.errno or 0)
+            print(
+                f"error: standard output cannot be written ({why}): send it elsewhere; the work itself is done",
+                file=sys.stderr,
+            )
+            return 2
+        return code
+
+
+def _guarded(argv: list[str], extra: list[str], debug: bool) -> int:
+    """Carry out a command; whatever goes wrong becomes one line and a code."""
     try:
-        make_ready(args)
-        return args.run(args) or 0
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _carry_out(argv, extra)
     except KeyboardInterrupt:
         print("stopped by the keyboard; the same command goes on from here", file=sys.stderr)
         return 130
     except processes.Stopped:
         print("stopped by SIGTERM; the same command goes on from here", file=sys.stderr)
         return 143
-    except BrokenPipeError:
-        # The reader (head, less) has what it wanted; without this Python complains again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BaseException as error:
+        if debug:
+            traceback.print_exc()
+        said = told(error)
+        if said is not None:
+            print(f"error: {said}", file=sys.stderr)
+            return 2
+        about = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        more = "" if debug else f"; run again with {DEBUG_FLAG} for the traceback"
+        print(f"error: internal: {about}{more}", file=sys.stderr)
+        return INTERNAL
+
+
+def _carry_out(argv: list[str], extra: list[str]) -> int:
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise UserError(f"unknown command '{argv[0]}'{nearest(argv[0], COMMANDS)}; known: {', '.join(COMMANDS)}")
+    try:
+        args, unknown = build_parser(argv[0] if argv else "").parse_known_args(argv)
+    except SystemExit:  # --help and --version have been printed
         return 0
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        print(f"error: {_FULL[error.errno]}{where}: free some and run this again", file=sys.stderr)
-        return 2
+    see = f"(see fairseq-rpe {args.command} --help)"
+    if unknown:
+        raise UserError(f"unrecognized arguments: {' '.join(unknown)} {see}")
+    if extra:
+        if not hasattr(args, "extra"):
+            raise UserError(f"'{args.command}' takes no further flags after --: only train and sweep do {see}")
+        args.extra = tuple(extra)
+    make_ready(args)
+    return args.run(args) or 0
+
+
+@contextlib.contextmanager
+def _debugging(wanted: bool) -> Iterator[None]:
+    """Let the processes that a command starts show their tracebacks too."""
+    before = os.environ.get(DEBUG)
+    if wanted:
+        os.environ[DEBUG] = "1"
+    try:
+        yield
+    finally:
+        if wanted and before is None:
+            del os.environ[DEBUG]
+
+
+def calm_warnings() -> None:
+    """Where warnings are made errors (``PYTHONWARNINGS=error``), have Python's usual ones, here and in children."""
+    if not any(option.partition(":")[0] == "error" for option in sys.warnoptions):
+        return
+    sys.warnoptions[:] = []
+    os.environ.pop("PYTHONWARNINGS", None)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def _formulas(argv: list[str]) -> list[str]:

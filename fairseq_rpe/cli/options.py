@@ -7,30 +7,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, shown
 from fairseq_rpe.evaluation import log_to
 
 BY_ARCH = "default: by architecture"
 
 
-def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least {least}")
+MOST = 10**9  # of whole numbers that have no limit of their own
+
+
+def _whole(text: str, least: int, most: int = MOST) -> int:
+    digits = text.isascii() and text.isdigit() and len(text) <= 20
+    if not digits or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not a whole number from {least} to {most}")
     return int(text)
 
 
 count, positive_int = partial(_whole, least=0), partial(_whole, least=1)
+# numpy's generators take no larger seed; more processes than that would stop the machine, not speed it up
+seed, processes = partial(_whole, least=1, most=2**32 - 1), partial(_whole, least=1, most=1024)
+workers, distances = partial(_whole, least=0, most=256), partial(_whole, least=1, most=1 << 24)
+heads, width = partial(_whole, least=1, most=1024), partial(_whole, least=1, most=65_536)
 
 
 def _number(text: str, holds: Callable[[float], bool], words: str) -> float:
     with contextlib.suppress(ValueError):
         if holds(value := float(text)):
             return value
-    raise argparse.ArgumentTypeError(f"'{text}' is not {words}")
+    raise argparse.ArgumentTypeError(f"'{shown(text)}' is not {words}")
 
 
 number = partial(_number, holds=lambda v: True, words="a number")
 positive_float = partial(_number, holds=lambda v: 0 < v < float("inf"), words="a number above 0")
+rate = partial(_number, holds=lambda v: 0 < v <= 100, words="a number above 0 and at most 100")
 fraction = partial(_number, holds=lambda v: 0 <= v < 1, words="a number from 0 to below 1")
 
 
@@ -39,12 +48,22 @@ def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
     values = tuple(map(item, text.replace(",", " ").split()))
     if not values:
         raise argparse.ArgumentTypeError("is empty: give at least one number")
+    if not all(part.strip() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' has a comma with no number beside it")
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"'{text}' names a number twice")
     return values
 
 
 int_list, number_list = partial(_list, item=positive_int), partial(_list, item=number)
+seed_list = partial(_list, item=seed)
+
+
+def spec(text: str) -> str:
+    """A spec string, checked where it is used; an empty one would be taken for none."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: write name or name:key=value,key=value")
+    return text
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -72,7 +91,8 @@ def make_ready(args: argparse.Namespace) -> None:
         log_to(args.log)
     path = getattr(args, "rpe_module", None)
     if path is not None and not path.is_file():
-        raise UserError(f"--rpe-module {path} does not exist")
+        wrong = "is no file" if path.exists() else "does not exist"
+        raise UserError(f"--rpe-module {shown(path)} {wrong}: name a Python file")
     if path is not None and args.load_now:
         from fairseq_rpe.encodings import load_module
 
@@ -86,14 +106,16 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=positive_int, metavar="N", help=BY_ARCH)
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({BY_ARCH})")
     parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches an update (1)")
-    parser.add_argument("--nproc", type=positive_int, default=1, metavar="N", help="processes or GPUs of a node (1)")
-    parser.add_argument("--nodes", type=positive_int, default=1, metavar="M", help="machines that train a run (1)")
-    parser.add_argument("--lr", type=positive_float, help=f"peak learning rate ({BY_ARCH})")
+    parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs of a node (1)")
+    parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines that train a run (1)")
+    parser.add_argument("--lr", type=rate, help=f"peak learning rate ({BY_ARCH})")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({BY_ARCH})")
     parser.add_argument("--dropout", type=fraction, help=BY_ARCH)
-    parser.add_argument("--positions-train", metavar="SPEC", help="default: identity")
-    parser.add_argument("--positions-eval", metavar="SPEC", help="default: what --positions-train names, or identity")
+    parser.add_argument("--positions-train", type=spec, metavar="SPEC", help="default: identity")
+    parser.add_argument(
+        "--positions-eval", type=spec, metavar="SPEC", help="default: what --positions-train names, or identity"
+    )
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (fp32)")
@@ -109,7 +131,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How a checkpoint is loaded; fairseq's messages go nowhere, where there is no --log."""
     parser.set_defaults(log=None)
-    parser.add_argument("--positions", metavar="SPEC", help="position transform (default: the checkpoint's)")
+    parser.add_argument("--positions", type=spec, metavar="SPEC", help="position transform (default: the checkpoint's)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     add_rpe_module(parser, now=False)
 
@@ -118,7 +140,9 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """One checkpoint, perhaps with another encoding, and where the results go."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file to add the results to")
-    parser.add_argument("--rpe", metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's")
+    parser.add_argument(
+        "--rpe", type=spec, metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="file for fairseq's messages")
     add_loading(parser)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.data.download import local
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, KNOWN, TOKENIZERS, PrepareOptions, choose, compare, gpt2_vocabulary
@@ -116,6 +117,8 @@ def run_known(args: argparse.Namespace) -> None:
 
 def _prepare(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
     """Prepare with what was given, and ``own`` options for the others; returns the manifest."""
+    if not own["dest"].is_dir():
+        check_folder(own["dest"], flag="--dest")
     names = {field.name for field in fields(PrepareOptions)} - {"dest", "train", "valid", "test"}
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     settings = {**own, **given, "include": tuple(given.get("include", ()))}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, positive_float
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import check_file, check_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +21,14 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.reports.write import check, write
     from fairseq_rpe.sweeps.state import SweepFolder
 
-    if args.out is not None and args.out.is_dir():
-        raise UserError(f"--out {args.out} is a folder: name the file of the page")
+    if args.out is not None:
+        check_file("--out", args.out)
     if len(set(args.sweeps)) < len(args.sweeps):
         raise UserError("a sweep is named twice: leave one out")
     folders = [SweepFolder(path) for path in args.sweeps]
     for folder in folders:
         check(folder, args.delta)
+        check_folder(folder.path, flag="sweep")
     sections = []
     for folder in folders:
         sections.append(write(folder, args.delta))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number
 
@@ -57,11 +57,6 @@ def run(args: argparse.Namespace) -> None:
     check_folder(folder, [path.name for paths in (*files.values(), [table]) for path in paths])
     found = index_warping.table(asked)
     figures = {stem: draw(asked, compute(asked)) for stem, (compute, draw) in warping.FIGURES.items()}
-    make_folder(folder)
-    for stem, figure in figures.items():
-        save(figure, *files[stem])
-    head, *cells = index_warping.cells(found, asked)
-    atomic_write(table, csv_text(head, cells))
 
     columns = [f"{times}x {what}" for times in index_warping.TIMES for what in ("computed", "published")]
     lines = [
@@ -77,5 +72,9 @@ def run(args: argparse.Namespace) -> None:
         lower, best = ("yes" if value else "no" for value in trend)
         said = f"both skews lower the sum: {lower}; beta best at 4x: {best}"
         print(f"  length {one.train_length} (c = {one.reach}): {said}")
+    for stem, figure in figures.items():
+        save(figure, *files[stem])
+    head, *cells = index_warping.cells(found, asked)
+    atomic_write(table, csv_text(head, cells))
     print(f"\ntable:   {table}")
     print(f"figures: {', '.join(str(paths[0]) for paths in files.values())}, each also as .pdf")

@@ -4,8 +4,8 @@ import argparse
 from operator import attrgetter
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, count, int_list, positive_int
-from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.cli.options import add_checkpoints, int_list, positive_int, workers
+from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import csv_text
 
@@ -35,7 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--cached", action="store_true", help="also slide with cached keys and values; refused where that is not exact"
     )
     parser.add_argument(
-        "--workers", type=count, default=0, metavar="N", help="processes that cut the windows; same result (default: 0)"
+        "--workers",
+        type=workers,
+        default=0,
+        metavar="N",
+        help="processes that cut the windows; same result (default: 0)",
     )
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="a batch (2048, at least one window)")
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
@@ -51,13 +55,12 @@ def run(args: argparse.Namespace) -> None:
     request = filled(sliding.SlidingRequest, args)
     request.check()
     check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))
-    make_folder(args.out)
     rows = sliding.compare(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
+    print(text)
     atomic_write(args.out / _CSV, csv_text(sliding.COLUMNS, map(attrgetter(*sliding.COLUMNS), rows)))
     atomic_write(args.out / _MARKDOWN, text)
     points = [timing.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
     save(timing.of_windows(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
-    print(text)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")

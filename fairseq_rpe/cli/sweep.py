@@ -6,9 +6,9 @@ import re
 import sys
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_training, int_list, positive_int, words
+from fairseq_rpe.cli.options import add_training, int_list, positive_int, processes, seed_list, words
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock, read_json_lines
+from fairseq_rpe.core.files import check_folder, lock, read_json_lines
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.reports import kept
 from fairseq_rpe.runs.settings import Request
@@ -35,8 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-SCALE)")
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="evaluation batch in tokens")
-    parser.add_argument("--seeds", type=int_list, metavar="N,N,...", help="default: 1")
-    parser.add_argument("--jobs", type=positive_int, metavar="J", help="runs at a time (default: GPUs, or cores)")
+    parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="default: 1")
+    parser.add_argument("--jobs", type=processes, metavar="J", help="runs at a time (default: GPUs, or cores)")
     parser.add_argument(
         "--launcher",
         choices=("local", "slurm", "dry-run"),
@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if on_slurm is not None:
         slurm.check()
+    check_folder(sweep.out)
     folder = SweepFolder(sweep.out)
     with lock(folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"):
         state = carry.state(sweep, made)

@@ -4,7 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int
+from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int, seed, spec
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import filled
 
@@ -12,8 +12,12 @@ from fairseq_rpe.core.records import filled
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Runs fairseq-train. The same command goes on where an earlier one was stopped."
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
-    parser.add_argument("--algorithm", metavar="SPEC", help="in place of DATA: a generated task, e.g. copy:items=20")
-    parser.add_argument("--rpe", required=True, metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
+    parser.add_argument(
+        "--algorithm", type=spec, metavar="SPEC", help="in place of DATA: a generated task, e.g. copy:items=20"
+    )
+    parser.add_argument(
+        "--rpe", type=spec, required=True, metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper"
+    )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
     parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
@@ -25,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--master", type=address, metavar="HOST:PORT", help="where --nodes meet: the first of them (default: SLURM's)"
     )
     add_training(parser)
-    parser.add_argument("--seed", type=positive_int, default=1, help="default: 1")
+    parser.add_argument("--seed", type=seed, default=1, help="default: 1")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fairseq_rpe.cli.options import positive_int
 from fairseq_rpe.cli.verdict import add_source, asked
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_folder, make_folder
+from fairseq_rpe.core.files import atomic_write, check_folder
 
 LONGEST = 1 << 20  # distances of a quantised curve
 NAMES = ("trf.png", "trf.pdf", "trf.csv")
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.figures.fields import theoretical
     from fairseq_rpe.figures.style import save
 
-    make_folder(args.out)
     save(theoretical(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
     atomic_write(args.out / "trf.csv", csv_text(rows[0], rows[1:]))
     print(f"table:  {args.out / 'trf.csv'}\nfigure: {args.out / 'trf.png'}, also as .pdf")

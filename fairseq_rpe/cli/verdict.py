@@ -5,9 +5,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli.options import add_rpe_module, positive_int
+from fairseq_rpe.cli.options import add_rpe_module, heads, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write
+from fairseq_rpe.core.files import atomic_write, check_file
 from fairseq_rpe.core.table import csv_text
 
 
@@ -33,9 +33,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
     parser.add_argument("--formula", metavar="EXPR", help="log-bias as a formula in n, e.g. --formula='-2*log(n+1)'")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="judge what a trained model has learned")
-    parser.add_argument("--heads", type=positive_int, default=8, metavar="H", help="heads of a SPEC (default 8)")
+    parser.add_argument("--heads", type=heads, default=8, metavar="H", help="heads of a SPEC (default 8)")
     parser.add_argument(
-        "--head-width", type=positive_int, default=64, metavar="D", help="width of a head of a SPEC (default 64)"
+        "--head-width", type=width, default=64, metavar="D", help="width of a head of a SPEC (default 64)"
     )
     add_rpe_module(parser)
 
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
 
     epsilons = list(dict.fromkeys(args.epsilon or judgement.EPSILONS))
     check_epsilons(epsilons, "--epsilon")
-    if args.csv and (args.csv.is_dir() or any(part.is_file() for part in args.csv.parents)):
-        raise UserError(f"--csv {args.csv} cannot be a file: it is a folder, or below a file; name another one")
+    if args.csv:
+        check_file("--csv", args.csv)
     sources = {title: judgement.judge(source) for title, source in asked(args).items()}
     print("\n\n".join(judgement.table(title, rows, epsilons) for title, rows in sources.items()))
     print(
@@ -90,5 +90,5 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     for spec in specs:
         if specs.count(spec) > 1:
             raise UserError(f"'{spec}' is given twice: leave one out")
-    width = args.heads * args.head_width
-    return {spec: [encodings.build(spec, args.heads, width, LENGTH)] for spec in specs}
+    whole = args.heads * args.head_width
+    return {spec: [encodings.build(spec, args.heads, whole, LENGTH)] for spec in specs}

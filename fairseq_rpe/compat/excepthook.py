@@ -1,9 +1,10 @@
 """One line for a user's mistake."""
 
+import os
 import sys
 from typing import Any
 
-from ..core import UserError
+from ..core.errors import DEBUG, UserError, told
 from .replacement import replaces
 
 
@@ -13,8 +14,9 @@ def one_line_errors(original: Any, kind: Any, error: BaseException, trace: Any) 
 
     fairseq wraps some failures in an exception of its own, so the one being handled counts too.
     """
-    ours = next((e for e in (error, error.__context__) if isinstance(e, UserError)), None)
-    if ours is None:
+    ours = next((e for e in (error, error.__context__) if isinstance(e, UserError)), error)
+    said = told(ours)
+    if said is None or DEBUG in os.environ:
         original(kind, error, trace)
-    else:
-        print(f"error: {ours}", file=sys.stderr)
+    if said is not None:
+        print(f"error: {said}", file=sys.stderr)

@@ -23,6 +23,9 @@ def guard_workers(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: 
     shards = kwargs.get("num_shards", 1)
     if kwargs.get("context_window", 0) > 0 and max(kwargs.get("num_workers", 1), shards) > 1:
         raise UserError("--context-window is wrong with more than one worker or shard: use --num-workers 1")
+    longest, limit = int(dataset.sizes.max()), args[0] if args else kwargs.get("max_tokens")
+    if limit is not None and longest > limit:
+        raise UserError(f"--max-tokens {limit} is less than a block of {longest} tokens: raise it or lower the block's")
     _tokens.expected = int(dataset.sizes.sum()) if shards == 1 else None
     return original(self, dataset, *args, **kwargs)
 

@@ -1,4 +1,10 @@
-"""The one exception that a user is meant to read."""
+"""Errors that a user is meant to read, and the one line that each is told in."""
+
+import errno
+import os
+import re
+
+DEBUG = "FAIRSEQ_RPE_DEBUG"  # set for the children of a command that is to show tracebacks
 
 
 class UserError(ValueError):
@@ -7,3 +13,77 @@ class UserError(ValueError):
     Command-line entry points print ``error: <message>`` and exit with code 2 instead of
     showing a traceback; in Python it is an ordinary ``ValueError``.
     """
+
+
+_ANOTHER = "name another place"
+# what is wrong with the path, and the remedy
+_PATHS = {
+    errno.ENOENT: ("does not exist", _ANOTHER),
+    errno.EISDIR: ("is a folder", "name a file"),
+    errno.ENOTDIR: ("is a file, or below one", "a folder is needed, name another one"),
+    errno.EEXIST: ("is there already", "move it away or name another one"),
+    errno.ENOTEMPTY: ("is not empty", "move it away or name another one"),
+    errno.EACCES: ("may not be read or written", "change its permissions or name another one"),
+    errno.EPERM: ("may not be read or written", "change its permissions or name another one"),
+    errno.EROFS: ("is on a disk that can only be read", _ANOTHER),
+    errno.ENAMETOOLONG: ("has too long a name", "shorten it"),
+    errno.ELOOP: ("is a link that leads back to itself", "remove it or name another one"),
+    errno.EBUSY: ("is in use", "free it or name another one"),
+}
+_FULL = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "no space left in the disk quota",
+    errno.EFBIG: "no larger file is allowed (ulimit -f)",
+}
+# of this process or machine, whatever the path
+_LIMITS = {
+    errno.EMFILE: "too many files are open: raise ulimit -n",
+    errno.ENFILE: "too many files are open on this machine: close some programs",
+    errno.EAGAIN: "no further process can be started: ask for fewer, or raise ulimit -u",
+}
+_MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"
+_TORCH_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|CUDA out of memory")
+
+
+def shown(path: object, most: int = 100) -> str:
+    """A path as messages have it: a long one without its middle."""
+    text = os.fsdecode(path) if isinstance(path, (bytes, os.PathLike)) else str(path)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 3 :]}"
+
+
+def os_line(error: OSError, path: object = None) -> str | None:
+    """What an error of the system says of a path, or of this machine; nothing where it is about neither.
+
+    ``path``: the one to name, in place of the one that the error knows.
+    """
+    path = error.filename if path is None else path
+    if error.errno == errno.ENOMEM:
+        return f"not enough memory: {_MEMORY}"
+    if error.errno in _LIMITS:
+        return _LIMITS[error.errno]
+    if error.errno in _FULL:
+        where = f" while writing {shown(path)}" if path is not None else ""
+        return f"{_FULL[error.errno]}{where}: free some and run this again"
+    if error.errno is None or path is None or isinstance(path, int):
+        return None
+    wrong, remedy = _PATHS.get(error.errno, (f"cannot be used ({os.strerror(error.errno)})", _ANOTHER))
+    return f"{shown(path)} {wrong}: {remedy}"
+
+
+def told(error: BaseException) -> str | None:
+    """The one line that a user is told; nothing where the error is none of theirs but a bug."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError):
+        return os_line(error)
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {_MEMORY}"
+    if isinstance(error, RuntimeError):
+        # torch's allocators; pathlib before Python 3.13
+        if found := _TORCH_MEMORY.search(str(error)):
+            asked = f" ({int(found[1]):,} bytes more were asked for)" if found[1] else " on the GPU"
+            return f"not enough memory{asked}: {_MEMORY}"
+        if str(error).startswith("Symlink loop from "):
+            path = str(error).removeprefix("Symlink loop from ").strip("'\"")
+            return os_line(OSError(errno.ELOOP, "", path))
+    return None

@@ -5,20 +5,22 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, os_line, shown, told
 
 # what fairseq's --user-dir wants
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def replace_with(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then rename it onto ``path``."""
+    """Let ``write`` fill a temporary file beside ``path``, then rename it onto ``path``, never onto a device."""
+    check_kind("file", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # matplotlib and others choose the format by the ending, so the temporary name keeps it.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
@@ -78,27 +80,66 @@ def append_json_line(path: Path, row: dict[str, Any]) -> None:
     atomic_write(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
-def check_folder(folder: Path, names: Iterable[str]) -> None:
-    """Refuse what would fail after some files were written."""
+def check_kind(flag: str, path: Path) -> None:
+    """Refuse what is no plain file, be it a folder or a device; one that is not there is none of these."""
     try:
-        for part in (folder, *folder.parents):
-            if os.path.lexists(part) and not part.is_dir():
-                raise UserError(f"--out {folder}: {part} is not a folder, name another one")
-        for name in names:
-            if (folder / name).is_dir():
-                raise UserError(f"--out {folder}: {name} in it is a folder, move it away or name another --out")
+        kind = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
     except OSError as error:
-        raise UserError(f"--out {folder} cannot be used ({error.strerror}): name another folder") from None
+        raise UserError(_refusal(flag, path, error)) from None
+    if stat.S_ISDIR(kind):
+        raise UserError(f"{flag} {shown(path)} is a folder: name a file")
+    if not stat.S_ISREG(kind):
+        raise UserError(f"{flag} {shown(path)} is a device, a pipe or a socket: name a plain file")
 
 
-def make_folder(folder: Path) -> None:
-    """The folder of --out, made if need be."""
+def check_file(flag: str, path: Path) -> None:
+    """Refuse, before any work, a file that could not be written. Leaves nothing behind."""
+    check_kind(flag, path)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"{flag} {shown(path)} can only be read: change its permissions or name another one")
+    # the temporary name of a file is longer than its own
+    _try_out(flag, path, path.parent, f".{path.stem}-{path.suffix}")
+
+
+def check_folder(folder: Path, names: Iterable[str] = (), flag: str = "--out") -> None:
+    """Refuse, before any work, a folder in which files with these names could not be written. Leaves nothing behind."""
+    for name in names:
+        check_kind(flag, folder / name)
+    _try_out(flag, folder, folder, ".try-")
+
+
+def _try_out(flag: str, path: Path, folder: Path, name: str) -> None:
+    """Make ``folder`` if need be and a file of some bytes in it, and remove what was made."""
+    made: list[Path] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be made ({error.strerror}): name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out {folder} cannot be written to: name another folder")
+        for part in (*reversed(folder.parents), folder):
+            if part.exists() and not part.is_dir():
+                raise UserError(f"{flag} {shown(path)}: {shown(part)} is a file, not a folder: name another one")
+            if not part.exists():
+                part.mkdir()
+                made.append(part)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=name) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        raise UserError(_refusal(flag, path, error, name)) from None
+    finally:
+        for part in reversed(made):
+            with contextlib.suppress(OSError):
+                part.rmdir()
+
+
+def _refusal(flag: str, path: Path, error: Exception, temporary: str = "") -> str:
+    """What was wrong with the place that a flag names; a ``temporary`` file's name is not shown."""
+    if isinstance(error, OSError):
+        hidden = error.filename is None or (temporary and Path(error.filename).name.startswith(temporary))
+        said = os_line(error, path if hidden else None) or str(error)
+    else:
+        said = told(error) or str(error)
+    return f"{flag} {said}" if said.startswith(shown(path)) else f"{flag} {shown(path)}: {said}"
 
 
 def file_digest(*paths: Path) -> str:
@@ -118,13 +159,14 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
     trainer whose parent was killed still keeps others out.
 
     Args:
-        path: a file is made if it is missing, and stays.
+        path: a file is made if it is missing, and stays, unless a UserError leaves nothing else beside it.
         busy: what to say when somebody else holds the lock.
         wait: say it on standard error and wait, instead of raising it.
 
     Raises:
         UserError: ``busy``, when somebody else holds the lock.
     """
+    made = [part for part in (path, *path.parents) if not part.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -135,6 +177,22 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
                 raise UserError(busy) from None
             print(busy, file=sys.stderr)
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
+        if not path.exists() or not os.path.samestat(os.fstat(handle), os.stat(path)):
+            # whoever had made it has just failed and removed it
+            raise UserError(busy)
+        try:
+            yield handle
+        except UserError:
+            _remove(made)
+            raise
     finally:
         os.close(handle)
+
+
+def _remove(made: list[Path]) -> None:
+    """Remove a lock and the folders that were made for it, where nothing else has come into them."""
+    if made and os.listdir(made[0].parent) == [made[0].name]:
+        made[0].unlink()
+        for folder in made[1:]:
+            with contextlib.suppress(OSError):
+                folder.rmdir()

@@ -17,6 +17,8 @@ from typing import Any
 
 from .errors import UserError
 
+MOST = 10**9  # of whole numbers that have no maximum of their own
+
 
 def option(
     default: Any,
@@ -164,5 +166,7 @@ def _check_range(name: str, key: str, value: Any, limits: Any) -> None:
         )
     for limit, words, holds in _LIMITS:
         bound = limits.get(limit)
+        if bound is None and limit == "maximum" and isinstance(value, int):
+            bound = MOST
         if bound is not None and not isinstance(value, str) and not holds(value, bound):
             raise UserError(f"option '{key}' of '{name}' must be {words} {show(bound)}, not {show(value)}")

@@ -47,7 +47,7 @@ def load_module(path: str | Path) -> None:
     """Run a Python file that registers encodings, once; refused if it is missing, fails, or registers nothing."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise UserError(f"--rpe-module {path}: no such file")
+        raise UserError(f"--rpe-module {path}: no such file, name a Python file")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if str(file) in _loaded:
         if _loaded[str(file)] != digest:
@@ -62,16 +62,17 @@ def load_module(path: str | Path) -> None:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         line = _line_in(error, str(file))
-        raise UserError(f"--rpe-module {path}{line}: {type(error).__name__}: {error}".replace("\n", " ")) from error
+        what = f"it ends Python ({error})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        raise UserError(f"--rpe-module {path}{line}: {what}; repair that file".replace("\n", " ")) from error
     if set(registry.names()) == before:
         raise UserError(f"--rpe-module {path}: registers no encoding; decorate its class with @register('name')")
     _loaded[str(file)] = digest
 
 
-def _line_in(error: Exception, file: str) -> str:
+def _line_in(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         return f", line {error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]

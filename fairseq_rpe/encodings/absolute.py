@@ -62,7 +62,7 @@ class Learned(Absolute):
 
     @dataclass(frozen=True)
     class Config:
-        max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0)
+        max_positions: int = option(0, "rows of the table; 0: the training length", minimum=0, maximum=1 << 24)
 
     formula = "x + table[i]"
     paper = "Gehring et al. 2017 (arXiv 1705.03122)"

@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from fairseq_rpe.core.files import check_file
+
 
 def log_to(path: Path | None) -> None:
     """Send fairseq's messages to a file, or nowhere: stdout is for the results.
@@ -11,8 +13,9 @@ def log_to(path: Path | None) -> None:
     sends them all to stdout.
     """
     if path:
+        check_file("--log", path)
         path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path) if path else logging.NullHandler()
+    handler = logging.FileHandler(path, delay=True) if path else logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)

@@ -175,7 +175,7 @@ def _fairseq_engine(request: TextRequest) -> Engine:
         raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
     same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
-    same += ["--num-workers", "0", "--no-progress-bar", "--log-format", "none"]
+    same += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]
     same += ["--cpu"] if request.device == "cpu" else []
     given: dict[str, object] = {"--batch-size": request.batch_size, "--compute-dtype": request.compute_dtype}
     given |= {"--rpe-eval": request.rpe, "--positions-eval": request.positions, "--rpe-module": request.rpe_module}

@@ -186,12 +186,23 @@ def resumed(
 
     ``begin``: called with the keys that are missing, if any: loads what it takes and gives the measurement of a key.
     """
+    if path:
+        files.check_kind("--out", path)
     known = {result.key: result for result in (read(kind, path) if path else [])}
     missing = [key for key in wanted if key not in known]
+    if path and missing:
+        files.check_file("--out", path)
     measure = begin(missing) if missing else known.__getitem__
     for key in wanted:
+        failed: Exception | None = None
         if key not in known:
             known[key] = measure(key)
-            if path:
-                files.append_json_line(path, known[key].record())
+            try:
+                if path:
+                    files.append_json_line(path, known[key].record())
+            except (OSError, UserError) as error:
+                failed = error
+        # given even where it cannot be kept
         yield known[key]
+        if failed is not None:
+            raise failed

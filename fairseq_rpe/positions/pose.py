@@ -22,7 +22,7 @@ class Pose(Transform):
     @dataclass(frozen=True)
     class Config:
         target: int = option(4096, "length to train for; must hold the longest row", minimum=1, maximum=EXACT)
-        chunks: int = option(2, "consecutive pieces of a row, each shifted further", minimum=2)
+        chunks: int = option(2, "consecutive pieces of a row, each shifted further", minimum=2, maximum=EXACT)
 
     formula = "p_j = j + u_c(j),  0 = u_1 <= u_2 … <= target - w"
     paper = "Zhu et al. 2023 (arXiv 2309.10400)"

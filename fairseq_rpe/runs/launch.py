@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes
+from fairseq_rpe.runs.messages import Ending, Relay
 from fairseq_rpe.runs.settings import Plan, Request
 
 _FIRST_PORT, _PORTS = 20000, 10000
@@ -135,11 +137,16 @@ def gpus(request: Request, dry: bool = False) -> int:
 
     Raises UserError: fewer than asked for.
     """
-    if request.device == "cpu" or (request.device == "auto" and request.world == 1):
+    if request.device == "auto" and request.world == 1:
+        return 0
+    if dry and request.device == "cpu":
         return 0
     if dry:
         return request.nproc if request.device == "cuda" else len(devices.gpus())
-    return len(devices.check(request.device, request.nproc))
+    found = len(devices.check(request.device, request.nproc))
+    if not found and request.nproc > (most := max(16, 4 * processes.cores())):
+        raise UserError(f"--nproc {request.nproc}: the {processes.cores()} cores here take {most} at most")
+    return found
 
 
 def threads(request: Request) -> str:
@@ -157,8 +164,25 @@ def keep_memory(used: int) -> dict[str, str]:
     return {} if used else {name: value for name, value in keep.items() if name not in os.environ}
 
 
-def launch(request: Request, plan: Plan, node: Node, held: list[int]) -> int:
-    """Train until it ends; returns its code. ``held``: open files that the trainers keep open as well."""
+def launch(request: Request, plan: Plan, node: Node, held: list[int]) -> Ending:
+    """Train until it ends; says how it did. ``held``: open files that the trainers keep open as well."""
     used = gpus(request)
     environment = {"OMP_NUM_THREADS": threads(request)} | keep_memory(used)
-    return processes.wait(processes.spawn(command(request, plan, node, used), environment, keep_open=held))
+    # where both go to the same place, lines keep their order
+    errors = None if _same_place() else subprocess.PIPE
+    words = command(request, plan, node, used)
+    child = processes.spawn(words, environment, subprocess.PIPE, held, errors)
+    relay = Relay(child)
+    try:
+        processes.wait(child, relay.mute)
+    finally:
+        ending = relay.finish(child.returncode)
+    return ending
+
+
+def _same_place() -> bool:
+    """Whether standard output and standard error are one file or terminal."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 _STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
-_START = "| fairseq_cli.train | training on "
+TRAINS = "| fairseq_cli.train | training on "
 _FACTS = {
     "parameters": r"num\. shared model params: ([\d,]+)",
     "vocabulary": r"\| dictionary: ([\d,]+) types",
@@ -55,7 +55,7 @@ def read(path: Path) -> TrainLog:
         return found
     walls, speeds = [0.0], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if _START in line:
+        if TRAINS in line:
             walls.append(0.0)
             continue
         if (told := statistics(line)) is None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 _GRACE_SECONDS = 10.0
@@ -27,9 +27,15 @@ def die_with_parent() -> None:
 
 
 def spawn(
-    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None, keep_open: Sequence[int] = ()
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: IO[bytes] | int | None = None,
+    keep_open: Sequence[int] = (),
+    errors: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own; must be called from the main thread.
+
+    ``log`` takes its output, ``errors`` its standard error, without which that goes the way of its output.
 
     Only we pass Ctrl-C on (a terminal would send it to the whole group as well), and if we are
     killed outright the kernel kills the child: two trainers must never write one folder.
@@ -39,7 +45,7 @@ def spawn(
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=log,
-        stderr=subprocess.STDOUT if log else None,
+        stderr=subprocess.STDOUT if log is not None and errors is None else errors,
         pass_fds=tuple(keep_open),
         start_new_session=True,
         preexec_fn=die_with_parent,
@@ -79,13 +85,18 @@ def stop_all(children: Sequence[subprocess.Popen[bytes]], number: int = signal.S
             child.wait()
 
 
-def wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for its end; returns its code. Ctrl-C and SIGTERM are passed on to it before they are raised here."""
+def wait(child: subprocess.Popen[bytes], stopping: Callable[[], None] = lambda: None) -> int:
+    """Wait for its end; returns its code. Ctrl-C and SIGTERM are passed on to it before they are raised here.
+
+    ``stopping`` is called before that.
+    """
     try:
         with sigterm_raises():
             return child.wait()
-    except KeyboardInterrupt:
-        stop_all([child], signal.SIGINT)
+    except (KeyboardInterrupt, Stopped) as why:
+        stopping()
+        if isinstance(why, KeyboardInterrupt):
+            stop_all([child], signal.SIGINT)
         raise
     finally:
         stop_all([child])

@@ -1,5 +1,6 @@
 """What one training run is asked to be, and what that comes to: defaults filled in, numbers fixed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.spec import nearest
 
 ARCH_PREFIX = "transformer_rpe_lm_"
 IDENTITY = "identity"
@@ -51,6 +53,57 @@ _PAPER_TASK = replace(_PAPER, **_TASK, updates=40000, lr=3e-5, warmup=2400)
 def full_name(arch: str) -> str:
     """``tiny`` stands for ``transformer_rpe_lm_tiny``; a full name stays as it is."""
     return ARCH_PREFIX + arch if arch in _SIZES else arch
+
+
+def check_arch(arch: str) -> None:
+    """Refuse an architecture that is none of ours: fairseq would take seconds to say so."""
+    if full_name(arch) not in (known := [ARCH_PREFIX + size for size in _SIZES]):
+        shorts = ", ".join(_SIZES)
+        raise UserError(f"--arch {arch} is not one of {shorts} (or {known[0]} and so on){nearest(arch, _SIZES)}")
+
+
+# flags of fairseq-train that are decided by options of ours, which put them on record
+OURS = {
+    "--save-dir": "--save-dir",
+    "--user-dir": "",
+    "--arch": "--arch",
+    "-a": "--arch",
+    "--task": "DATA or --algorithm",
+    "--algorithm": "--algorithm",
+    "--tokens-per-sample": "--tokens",
+    "--max-update": "--updates",
+    "--batch-size": "--batch-sentences",
+    "--max-sentences": "--batch-sentences",
+    "--update-freq": "--update-freq",
+    "--lr": "--lr",
+    "--learning-rate": "--lr",
+    "--warmup-updates": "--warmup",
+    "--dropout": "--dropout",
+    "--seed": "--seed",
+    "--rpe": "--rpe",
+    "--rpe-share": "--rpe-share",
+    "--rpe-module": "--rpe-module",
+    "--positions-train": "--positions-train",
+    "--positions-eval": "--positions-eval",
+    "--compute-dtype": "--compute-dtype",
+    "--attention-backend": "--attention-backend",
+    "--rpe-inspect-every": "--inspect-every",
+    "--tensorboard-logdir": "--tensorboard",
+    "--save-interval-updates": "--save-every",
+    "--log-format": "--log-format",
+    "--log-interval": "--log-interval",
+    "--cpu": "--device cpu",
+    "--distributed-world-size": "--nproc and --nodes",
+}
+
+
+def check_extra(extra: Sequence[str]) -> None:
+    """Refuse flags for fairseq-train that are set here already."""
+    for word in extra:
+        flag = word.partition("=")[0]
+        if flag in OURS:
+            how = f"give {OURS[flag]} before the -- instead" if OURS[flag] else "leave it out"
+            raise UserError(f"{flag} after -- is set by this command itself: {how}")
 
 
 def defaults_for(arch: str, algorithm: bool) -> Defaults:
@@ -171,13 +224,15 @@ class Plan:
 def plan(request: Request, data_digest: str) -> Plan:
     """Fill in the defaults. ``data_digest`` fixes the data; a task's own spec does for a generated one.
 
-    Raises UserError: --tokens with a generated task.
+    Raises UserError: --tokens with a generated task, no such architecture, further flags that are set here.
     """
 
     def chosen(name: str) -> Any:
         given = getattr(request, name)
         return getattr(request.defaults, name) if given is None else given
 
+    check_arch(request.arch or "tiny")
+    check_extra(request.extra)
     data, tokens = data_digest, chosen("tokens")
     if request.algorithm:
         if request.tokens is not None:

@@ -4,23 +4,31 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fairseq_rpe import encodings, positions
+from fairseq_rpe.attention import choose
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest, lock
+from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
+from fairseq_rpe.runs.messages import Ending
 from fairseq_rpe.runs.settings import Plan, Request
 
 
 def check(request: Request, plan: Plan) -> None:
-    """Refuse misspelt specs, and pictures of a bias that is not there."""
+    """Refuse misspelt specs, pictures of a bias that is not there, and places that cannot be written."""
+    folder = CheckpointFolder(request.save_dir)
     transforms = (request.positions_train, request.positions_eval)
     encoding = check_specs(request.rpe, transforms, plan.settings.tokens, request.rpe_module)
     if request.inspect_every and not encoding.adds_bias:
         raise UserError(
             f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
+    choose(request.attention_backend)
+    launch.gpus(request)
+    check_folder(request.save_dir, (folder.last.name, folder.record_path.name), "--save-dir")
+    if request.tensorboard is not None:
+        check_folder(request.tensorboard, flag="--tensorboard")
 
 
 def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module: Path | None) -> Encoding:
@@ -45,24 +53,32 @@ def train(request: Request, plan: Plan, node: Node) -> None:
     folder = CheckpointFolder(request.save_dir)
     if not node.first:
         if checkpoints.newest(folder)[0] < plan.updates:
-            _launch(request, plan, node, [])
+            _check(launch.launch(request, plan, node, []))
         return
     with lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
-        done = _done_so_far(folder, plan)
+        done, new = _done_so_far(folder, plan), not folder.record_path.exists()
         if done < plan.updates:
             folder.write(plan)
             folder.add_start(environment.now(done, launch.threads(request), request.device))
-            _launch(request, plan, node, [held])
+            ending = launch.launch(request, plan, node, [held])
+            if new and ending.code and not ending.began:
+                _forget(folder)
+            _check(ending)
         ended = checkpoints.load(folder.last).updates
         if ended != plan.updates:
             raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: its messages above say why")
         folder.write(plan, Finished(ended, file_digest(folder.last)))
 
 
-def _launch(request: Request, plan: Plan, node: Node, held: list[int]) -> None:
-    code = launch.launch(request, plan, node, held)
-    if code:
-        raise UserError(f"fairseq-train ended with code {code}: its messages are above")
+def _forget(folder: CheckpointFolder) -> None:
+    """Take back what was put on record of a run whose training never began."""
+    folder.record_path.unlink()
+    folder.environment.unlink()
+
+
+def _check(ending: Ending) -> None:
+    if ending.code:
+        raise UserError(ending.why)
 
 
 def _done_so_far(folder: CheckpointFolder, plan: Plan) -> int:

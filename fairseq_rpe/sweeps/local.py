@@ -1,6 +1,5 @@
 """The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
 
-import re
 import subprocess
 import sys
 import time
@@ -11,16 +10,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fairseq_rpe.core import devices
+from fairseq_rpe.core.errors import DEBUG
 from fairseq_rpe.core.files import read_json_lines
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.log import statistics
+from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
 
 _POLL_SECONDS = 0.2
-_RANK = re.compile(r"\[rank\d+\]: ")
-_ERROR = re.compile(r"(error: |\w*(Error|Exception|Interrupt)\b)")
-# what is said when something else went wrong before
-_CONSEQUENCE = re.compile(r"error: fairseq-train ended|.*(by peer|Broken pipe)")
 
 
 def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
@@ -92,26 +89,14 @@ class _Active:
         with open(log, "ab") as file:
             self.log_start = file.tell()
             self.following = Following(log, self.log_start)
-            self.child = processes.spawn(self.stages[0].command, environment, log=file)
+            # a log is where tracebacks are looked for
+            self.child = processes.spawn(self.stages[0].command, {**environment, DEBUG: "1"}, log=file)
 
     def describe(self) -> str:
         if self.trains and self.following.loss is not None:
             progress = f"{self.following.updates}/{self.cell.plan.updates}"
             return f"{self.cell.name} {progress} loss {self.following.loss:g}"
         return f"{self.cell.name} {self.stages[0].name}"
-
-
-def last_error(log: Path, start: int = 0) -> str:
-    """The message in what was added to a log after ``start`` that best says why it ended, or nothing."""
-    if not log.exists():
-        return ""
-    with open(log, "rb") as file:
-        file.seek(start)
-        lines = [_RANK.sub("", line.strip()) for line in file.read().decode(errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    told = [line for line in lines if _ERROR.match(line)]
-    better = [line for line in told if not _CONSEQUENCE.match(line)] or told or lines
-    return better[-1].removeprefix("error: ") if better else ""
 
 
 def execute(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
 from fairseq_rpe.runs import processes
+from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps import local
 from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
 from fairseq_rpe.sweeps.request import Sweep
@@ -87,7 +88,7 @@ def execute(sweep: Sweep, given: Sequence[tuple[str, str]], pending: Mapping[Cel
     failures = [f"{cell.name} is not finished: another job is busy with it, see squeue" for cell in busy]
     for cell, before in mine.items():
         if left := cell.work_left():
-            why = local.last_error(left[0].log, before.get(left[0].log, 0)) or told or "its job left no message"
+            why = last_error(left[0].log, before.get(left[0].log, 0)) or told or "its job left no message"
             where = left[0].log if left[0].log.exists() else sweep.out / FOLDER
             failures.append(f"{cell.name} is not finished, {left[0].name} is left: {why} (log: {where})")
     return failures

@@ -449,8 +449,7 @@ def test_other_bad_input_is_one_line(task, capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
     for bad in (tmp_path, tmp_path / "file/below.csv"):
         assert "--csv" in refused(capsys, "verdict", "alibi", "--csv", bad)
-    with pytest.raises(SystemExit):
-        main(["verdict", "alibi", "--epsilon", "small"])
+    assert "--epsilon: 'small' is not a number" in refused(capsys, "verdict", "alibi", "--epsilon", "small")
     with pytest.raises(UserError):
         verdict("alibi")[0].trf(1.5)
 

@@ -310,7 +310,7 @@ def test_bad_folders_are_one_line_and_leave_nothing(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for out in ("file", "file/below", "link", "link/below"):
-        assert "is not a folder" in refused("--out", tmp_path / out)
+        assert "is a file, not a folder" in refused("--out", tmp_path / out)
     assert "cannot be" in refused("--out", tmp_path / ("x" * 300))
     (tmp_path / "used/figB.pdf").mkdir(parents=True)
     assert "figB.pdf in it is a folder" in refused("--out", tmp_path / "used")

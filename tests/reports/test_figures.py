@@ -205,7 +205,7 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
         (["alibi", "--head", "9"], "--head 9: there are 8 heads"),
         (["alibi", "--data", "x"], "--data is for the empirical"),
         (["--sweep", "nowhere"], "nowhere holds no sweep.json"),
-        (["alibi", "--out", "/dev/null/x"], "/dev/null is not a folder"),
+        (["alibi", "--out", "/dev/null/x"], "/dev/null is a file, not a folder"),
     ],
 )
 def test_refusals_are_one_line(argv, words, tmp_path, capsys, monkeypatch):

@@ -83,7 +83,7 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     finally:
         for node in (first, second):
             node.kill()
-    assert "error: fairseq-train ended with code 1" in (tmp_path / "node0.log").read_text()
+    assert "error: fairseq-train failed: " in (tmp_path / "node0.log").read_text()
     done = checkpoints.newest(CheckpointFolder(folder))[0]
     end = done + 4
     nodes = on_nodes(corpus, folder, end, "--save-every", "4")
@@ -158,9 +158,7 @@ def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, capsys,
     assert "this SLURM job has 3" in refused("--nodes", 2, "--node-rank", 1)
     assert not (tmp_path / "run").exists()
     for address in ("host", "host:", ":1", "host:0", "host:x", "host:70000"):
-        with pytest.raises(SystemExit):
-            main(["train", str(corpus), *RUN, "--save-dir", str(tmp_path), "--nodes", "2", "--master", address])
-        assert "is not HOST:PORT" in capsys.readouterr().err
+        assert "is not HOST:PORT" in refused("--nodes", 2, "--master", address)
 
 
 def test_torchrun_is_printed(corpus, tmp_path, capsys):
@@ -268,7 +266,7 @@ def test_malloc_keeps_memory_on_a_cpu(monkeypatch, tmp_path):
     shown = f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(repr(dict(os.environ)))"
     monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", shown])
     asked = replace(ASKED, device="cpu")
-    assert launch.launch(asked, plan(asked, ""), launch.Node(), []) == 0
+    assert launch.launch(asked, plan(asked, ""), launch.Node(), []).code == 0
     seen = (tmp_path / "seen").read_text()
     for name, value in (("OMP_NUM_THREADS", "1"), ("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", "5")):
         assert f"'{name}': '{value}'" in seen
