@@ -83,6 +83,8 @@ def find_entries(
             continue
         if not path.exists():
             raise UserError(f"{path} does not exist: give a folder or file with text")
+        if not (path.is_dir() or path.is_file()):
+            raise UserError(f"{path} can be read only once: write its text into a file and give that")
         several = path.is_dir() or path.suffix == ".zip"
         for entry in _inside(path, exclude) if several else [Entry(path)]:
             if several and include and not _matches(entry.name, include):

@@ -10,7 +10,7 @@ from pathlib import Path
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.core.records import Count, Positive, filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
@@ -38,13 +38,13 @@ class SlidingKey:
     data: str
     subset: str
     positions: str | None = None
-    tokens: int
+    tokens: Count
     workers: int | None = None
     max_tokens: int | None = None
     device: str | None = None
     mode: str
-    window: int
-    stride: int
+    window: Count
+    stride: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class SlidingResult(SlidingKey, Result):
 
     of = SlidingKey
     loss_base2: float
-    ppl: float
-    seconds: float
+    ppl: Positive
+    seconds: Positive
     relative: float | None = None
 
 
