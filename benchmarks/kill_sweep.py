@@ -37,7 +37,6 @@ VICTIMS = ("parent", "child", "all")
 # Of the standard library: enough text for a preparation of some seconds.
 PACKAGES = ("asyncio", "email", "http", "importlib", "json", "logging", "multiprocessing", "unittest", "xml")
 EARLY = 0.2  # the part of the kills that may come in the start-up
-WORK = 0.6  # of the time from its end to that of an undisturbed run: later ones seldom find anything left to kill
 _POLL = 0.02
 _PATIENCE = 120.0  # seconds until what goes on after a kill must have ended
 _PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
@@ -52,6 +51,7 @@ class Job:
     progress: Callable[[Path], object]  # changes when its work, after the start-up, goes on
     made: Callable[[Path], dict[str, str]]  # what must be the same, by name; nothing of a folder that is not there
     share: float  # of all kills
+    reach: float  # of the time after its start-up: beyond that there is seldom anything left to kill
     whole: bool = False  # the folder is there only when it is finished
 
 
@@ -74,6 +74,7 @@ def sweep_job(args: argparse.Namespace) -> Job:
         ),
         of_sweep,
         share=0.4,  # its start-up takes a while: that of three processes, one after another
+        reach=0.6,  # it goes on where it was killed
     )
 
 
@@ -110,6 +111,7 @@ def prepare_job(args: argparse.Namespace) -> Job:
         lambda out: set(out.parent.glob(f".{out.name}.prepare-*")),
         made,
         share=0.6,
+        reach=1.0,
         whole=True,
     )
 
@@ -171,7 +173,7 @@ class Trial:
     def kill(self, draw: random.Random, victim: str, what: str) -> None:
         """One kill, mostly of work in progress."""
         begin, early = time.monotonic(), draw.random() < EARLY
-        delay = draw.uniform(0, self.start_up if early else WORK * (self.seconds - self.start_up))
+        delay = draw.uniform(0, self.start_up if early else self.job.reach * (self.seconds - self.start_up))
         while True:
             before, child = self.job.progress(self.folder), self.start(self.folder)
             hit, moment = False, time.monotonic() + (delay if early else 1e9)

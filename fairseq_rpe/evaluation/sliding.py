@@ -14,6 +14,7 @@ from fairseq_rpe.core.records import Count, Positive, filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
+from fairseq_rpe.evaluation.perplexity import MOST_BITS, too_large
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides, Result, resumed
 from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
 
@@ -142,7 +143,10 @@ def _measuring(
             nats, taken = score(model, windows, cached=key.mode == CACHED, workers=key.workers or 0, title=title)
             seconds.append(taken)
         nats /= key.tokens
-        found = {"loss_base2": nats / math.log(2), "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
+        loss = nats / math.log(2)
+        if loss >= MOST_BITS:
+            raise too_large(loss)
+        found = {"loss_base2": loss, "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
         return SlidingResult(**vars(key), encoding=subject.label, **found)
 
     return measure

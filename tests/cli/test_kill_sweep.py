@@ -46,7 +46,7 @@ def call(script, monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str, kind: 
     def made(folder: Path) -> dict[str, str]:
         return {"steps": (folder / "steps").read_text()}
 
-    job = script.Job("steps", command, progress, made, share=1.0)
+    job = script.Job("steps", command, progress, made, share=1.0, reach=0.6)
     monkeypatch.setattr(script, "jobs", lambda args: [job])
     monkeypatch.setattr(sys, "argv", ["kill_sweep.py", "data", "--out", str(out), *flags])
     return script.main()
