@@ -1,16 +1,21 @@
 """The bias over distance at several moments of a training, kept as JSON lines beside TensorBoard's events."""
 
 import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from ..core import UserError
-from ..core.files import atomic_write, read_json_lines
+from ..core import records
+from ..core.files import atomic_write
+from ..core.records import Natural, Rule
 
 FILE = "profiles.jsonl"
 _POINTS = 64
+_LogBias = Annotated[float, Rule(lambda v: v < math.inf, "a number")]  # that of what is not attended to is -inf
 
 
 def distances(length: int) -> list[int]:
@@ -25,6 +30,13 @@ def distances(length: int) -> list[int]:
         ratio = ((length - 1) / max(1, found[-1])) ** (1 / left)
         found.append(max(found[-1] + 1, min(length - left, round(max(1, found[-1]) * ratio))))
     return found
+
+
+@dataclass(frozen=True)
+class _Look:
+    step: Natural
+    distances: tuple[Natural, ...]
+    bias: Mapping[str, tuple[tuple[_LogBias, ...], ...]]
 
 
 class History:
@@ -50,7 +62,4 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
     Each has ``step`` (updates), ``distances`` (tokens) and ``bias``: place -> heads -> log-bias at each distance.
     """
     path = Path(folder) / FILE
-    looks = read_json_lines(path)
-    if any({"step", "distances", "bias"} - look.keys() for look in looks):
-        raise UserError(f"{path} cannot be read, it lacks a step, distances or a bias: delete it")
-    return looks
+    return [records.write(look) for look in records.read_lines(_Look, path, "the look")]

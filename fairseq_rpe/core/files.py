@@ -16,6 +16,8 @@ from fairseq_rpe.core.errors import UserError, os_line, shown, told
 
 # what fairseq's --user-dir wants
 PACKAGE = Path(__file__).resolve().parents[1]
+# what helps where a file that was written here is damaged
+RESTORE, DELETE_LINE = "restore it or delete it", "delete that line or the file"
 
 
 def replace_with(path: Path, write: Callable[[Path], Any]) -> None:
@@ -47,37 +49,55 @@ def write_json(path: Path, value: Any) -> None:
     atomic_write(path, json.dumps(value, indent=2) + "\n")
 
 
+def json_object(text: str | bytes, source: object, remedy: str, line: int = 1) -> dict[str, Any]:
+    """The JSON object in ``text``, which begins in this ``line`` of ``source``.
+
+    Raises UserError: there is none; it names the line and ends with the ``remedy``.
+    """
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        if isinstance(value, dict):
+            return value
+        why = "it is a list" if isinstance(value, list) else "it is a single value"
+    except UnicodeDecodeError as error:
+        line, why = line + error.object.count(b"\n", 0, error.start), "not UTF-8"
+    except json.JSONDecodeError as error:
+        line, why = line + error.lineno - 1, f"{error.msg} at character {error.colno}"
+    except ValueError as error:  # a number of thousands of digits
+        why = str(error).partition(";")[0]
+    except RecursionError:
+        why = "nested too deep"
+    raise UserError(f"{source} line {line} is no JSON object ({why}): {remedy}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): delete it or restore it") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: delete it or restore it")
-    return value
+    return json_object(text, path, RESTORE)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, nothing if there is no such file."""
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is no JSON object: delete that line or the file")
-        rows.append(row)
-    return rows
+    lines = _lines(path).split(b"\n")[:-1]
+    return [json_object(line, path, DELETE_LINE, n) for n, line in enumerate(lines, start=1)]
+
+
+def _lines(path: Path) -> bytes:
+    """Whole lines of a file, none if there is no such file."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    return text if text.endswith(b"\n") or not text else text + b"\n"
 
 
 def append_json_line(path: Path, row: dict[str, Any]) -> None:
-    rows = [*read_json_lines(path), row]
-    atomic_write(path, "".join(json.dumps(r) + "\n" for r in rows))
+    """Add a line to a JSON-lines file, whose others stay as they are; refused where one of them is damaged."""
+    read_json_lines(path)
+    text = _lines(path) + json.dumps(row).encode() + b"\n"
+    replace_with(path, lambda temporary: temporary.write_bytes(text))
 
 
 def check_kind(flag: str, path: Path) -> None:

@@ -2,12 +2,17 @@
 
 import contextlib
 import dataclasses
+import math
+import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from .errors import UserError
+from .files import DELETE_LINE, RESTORE, read_json_lines
 from .spec import nearest
 
 Record = TypeVar("Record")
@@ -21,28 +26,54 @@ class Rule:
     words: str
 
 
-Count = Annotated[int, Rule(lambda v: v >= 1, "a whole number above 0")]
+_LARGEST = 1 << 63
+Count = Annotated[int, Rule(lambda v: 1 <= v < _LARGEST, "a whole number above 0")]
+Natural = Annotated[int, Rule(lambda v: 0 <= v < _LARGEST, "a whole number from 0 on")]
 Counts = Annotated[
     tuple[Count, ...], Rule(lambda v: len(v) == len(set(v)) > 0, "a list of different whole numbers above 0")
 ]
 Rate = Annotated[float, Rule(lambda v: 0 < v < float("inf"), "a number above 0 with a decimal point")]
 Fraction = Annotated[float, Rule(lambda v: 0 <= v < 1, "a number with a decimal point from 0 to below 1")]
+# of what was measured: a perplexity is above 0, one of words may be too large for a float
+Positive = Annotated[float, Rule(lambda v: 0 < v < math.inf, "a number above 0")]
+Unbounded = Annotated[float, Rule(lambda v: v > 0, "a number above 0")]
+Share = Annotated[float, Rule(lambda v: 0 <= v <= 1, "a number from 0 to 1")]
 Words = tuple[str, ...]
 _WORDS = {str: "text", int: "a whole number", float: "a number with a decimal point", bool: "true or false"}
+_HALF = re.compile("[\ud800-\udfff]")
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 80
 
 
-def read(kind: type[Record], given: object, source: str, what: str, strict: bool = True) -> Record:
+def read(
+    kind: type[Record], given: object, source: str, what: str, strict: bool = True, remedy: str = RESTORE
+) -> Record:
     """``given``, as JSON or TOML have it, as a record of ``kind``.
 
     Args:
         kind: a dataclass; fields without a default must be there.
         given: a table; of what is nested in it, tables become records and lists tuples.
         source, what: the file and the part of it, for messages.
-        strict: refuse unknown keys. Otherwise they are left out: a later version may have written them.
+        strict: a user wrote it: refuse unknown keys, and take a whole number for no other. Otherwise a program did,
+            perhaps a later version: unknown keys are left out.
+        remedy: what is said of damage where a program wrote it.
 
     Raises:
         UserError: no table, an unknown or missing key, a value that is not what its annotation says.
     """
+    try:
+        return _record(kind, given, source, what, strict)
+    except UserError as error:
+        raise UserError(f"{error}" if strict else f"{error}: {remedy}") from None
+
+
+def read_lines(kind: type[Record], path: Path, what: str) -> list[Record]:
+    """The records in a JSON-lines file that a program wrote, none if there is no such file."""
+    rows = enumerate(read_json_lines(path), start=1)
+    return [read(kind, row, f"{path} line {n}", what, strict=False, remedy=DELETE_LINE) for n, row in rows]
+
+
+def _record(kind: type[Record], given: object, source: str, what: str, strict: bool) -> Record:
     if not isinstance(given, Mapping):
         raise UserError(f"{source}: {what} is no table")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -72,16 +103,16 @@ def filled(kind: type[Record], source: object, **own: object) -> Record:
 
 def _value(hint: Any, value: object, source: str, key: str, what: str, strict: bool) -> Any:
     def refuse(words: str) -> typing.NoReturn:
-        raise UserError(f"{source}: {key} of {what} must be {words}, not {value!r}")
+        raise UserError(f"{source}: {key} of {what} must be {words}, not {_shown.repr(value)}")
 
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         rule = inner[1]
-        try:
-            found = _value(inner[0], value, source, key, what, strict)
+        try:  # of a float the rule says whether it may be infinite
+            found = _float(value, strict) if inner[0] is float else _value(inner[0], value, source, key, what, strict)
         except UserError:
             refuse(rule.words)
-        return found if rule.holds(found) else refuse(rule.words)
+        return found if found is not None and rule.holds(found) else refuse(rule.words)
     if origin in (typing.Union, types.UnionType):
         if value is None and types.NoneType in inner:
             return None
@@ -99,9 +130,22 @@ def _value(hint: Any, value: object, source: str, key: str, what: str, strict: b
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             refuse("a table")
+        for name in value:
+            _value(str, str(name), source, "a name", f"{key} of {what}", strict)
         return {str(k): _value(inner[1], item, source, k, f"{key} of {what}", strict) for k, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return read(hint, value, source, f"{key} of {what}", strict)
-    if hint is float and type(value) is int and not strict:
-        return float(value)
+        return _record(hint, value, source, f"{key} of {what}", strict)
+    if hint is float:
+        found = _float(value, strict)
+        return found if found is not None and math.isfinite(found) else refuse(_WORDS[float] if strict else "a number")
+    if hint is str and isinstance(value, str) and _HALF.search(value):
+        refuse("text without half a surrogate pair")
     return value if hint in (object, type(value)) else refuse(_WORDS[hint])
+
+
+def _float(value: object, strict: bool) -> float | None:
+    """A number, a whole one too if it is not ``strict``; ``None`` if it is none, or too large."""
+    if type(value) is int and not strict:
+        with contextlib.suppress(OverflowError):
+            return float(value)
+    return value if isinstance(value, float) else None

@@ -23,14 +23,14 @@ def _up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         return manifest if files and files == describe_files(folder, files) else None
-    except (OSError, TypeError):
+    except OSError:
         return None
 
 
 def _check_replaceable(dest: Path) -> None:
     """Refuse a destination with anything in it that this command did not make."""
     if os.path.lexists(dest) and not dest.is_dir():
-        raise UserError(f"{dest} is a file: give another --dest")
+        raise UserError(f"{dest} is {'a file' if dest.is_file() else 'no folder'}: give another --dest")
     names = sorted(os.listdir(dest)) if dest.is_dir() else []
     if names and not read_manifest(dest):
         raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
@@ -59,9 +59,6 @@ def scratch(dest: Path) -> Iterator[Path]:
                 yield folder
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-    except BrokenPipeError:
-        # The reader of our output has gone; the disk is fine.
-        raise
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise UserError(f"no space left for {dest}: free some or use another disk") from error
@@ -90,7 +87,7 @@ def make_once(
 
     Raises UserError if ``dest`` holds something else or cannot be written; it is then untouched.
     """
-    place = dest.resolve()
+    place = Path(os.path.realpath(dest))  # which takes links that lead in a circle
     manifest = _up_to_date(place, key)
     if not manifest:
         with scratch(place) as folder:

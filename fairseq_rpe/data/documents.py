@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import json_object
 from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.sourcefiles import Entry, digest_entries, find_entries, opened, read_blocks, readable
@@ -115,13 +115,10 @@ def _json_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode().rstrip())
+                text = line.decode().rstrip()
             except UnicodeDecodeError as error:
                 raise UserError(f"{name} is not UTF-8 at byte {begin + error.start}: convert the file") from None
-            except ValueError as error:
-                raise UserError(f"{name} is no JSON ({error}): repair or remove it") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{name} is no JSON object: repair or remove it")
+            row = json_object(text, entry, "repair or remove it", number)
             yield name, _text(name, row, key)
 
 

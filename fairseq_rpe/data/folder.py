@@ -1,17 +1,20 @@
 """A data folder: fairseq's dictionary and memory-mapped splits, and ``corpus.json``, which says how it was made."""
 
 import os
+import re
 import shutil
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import numpy as np
 
+from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, read_json
+from fairseq_rpe.core.records import Count
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 SPLITS = ("train", "valid", "test")
@@ -22,23 +25,49 @@ MADE_BY = "fairseq-rpe prepare"
 _OURS = (MADE_BY, "fairseq-rpe prepare-stdlib")
 
 _MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
 _HEADER = struct.Struct("<QBQ")  # version, code of the number type, number of items
 _DTYPES = {4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4"}
+_COUNT, _AGAIN = re.compile(r"[+-]?\d+"), "#fairseq:overwrite"
 _COPY = 1 << 18
+_BLOCK = 1 << 20  # numbers looked at together
 
 
 def check_folder(data: Path, *splits: str) -> None:
-    """Refuse a folder that is not binarised, or whose dictionary was exchanged, naming what is missing."""
+    """Refuse a folder that is not binarised, or damaged, or changed since it was made, before anything is done with it.
+
+    The files of the ``splits`` are read once, to their last byte.
+    """
     if os.pathsep in str(data):
         raise UserError(f"'{data}' contains '{os.pathsep}', where fairseq splits paths: rename the folder")
     if not data.is_dir():
         raise UserError(f"data folder {data} does not exist: make one, e.g. with fairseq-rpe prepare-stdlib")
-    for name in ("dict.txt", *(f"{s}.{end}" for s in splits for end in ("idx", "bin"))):
+    names = ["dict.txt", *(f"{s}.{end}" for s in splits for end in ("idx", "bin"))]
+    for name in names:
         if not (data / name).is_file():
             raise UserError(f"{data} has no {name}: it is not a binarised data folder with {' and '.join(splits)}")
-    made = (read_manifest(data).get("files") or {}).get("dict.txt")
-    if made is not None and made != describe_files(data, ["dict.txt"])["dict.txt"]:
-        raise UserError(f"{data}/dict.txt is not the one that the corpus was made with: prepare {data} again")
+    _binaries(data)
+    symbols = len(read_dictionary(data / "dict.txt"))
+    for split in splits:
+        _check_split(data, split, symbols)
+    check_as_made(data, names)
+
+
+def check_as_made(folder: Path, names: Iterable[str]) -> None:
+    """Refuse files of a folder that are others than its manifest describes; not all have one."""
+    made = read_manifest(folder).get("files", {})
+    for name in names:
+        if name in made and made[name] != describe_files(folder, [name])[name]:
+            raise UserError(f"{folder}/{name} is not the one that the corpus was made with: prepare {folder} again")
+
+
+def _binaries(data: Path) -> list[Path]:
+    """The files of all splits; refused if one is none."""
+    found = sorted(path for path in data.iterdir() if path.suffix in (".idx", ".bin"))
+    for path in found:
+        if not path.is_file():
+            raise UserError(f"{path} is no file, but named like one of a split: move it out of {data}")
+    return found
 
 
 def count_tokens(data: Path, split: str) -> int:
@@ -58,7 +87,7 @@ def check_block(data: Path, split: str, length: int) -> int:
 
 def digest(data: Path) -> str:
     """One digest for dictionary and all splits: equal digests mean equal numbers."""
-    return file_digest(data / "dict.txt", *sorted(p for p in data.iterdir() if p.suffix in (".idx", ".bin")))
+    return file_digest(data / "dict.txt", *_binaries(data))
 
 
 def _read_index(path: Path) -> tuple[str, np.ndarray]:
@@ -66,12 +95,44 @@ def _read_index(path: Path) -> tuple[str, np.ndarray]:
     with open(path, "rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         whole = len(head) == len(_MAGIC) + _HEADER.size and head.startswith(_MAGIC)
-        _, code, items = _HEADER.unpack_from(head, len(_MAGIC)) if whole else (0, 0, 0)
+        version, code, items = _HEADER.unpack_from(head, len(_MAGIC)) if whole else (0, 0, 0)
+        if whole and version != _VERSION:
+            raise UserError(f"{path} is an index of version {version}, not {_VERSION}: binarise the data again")
         if code not in _DTYPES:
             raise UserError(f"{path} is not an mmap index: binarise again with --dataset-impl mmap")
-        if os.fstat(file.fileno()).st_size < len(head) + 4 * items:
+        # of each item its size and its place
+        if os.fstat(file.fileno()).st_size < len(head) + (4 + 8) * items:
             raise UserError(f"{path} is cut short: binarise the data again")
         return _DTYPES[code], np.fromfile(file, "<i4", items)
+
+
+def _check_split(folder: Path, split: str, symbols: int) -> None:
+    """Refuse an index that does not fit its tokens, and tokens that do not fit a dictionary of so many symbols."""
+    path = folder / f"{split}.idx"
+    dtype, sizes = _read_index(path)
+    tokens = _check_sizes(folder, split, dtype, sizes)
+    place, head = 0, len(_MAGIC) + _HEADER.size + sizes.nbytes
+    for start in range(0, len(sizes), _BLOCK):
+        wide = sizes[start : start + _BLOCK].astype("<i8") * np.dtype(dtype).itemsize
+        ends = place + np.cumsum(wide)
+        if not np.array_equal(np.fromfile(path, "<i8", len(wide), offset=head + 8 * start), ends - wide):
+            raise UserError(f"{path} is damaged, its items do not follow one another: binarise the data again")
+        place = int(ends[-1])
+    for start in range(0, tokens, _BLOCK):
+        ids = np.fromfile(folder / f"{split}.bin", dtype, _BLOCK, offset=start * np.dtype(dtype).itemsize)
+        if int(ids.max()) >= symbols or int(ids.min()) < 0:
+            odd = next(i for i in ids.tolist() if not 0 <= i < symbols)
+            why = f"holds the number {odd}, where dict.txt has {symbols} symbols: binarise the data again"
+            raise UserError(f"{folder}/{split}.bin {why}")
+
+
+def _check_sizes(folder: Path, split: str, dtype: str, sizes: np.ndarray) -> int:
+    """The tokens of a split, which its index and its ``.bin`` must agree on."""
+    tokens = int(sizes.sum(dtype=np.int64))
+    there = (folder / f"{split}.bin").stat().st_size
+    if there != tokens * np.dtype(dtype).itemsize or (len(sizes) and int(sizes.min()) < 0):
+        raise UserError(f"{folder}/{split}.bin has not the tokens that its index counts: binarise the data again")
+    return tokens
 
 
 def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
@@ -93,10 +154,7 @@ def write_index(path: Path, sizes: BinaryIO, dtype: str) -> None:
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """The token ids of a split, (tokens,), and the tokens of each item, (items,); refused if they do not fit."""
     dtype, sizes = _read_index(folder / f"{split}.idx")
-    tokens = np.fromfile(folder / f"{split}.bin", dtype=dtype)
-    if len(tokens) != sizes.sum(dtype=np.int64):
-        raise UserError(f"{folder}/{split}.bin has not the tokens that its index counts: binarise the data again")
-    return tokens, sizes
+    return np.fromfile(folder / f"{split}.bin", dtype, _check_sizes(folder, split, dtype, sizes)), sizes
 
 
 def write_dictionary(path: Path, symbols: Sequence[str]) -> None:
@@ -105,9 +163,32 @@ def write_dictionary(path: Path, symbols: Sequence[str]) -> None:
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """All symbols of a fairseq dictionary by id, fairseq's specials included."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [*FAIRSEQ_SPECIALS, *(line.rsplit(" ", 1)[0] for line in lines)]
+    """All symbols of a fairseq dictionary by id, fairseq's specials included.
+
+    Raises UserError: fairseq would not read it.
+    """
+    content, symbols, number = path.read_bytes(), list(FAIRSEQ_SPECIALS), 0
+
+    def refuse(number: int, why: str) -> NoReturn:
+        raise UserError(f"{path} line {number} {why}: put the one there that the data were made with")
+
+    try:
+        lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        refuse(content.count(b"\n", 0, error.start) + 1, "is not UTF-8")
+    known = set(symbols)
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
+        symbol, _, count = line.rstrip().rpartition(" ")
+        again = count == _AGAIN
+        if again:
+            symbol, _, count = symbol.rpartition(" ")
+        if not _COUNT.fullmatch(count) or not symbol:
+            refuse(number, "is no symbol with its count")
+        if symbol in known and not again:
+            refuse(number, f"has the symbol {symbol[:40]!r} for the second time")
+        known.add(symbol)
+        symbols.append(symbol)
+    return symbols if number else refuse(1, "is missing, the dictionary is empty")
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -115,24 +196,57 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
     return {name: {"bytes": (folder / name).stat().st_size, "sha256": file_digest(folder / name)} for name in names}
 
 
+@dataclass(frozen=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    kind: Literal["bpe", "gpt2", "words"]
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What is read of ``corpus.json``."""
+
+    made_by: str = ""
+    files: Mapping[str, _File] = field(default_factory=dict)
+    splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tokenizer: _Tokenizer | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    made_by: str = ""
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What ``corpus.json`` says, nothing unless it is there and was written by one of these commands."""
-    try:
-        manifest = read_json(folder / MANIFEST)
-    except UserError:
+    """What ``corpus.json`` says, nothing unless it is there and was written by one of these commands.
+
+    Raises UserError: it is damaged.
+    """
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
         return {}
-    return manifest if manifest.get("made_by") in _OURS else {}
+    manifest = read_json(path)
+    if records.read(_Maker, manifest, str(path), "the corpus", strict=False).made_by not in _OURS:
+        return {}
+    records.read(_Manifest, manifest, str(path), "the corpus", strict=False)
+    return manifest
 
 
 @dataclass(frozen=True)
 class Units:
     """What a split of a corpus consists of; losses in units that do not depend on the tokenizer."""
 
-    tokens: int  # of the tokenizer, with line ends and document boundaries
-    bytes: int  # of its text in UTF-8, line ends included
+    tokens: Count  # of the tokenizer, with line ends and document boundaries
+    bytes: Count  # of its text in UTF-8, line ends included
     # Separated by white space, and each line end is one more: 245,569 in the test text of WikiText-103, as published.
-    words: int
-    documents: int
+    words: Count
+    documents: Count
 
     def bits_per_byte(self, loss_base2: float) -> float:
         """Bits for each byte of text, loss_base2 · tokens / bytes, from the mean loss in bits over all tokens."""
@@ -146,6 +260,7 @@ class Units:
 
 def read_units(folder: Path, subset: str) -> Units | None:
     """The units of a split of a prepared corpus, ``None`` if they were not recorded when it was prepared."""
-    split = read_manifest(folder).get("splits", {}).get(subset, {})
-    counts = {field.name: split.get(field.name) for field in fields(Units)}
-    return Units(**counts) if all(isinstance(count, int) and count > 0 for count in counts.values()) else None
+    counts = read_manifest(folder).get("splits", {}).get(subset, {})
+    if {one.name for one in fields(Units)} - counts.keys():
+        return None
+    return records.read(Units, counts, str(folder / MANIFEST), f"the {subset} split", strict=False)

@@ -7,13 +7,13 @@ the order; otherwise it is the order of the ids.
 Bytes, merges and back are of the package tokenizers. Words are found here, as their ids are looked up in a table.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import regex
 
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import read_json
 
 # GPT-2's own, but that a newline is by itself: every line is cut as if it were alone.
 PATTERN = regex.compile(r"""\n|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+""")
@@ -46,10 +46,10 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
     except ImportError:
         raise UserError("GPT-2's BPE needs the package tokenizers: pip install tokenizers") from None
     path = folder / "vocab.json"
-    try:
-        numbers = {symbol: int(number) for symbol, number in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is no GPT-2 vocabulary ({error}): get it again") from None
+    numbers = read_json(path)
+    for symbol, number in numbers.items():
+        if type(number) is not int or number < 0:
+            raise UserError(f"{path} is no GPT-2 vocabulary ({symbol[:40]!r} has no number): get it again")
     if missing := sorted(set(ByteLevel.alphabet()) - numbers.keys()):
         raise UserError(f"{path} is no GPT-2 vocabulary: it lacks the bytes {''.join(missing)[:20]}")
     return numbers

@@ -83,6 +83,8 @@ def find_entries(
             continue
         if not path.exists():
             raise UserError(f"{path} does not exist: give a folder or file with text")
+        if not (path.is_dir() or path.is_file()):
+            raise UserError(f"{path} can be read only once: write its text into a file and give that")
         several = path.is_dir() or path.suffix == ".zip"
         for entry in _inside(path, exclude) if several else [Entry(path)]:
             if several and include and not _matches(entry.name, include):
@@ -149,7 +151,11 @@ def opened(entry: Entry) -> Iterator[BinaryIO]:
         if entry.member is None:
             file = stack.enter_context(open(entry.path, "rb"))
         else:
-            file = stack.enter_context(_archive(entry.path, entry.path.stat().st_mtime_ns).open(entry.member))
+            archive = _archive(entry.path, entry.path.stat().st_mtime_ns)
+            try:
+                file = stack.enter_context(archive.open(entry.member))
+            except RuntimeError as error:  # encrypted, or an unknown compression
+                raise UserError(f"cannot read {entry} ({error}): unpack {entry.path} and give the folder") from None
         if opener := _OPENERS.get(os.path.splitext(entry.name.lower())[1]):
             file = stack.enter_context(opener(file))
         yield file

@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, read_manifest, write_dictionary
+from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS, check_as_made, read_dictionary, read_manifest, write_dictionary
 from fairseq_rpe.data.gpt2 import find_files
 from fairseq_rpe.data.stream import cut
 from fairseq_rpe.data.tokenizer import Tokenizer, train_tokenizer
@@ -102,4 +102,6 @@ def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
     for name, path in files.items():
         if not path.is_file():
             raise UserError(f"--vocab-from {corpus} has no {name}: prepare it again")
+    read_dictionary(files["dict.txt"])
+    check_as_made(corpus, files)
     return kind, files

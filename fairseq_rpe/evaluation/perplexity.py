@@ -34,6 +34,7 @@ from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 
 logger = logging.getLogger(__name__)
+MOST_BITS = sys.float_info.max_exp  # per token; the perplexity of more is no float
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
 Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
 Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
@@ -89,6 +90,8 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
         tokens = int(count.sum())
         loss = defined(nats.sum()) / tokens / math.log(2)
         ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
+        if loss >= MOST_BITS:
+            raise too_large(loss)
         return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=buckets(nats, count))
 
     return measure
@@ -165,6 +168,14 @@ def defined(nats: Tensor) -> float:
     if not torch.isfinite(nats):
         raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
     return float(nats)
+
+
+def too_large(loss: float) -> UserError:
+    """Of a loss in bits per token whose perplexity is beyond any float."""
+    return UserError(
+        f"the perplexity is too large for a number, with a loss of {loss:.0f} bits per token: "
+        "the model has not learned, train it with a smaller --lr"
+    )
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:

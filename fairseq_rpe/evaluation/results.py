@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core import files, records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.core.records import Count, Natural, Positive, Share, Unbounded, filled
 from fairseq_rpe.data import folder as corpus
 
 # Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
@@ -60,7 +60,7 @@ class TextKey:
     positions: str | None = None
     compute_dtype: str | None = None
     attention_prune: float | None = None
-    length: int
+    length: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +116,12 @@ class TextResult(TextKey, Result):
     """
 
     of = TextKey
-    tokens: int
+    tokens: Count
     loss_base2: float
-    ppl: float
+    ppl: Positive
     seconds: float | None = None
     bits_per_byte: float | None = None
-    word_ppl: float | None = None
+    word_ppl: Unbounded | None = None
     engine: str | None = None
     peak_mb: float | None = None
     positions_loss: Buckets | None = None
@@ -137,7 +137,7 @@ class AnswerKey:
     rpe: str | None = None
     positions: str | None = None
     unit: str = "items"
-    length: int
+    length: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,17 +166,16 @@ class AnswerResult(AnswerKey, Result):
     """Exact answers to examples of ``length`` items; ``accuracy`` = right / examples, ``transform``: of positions."""
 
     of = AnswerKey
-    examples: int
-    right: int
-    accuracy: float
+    examples: Count
+    right: Natural
+    accuracy: Share
     transform: str
     seconds: float | None = None
 
 
 def read(kind: type[Found], path: Path) -> list[Found]:
     """The results in a JSON-lines file, none if there is no such file."""
-    lines = files.read_json_lines(path)
-    return [records.read(kind, row, str(path), f"line {n}", strict=False) for n, row in enumerate(lines, start=1)]
+    return records.read_lines(kind, path, "the result")
 
 
 def resumed(

@@ -10,10 +10,11 @@ from pathlib import Path
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.core.records import Count, Positive, filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
+from fairseq_rpe.evaluation.perplexity import MOST_BITS, too_large
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides, Result, resumed
 from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
 
@@ -38,13 +39,13 @@ class SlidingKey:
     data: str
     subset: str
     positions: str | None = None
-    tokens: int
+    tokens: Count
     workers: int | None = None
     max_tokens: int | None = None
     device: str | None = None
     mode: str
-    window: int
-    stride: int
+    window: Count
+    stride: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,8 @@ class SlidingResult(SlidingKey, Result):
 
     of = SlidingKey
     loss_base2: float
-    ppl: float
-    seconds: float
+    ppl: Positive
+    seconds: Positive
     relative: float | None = None
 
 
@@ -142,7 +143,10 @@ def _measuring(
             nats, taken = score(model, windows, cached=key.mode == CACHED, workers=key.workers or 0, title=title)
             seconds.append(taken)
         nats /= key.tokens
-        found = {"loss_base2": nats / math.log(2), "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
+        loss = nats / math.log(2)
+        if loss >= MOST_BITS:
+            raise too_large(loss)
+        found = {"loss_base2": loss, "ppl": math.exp(nats), "seconds": statistics.median(seconds)}
         return SlidingResult(**vars(key), encoding=subject.label, **found)
 
     return measure

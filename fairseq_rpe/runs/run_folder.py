@@ -45,6 +45,11 @@ class Start:
     threads: str | None = None
 
 
+@dataclass(frozen=True)
+class _Starts:
+    starts: tuple[Start, ...] = ()
+
+
 class CheckpointFolder:
     """The ``--save-dir`` of a run; ``lock`` is held while a training writes here."""
 
@@ -85,8 +90,8 @@ class CheckpointFolder:
         """What is on record of the run's starts, oldest first; nothing for a run of an older version."""
         if not self.environment.exists():
             return []
-        found = read_json(self.environment).get("starts", [])
-        return [records.read(Start, one, str(self.environment), "a start", strict=False) for one in found]
+        found = records.read(_Starts, read_json(self.environment), str(self.environment), "the record", strict=False)
+        return list(found.starts)
 
     def add_start(self, start: Start) -> None:
         """Put one more start on record."""

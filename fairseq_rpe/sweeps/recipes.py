@@ -1,5 +1,6 @@
 """Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -117,15 +118,15 @@ def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
-            raise UserError(f"--recipe {name} does not exist")
+            raise UserError(f"--recipe {name} {'is no file' if os.path.lexists(path) else 'does not exist'}")
         raise UserError(
             f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or a .toml file"
         )
-    if path in above:
+    if (place := path.resolve()) in above:
         raise UserError(f"recipe {path} is a base of itself: drop one of the base lines")
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} is not TOML: {error}") from None
     if "base" not in text:
         return path, text
@@ -134,7 +135,7 @@ def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
         raise UserError(f"recipe {path}: base must be the name of a recipe, not {base!r}")
     if base.endswith(".toml"):
         base = str(path.parent / base)
-    _, under = _read(base, (*above, path))
+    _, under = _read(base, (*above, place))
     # what was published belongs to one experiment; everything else is a change of single keys
     return path, {**_over(under, text), "published": text["published"]} if "published" in text else _over(under, text)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import read_json, write_json
-from fairseq_rpe.core.records import Count, Rate, Rule
+from fairseq_rpe.core.files import RESTORE, read_json, write_json
+from fairseq_rpe.core.records import Count, Natural, Rate, Rule
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import IDENTITY, Settings
@@ -99,8 +99,10 @@ class Published:
         return {**found, **self.values}
 
 
-def read_published(given: Mapping[str, object], source: str, methods: Mapping[str, Method] | None) -> Published:
+def read_published(given: object, source: str, methods: Mapping[str, Method] | None) -> Published:
     """Published results as TOML or JSON have them; ``methods`` are those that may have values, if that is checked."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"{source}: published is no table: {RESTORE}")
     about = {f.name for f in fields(Published)} - {"values"}
     values = {name: row for name, row in given.items() if name not in about}
     for name in values:
@@ -132,8 +134,8 @@ class State:
 
     settings: SweepSettings
     encodings: tuple[str, ...]
-    seeds: tuple[int, ...]
-    lengths: tuple[int, ...] = ()
+    seeds: tuple[Natural, ...]
+    lengths: tuple[Count, ...] = ()
     methods: Mapping[str, Method] = field(default_factory=dict)
     recipe: str | None = None
     title: str | None = None
@@ -169,9 +171,10 @@ class SweepFolder:
         if not self.state_path.is_file():
             raise UserError(f"{self.path} holds no {self.state_path.name}: name the --out folder of a sweep")
         given, source = read_json(self.state_path), str(self.state_path)
-        named = given.get("methods") or {}
-        given["methods"] = {name: {"name": name, **method} for name, method in named.items()}
         published = given.pop("published", None)
+        given["methods"] = named = given.get("methods") or {}
+        if isinstance(named, dict):
+            given["methods"] = {n: {"name": n, **m} if isinstance(m, dict) else m for n, m in named.items()}
         state = records.read(State, given, source, "the sweep", strict=False)
         return replace(state, published=read_published(published, source, None)) if published else state
 

@@ -349,6 +349,10 @@ def test_a_vocabulary_can_be_shared(made: Path, tmp_path: Path) -> None:
     prepare(options(mixed, tmp_path / "other", vocab_size=350), lambda _: None)
     (mixed / "dict.txt").write_bytes((made / "dict.txt").read_bytes())
     message = refused(options(tmp_path / "new", tmp_path / "other", vocab_size=None, vocab_from=mixed))
+    assert f"{mixed}/dict.txt is not the one that the corpus was made with" in message
+    manifest = json.loads((mixed / "corpus.json").read_text())
+    (mixed / "corpus.json").write_text(json.dumps({**manifest, "files": {}}))
+    message = refused(options(tmp_path / "new", tmp_path / "other", vocab_size=None, vocab_from=mixed))
     assert "dict.txt is not of the same corpus as its spm.model" in message
 
 

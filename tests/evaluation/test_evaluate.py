@@ -276,6 +276,17 @@ def test_failures_are_one_line(state, corpus, tmp_path, capsys):
         assert "probability 0 or NaN" in refusal(capsys, checkpoint, corpus, "--engine", engine)
 
 
+def test_a_perplexity_too_large_for_a_number_is_refused(state, corpus, tmp_path, capsys):
+    name = "decoder.output_projection.weight"
+    state = {**state, "model": {**state["model"], name: 3e4 * state["model"][name]}}
+    checkpoint = checkpoint_with(state, tmp_path)
+    assert "is too large for a number, with a loss of" in refusal(capsys, checkpoint, corpus)
+    flags = ["--windows", "16", "--stride", "16", "--first-tokens", "64", "--out", str(tmp_path / "out")]
+    assert main(["sliding", str(checkpoint), str(corpus), *flags]) == 2
+    assert "is too large for a number, with a loss of" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "sliding.jsonl").exists()
+
+
 def test_fairseq_engine_after_the_models_were_imported(state, corpus, tmp_path, capsys, monkeypatch):
     """The guard that counts tokens was put around fairseq-eval-lm only if that was imported first."""
     import fairseq_cli

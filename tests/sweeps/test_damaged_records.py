@@ -1,0 +1,93 @@
+"""What a sweep and its runs put on record, damaged: one line that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fairseq_rpe.analysis import history
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.runs.run_folder import CheckpointFolder
+from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.state import SweepFolder
+
+STATE = {"settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"settings": [1]}, "settings of the sweep is no table"),
+        ({"encodings": "alibi"}, "encodings of the sweep must be a list, not 'alibi'"),
+        ({"encodings": [1]}, "encodings of the sweep must be text, not 1"),
+        ({"seeds": [-1]}, "seeds of the sweep must be a whole number from 0 on, not -1"),
+        ({"lengths": [0]}, "lengths of the sweep must be a whole number above 0, not 0"),
+        ({"methods": [1]}, "methods of the sweep must be a table, not [1]"),
+        ({"methods": {"a": "rope"}}, "a of methods of the sweep is no table"),
+        ({"methods": {"a": {}}}, "a of methods of the sweep lacks rpe"),
+        ({"published": [1]}, "published is no table"),
+        ({"published": {"source": "x", "a": {"64": "many"}}}, "must be a whole number, not 'many'"),
+        ({"commands": {"a": {"training": "x"}}}, "must be a list, not 'x'"),
+        ({"algorithms": 3}, "algorithms of the sweep must be a list, not 3"),
+    ],
+)
+def test_a_damaged_record_of_a_sweep(change: dict, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps(STATE))
+    assert SweepFolder(tmp_path).state().lengths == (64,)
+    path.write_text(json.dumps({**STATE, **change}))
+    with pytest.raises(UserError) as caught:
+        SweepFolder(tmp_path).state()
+    said = str(caught.value)
+    assert said.startswith(f"{path}: ") and words in said and said.endswith("restore it or delete it")
+
+
+@pytest.mark.parametrize("starts", [3, [3], [{"from_update": "x"}], {"a": 1}])
+def test_a_damaged_record_of_starts(starts: object, tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.environment.write_text('{"starts": [{"from_update": 3, "later": 1}]}')
+    assert folder.starts()[0].from_update == 3
+    folder.environment.write_text(json.dumps({"starts": starts}))
+    with pytest.raises(UserError, match=r"environment.json: .* of the record .*: restore it or delete it"):
+        folder.starts()
+
+
+@pytest.mark.parametrize("change", [{"step": "x"}, {"distances": 3}, {"bias": []}, {"bias": {"model": [["x"]]}}])
+def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
+    path, look = tmp_path / history.FILE, {"step": 3, "distances": [0, 1], "bias": {"model": [[0, -1.5]]}}
+    path.write_text(json.dumps(look) + '\n{"step": 5, "distances": [0], "bias": {"model": [[-Infinity]]}}\n')
+    assert [one["step"] for one in history.read(tmp_path)] == [3, 5]
+    path.write_text(json.dumps(look) + "\n" + json.dumps({**look, **change}) + "\n")
+    with pytest.raises(UserError, match=r"profiles.jsonl line 2: .* of the look must be .*: delete that line"):
+        history.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"title = [\n", "is not TOML: "),
+        (b'title = "\xff"\n', "is not TOML: 'utf-8' codec can't decode"),
+        (b"a = " + b"[" * 200_000, "is not TOML: "),
+        (b'base = "../x/mine.toml"\n', "mine.toml is a base of itself"),
+        (b"", "lacks "),
+    ],
+)
+def test_a_damaged_recipe(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "x" / "mine.toml"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    assert words in str(caught.value) and "mine.toml" in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_recipe_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").mkdir()
+    (tmp_path / "b.toml").symlink_to("b.toml")
+    for name in ("a", "b"):
+        with pytest.raises(UserError, match=f"{name}.toml is no file"):
+            recipes.load(str(tmp_path / f"{name}.toml"))
+    with pytest.raises(UserError, match=r"c.toml does not exist"):
+        recipes.load(str(tmp_path / "c.toml"))
