@@ -1,6 +1,6 @@
 """Kill sweeps and preparations (SIGKILL) at random moments, and compare what they make with what nobody disturbed.
 
-    python benchmarks/kill_sweep.py data-bin/stdlib --kills 100 --out runs/kills
+    python benchmarks/kill_sweep.py --kills 100 --out runs/kills
 
 Each kill takes the command's own process, one of those below it, or all at once. That is drawn from --seed, like the
 moment, which for four of five is after the start-up. The same command is then given again. Where one ends before its
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.runs import processes
 
 ENCODINGS = "sinusoidal kerple_log"
@@ -55,19 +56,11 @@ class Job:
     whole: bool = False  # the folder is there only when it is finished
 
 
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def sweep_job(args: argparse.Namespace) -> Job:
-    flags = ["--encodings", ENCODINGS, "--lengths", args.lengths, "--tokens", "64", "--device", "cpu"]
-    further = ["--", "--save-interval-updates", str(max(1, args.updates // 3))]
+    flags = ["--encodings", ENCODINGS, "--lengths", args.lengths, "--tokens", "64", "--updates", str(args.updates)]
     return Job(
         "sweep",
-        lambda out: [
-            *(*_PROGRAM, "sweep", str(args.data), *flags, "--updates", str(args.updates), "--out", str(out)),
-            *further,
-        ],
+        lambda out: [*_PROGRAM, "sweep", str(corpus(args)), *flags, "--device", "cpu", "--out", str(out)],
         lambda out: (
             sum(log.read_bytes().count(b"| train_inner |") for log in out.glob("runs/*/train.log")),
             sum(rows.read_bytes().count(b"\n") for rows in out.glob("runs/*/eval.jsonl")),
@@ -76,6 +69,18 @@ def sweep_job(args: argparse.Namespace) -> Job:
         share=0.4,  # its start-up takes a while: that of three processes, one after another
         reach=0.6,  # it goes on where it was killed
     )
+
+
+def corpus(args: argparse.Namespace) -> Path:
+    """The text of the sweeps: the given one, or one of which an epoch, and so a checkpoint, is some 30 updates."""
+    if args.data:
+        return args.data
+    made, library = args.out / "corpus", Path(sysconfig.get_path("stdlib"))
+    if not made.exists():
+        parts = [str(library / "json"), "--valid", str(library / "wsgiref"), "--test", str(library / "wsgiref")]
+        words = [*_PROGRAM, "prepare", *parts, "--include", "*.py", "--vocab-size", "600", "--dest", str(made)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    return made
 
 
 def of_sweep(out: Path) -> dict[str, str]:
@@ -103,7 +108,7 @@ def prepare_job(args: argparse.Namespace) -> Job:
 
     def made(out: Path) -> dict[str, str]:
         files = sorted(out.iterdir()) if out.is_dir() else []
-        return {path.name: digest(path.read_bytes()) for path in files}
+        return {path.name: file_digest(path) for path in files}
 
     return Job(
         "prepare",
@@ -130,11 +135,21 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def alone(pid: int, victim: str) -> bool:
+    """Whether a child is to be killed where there is none."""
+    return victim == "child" and len(family(pid)) == 1
+
+
 def running(pid: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return False
+
+
+def shoot(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Trial:
@@ -177,31 +192,26 @@ class Trial:
         while True:
             before, child = self.job.progress(self.folder), self.start(self.folder)
             hit, moment = False, time.monotonic() + (delay if early else 1e9)
-            while child.poll() is None and time.monotonic() < moment:
+            while child.poll() is None and (time.monotonic() < moment or alone(child.pid, victim)):
                 if not hit and self.job.progress(self.folder) != before:
                     hit, moment = True, min(moment, time.monotonic() + delay)
                 time.sleep(_POLL)
-            pids = family(child.pid) if child.poll() is None else []
-            if pids:
+            pids = family(child.pid)
+            if child.poll() is None and not alone(child.pid, victim):
                 break
-            self.ended(child.returncode)
-        below = pids[1:]
-        taken = pids if victim == "all" else [draw.choice(below)] if victim == "child" and below else pids[:1]
-        for pid in taken:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.ended(child.wait())
+        taken = {"all": pids, "parent": pids[:1], "child": draw.choices(pids[1:])}[victim] if len(pids) > 1 else pids
+        shoot(taken)
         faults = self._settle(child, pids)
-        code = child.returncode
-        if code == 0:
-            self.ended(code)
-        elif victim == "child" and below and "Traceback" in self.said.read_text(errors="replace"):
+        if child.returncode == 0:
+            self.ended(0)
+        elif victim == "child" and "Traceback" in self.said.read_text(errors="replace"):
             faults.append("a traceback where a child was killed")
         if self.job.whole and self.folder.exists() and self.job.made(self.folder) != self.expected:
             faults.append("a folder that is not whole")
         about = f"{len(taken)} of {len(pids)} processes, {delay:.1f} s after it was {'at work' if hit else 'started'}"
-        took = time.monotonic() - begin
-        self.note("kill", self.job.name, f"{what} {self.job.name}, {victim}: {about}", faults,
-                  victim=victim, hit=hit, seconds=took)  # fmt: skip
+        more = {"victim": victim, "hit": hit, "seconds": time.monotonic() - begin}
+        self.note("kill", self.job.name, f"{what} {self.job.name}, {victim}: {about}", faults, **more)
 
     def _settle(self, child: subprocess.Popen[bytes], pids: Sequence[int]) -> list[str]:
         """Wait until nothing of it runs; what must be stopped is a fault."""
@@ -209,9 +219,7 @@ class Trial:
         while child.poll() is None or any(map(running, pids)):
             if time.monotonic() > end:
                 left = [pid for pid in pids if running(pid)]
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                shoot(left)
                 child.wait()
                 return [f"{len(left)} processes were left behind"]
             time.sleep(_POLL)
@@ -223,8 +231,7 @@ class Trial:
         if not code:
             made = self.job.made(self.folder)
             faults = [f"{n} differs" for n in {**self.expected, **made} if made.get(n) != self.expected.get(n)]
-            beside = [path.name for path in self.folder.parent.glob(".*")]
-            faults += [f"{name} is left behind" for name in beside]
+            faults += [f"{path.name} is left behind" for path in self.folder.parent.glob(".*")]
         verdict = "as undisturbed" if not faults else "NOT as undisturbed"
         self.note("end", self.job.name, f"  {self.job.name} came to its end: {verdict}", faults)
         if faults:
@@ -234,8 +241,7 @@ class Trial:
     def finish(self) -> None:
         """Let what was killed last come to its end."""
         if self.folder.exists() or any(self.folder.parent.glob(".*")):
-            child = self.start(self.folder)
-            self.ended(child.wait())
+            self.ended(self.start(self.folder).wait())
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
@@ -254,17 +260,15 @@ def summary(rows: list[dict[str, Any]]) -> str:
         seconds = sum(row["seconds"] for row in own) / max(1, len(own))
         parts = ", ".join(f"{by[victim]} {victim}" for victim in VICTIMS)
         at_work = sum(row["hit"] for row in own)
-        lines.append(
-            f"{name}: {len(own)} kills ({parts}), {at_work} of work in progress, {seconds:.1f} s each; "
-            f"{ends} times at its end and compared"
-        )
+        what = f"{len(own)} kills ({parts}), {at_work} of work in progress, {seconds:.1f} s each"
+        lines.append(f"{name}: {what}; {ends} times at its end and compared")
     faults = [fault for row in rows for fault in row["faults"]]
     return "\n".join([*lines, f"{len(kills)} kills, {len(faults)} faults", *faults])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="binarised data folder for the sweeps")
+    parser.add_argument("data", type=Path, nargs="?", help="of the sweeps (default: a small corpus is made)")
     parser.add_argument("--kills", type=int, default=100, help="of all together (default: 100)")
     parser.add_argument("--only", choices=("sweep", "prepare"), help="default: both, sweeps two of five times")
     parser.add_argument("--updates", type=int, default=60, help="of a training (default: 60)")

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from functools import partial
 from typing import Any, NoReturn
 
 from fairseq import options
@@ -22,7 +21,7 @@ def no_tpu_no_fsdp(original: Any, parser: Any, input_args: list[str] | None = No
     fairseq's FSDP is fairscale's, whose last release is of 2022: it fails without a GPU (in its own code, with torch
     2.13), and on GPUs it was never tried with these models, whose parameters are read outside the forward pass.
     """
-    parser.error = partial(_refuse, parser)
+    parser.error = _refuse
     result = original(parser, input_args, *args, **kwargs)
     settings = result[0] if isinstance(result, tuple) else result
     if getattr(settings, "bf16", False) and "--tpu" not in (sys.argv if input_args is None else input_args):
@@ -35,9 +34,9 @@ def no_tpu_no_fsdp(original: Any, parser: Any, input_args: list[str] | None = No
     return result
 
 
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+def _refuse(message: str) -> NoReturn:
     """fairseq's parser prints more than a hundred lines of usage for a mistyped flag."""
-    raise UserError(f"{message} (see {parser.prog} --help)")
+    raise UserError(f"{message}: the --help of fairseq's command lists its flags")
 
 
 class _Flag(argparse.Action):
