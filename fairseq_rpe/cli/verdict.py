@@ -33,10 +33,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
     parser.add_argument("--formula", metavar="EXPR", help="log-bias as a formula in n, e.g. --formula='-2*log(n+1)'")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="judge what a trained model has learned")
-    parser.add_argument("--heads", type=heads, default=8, metavar="H", help="heads of a SPEC (default 8)")
-    parser.add_argument(
-        "--head-width", type=width, default=64, metavar="D", help="width of a head of a SPEC (default 64)"
-    )
+    parser.add_argument("--heads", type=heads, metavar="H", help="heads of a SPEC (default 8)")
+    parser.add_argument("--head-width", type=width, metavar="D", help="width of a head of a SPEC (default 64)")
     add_rpe_module(parser)
 
 
@@ -72,6 +70,9 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The sources of a judgement by their names: the formula, or encodings, one or one per layer of a checkpoint."""
     if sum((bool(args.specs), args.formula is not None, args.checkpoint is not None)) != 1:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
+    if not args.specs and (args.heads or args.head_width):
+        flag = "--heads" if args.heads else "--head-width"
+        raise UserError(f"{flag} is of a SPEC: a formula has one head, a checkpoint its own; leave it out")
     if args.formula is not None:
         return {args.formula: args.formula}
     from fairseq_rpe import encodings
@@ -90,5 +91,5 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     for spec in specs:
         if specs.count(spec) > 1:
             raise UserError(f"'{spec}' is given twice: leave one out")
-    whole = args.heads * args.head_width
-    return {spec: [encodings.build(spec, args.heads, whole, LENGTH)] for spec in specs}
+    number = args.heads or 8
+    return {spec: [encodings.build(spec, number, number * (args.head_width or 64), LENGTH)] for spec in specs}

@@ -73,6 +73,7 @@ class PrepareOptions:
         ranges = {
             "vocab_size": (MIN_VOCAB_SIZE, 10**6),
             "workers": (1, 256),
+            "seed": (0, 2**63 - 1),
             "sample_bytes": (10**5, 10**10),
             "max_bytes": (1, 2**63),
         }

@@ -55,9 +55,10 @@ def full_name(arch: str) -> str:
     return ARCH_PREFIX + arch if arch in _SIZES else arch
 
 
-def check_arch(arch: str) -> None:
-    """Refuse an architecture that is none of ours: fairseq would take seconds to say so."""
-    if full_name(arch) not in (known := [ARCH_PREFIX + size for size in _SIZES]):
+def check_arch(arch: str, module: Path | None) -> None:
+    """Refuse an architecture that is neither ours nor of a ``module``: fairseq would take seconds to say so."""
+    own = module is not None and arch.startswith(ARCH_PREFIX)
+    if full_name(arch) not in (known := [ARCH_PREFIX + size for size in _SIZES]) and not own:
         shorts = ", ".join(_SIZES)
         raise UserError(f"--arch {arch} is not one of {shorts} (or {known[0]} and so on){nearest(arch, _SIZES)}")
 
@@ -231,7 +232,7 @@ def plan(request: Request, data_digest: str) -> Plan:
         given = getattr(request, name)
         return getattr(request.defaults, name) if given is None else given
 
-    check_arch(request.arch or "tiny")
+    check_arch(request.arch or "tiny", request.rpe_module)
     check_extra(request.extra)
     data, tokens = data_digest, chosen("tokens")
     if request.algorithm:
