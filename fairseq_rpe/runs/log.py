@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 
 _STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
-_NEEDED = {"train_inner": {"num_updates", "loss"}, "train": set(), "valid": {"valid_loss"}}
 _START = "| fairseq_cli.train | training on "
 _FACTS = {
     "parameters": r"num\. shared model params: ([\d,]+)",
@@ -16,6 +15,7 @@ _FACTS = {
     "backend": r"\| attention backend: (\S+)",
     "data": r"\| loaded [\d,]+ examples from: (.+)/train\s*$",
 }
+_NEEDED = {"train_inner": {"num_updates", "loss"}, "train": set(), "valid": {"valid_loss"}}
 
 
 @dataclass
