@@ -135,11 +135,6 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def alone(pid: int, victim: str) -> bool:
-    """Whether a child is to be killed where there is none."""
-    return victim == "child" and len(family(pid)) == 1
-
-
 def running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -187,17 +182,18 @@ class Trial:
 
     def kill(self, draw: random.Random, victim: str, what: str) -> None:
         """One kill, mostly of work in progress."""
+        least = 2 if victim == "child" else 1
         begin, early = time.monotonic(), draw.random() < EARLY
         delay = draw.uniform(0, self.start_up if early else self.job.reach * (self.seconds - self.start_up))
         while True:
             before, child = self.job.progress(self.folder), self.start(self.folder)
             hit, moment = False, time.monotonic() + (delay if early else 1e9)
-            while child.poll() is None and (time.monotonic() < moment or alone(child.pid, victim)):
+            while child.poll() is None and (time.monotonic() < moment or len(family(child.pid)) < least):
                 if not hit and self.job.progress(self.folder) != before:
                     hit, moment = True, min(moment, time.monotonic() + delay)
                 time.sleep(_POLL)
             pids = family(child.pid)
-            if child.poll() is None and not alone(child.pid, victim):
+            if child.poll() is None and len(pids) >= least:
                 break
             self.ended(child.wait())
         taken = {"all": pids, "parent": pids[:1], "child": draw.choices(pids[1:])}[victim] if len(pids) > 1 else pids
@@ -232,7 +228,7 @@ class Trial:
             made = self.job.made(self.folder)
             faults = [f"{n} differs" for n in {**self.expected, **made} if made.get(n) != self.expected.get(n)]
             faults += [f"{path.name} is left behind" for path in self.folder.parent.glob(".*")]
-        verdict = "as undisturbed" if not faults else "NOT as undisturbed"
+        verdict = "NOT as undisturbed" if faults else "as undisturbed"
         self.note("end", self.job.name, f"  {self.job.name} came to its end: {verdict}", faults)
         if faults:
             sys.exit(f"{self.job.name}: {'; '.join(faults)}; kept: {self.folder}")
@@ -259,8 +255,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         ends = sum(row["event"] == "end" and row["job"] == name for row in rows)
         seconds = sum(row["seconds"] for row in own) / max(1, len(own))
         parts = ", ".join(f"{by[victim]} {victim}" for victim in VICTIMS)
-        at_work = sum(row["hit"] for row in own)
-        what = f"{len(own)} kills ({parts}), {at_work} of work in progress, {seconds:.1f} s each"
+        what = f"{len(own)} kills ({parts}), {sum(row['hit'] for row in own)} of work in progress, {seconds:.1f} s each"
         lines.append(f"{name}: {what}; {ends} times at its end and compared")
     faults = [fault for row in rows for fault in row["faults"]]
     return "\n".join([*lines, f"{len(kills)} kills, {len(faults)} faults", *faults])

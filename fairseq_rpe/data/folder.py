@@ -42,6 +42,9 @@ def check_folder(data: Path, *splits: str) -> None:
         raise UserError(f"'{data}' contains '{os.pathsep}', where fairseq splits paths: rename the folder")
     if not data.is_dir():
         raise UserError(f"data folder {data} does not exist: make one, e.g. with fairseq-rpe prepare-stdlib")
+    for split in splits:
+        if not split or Path(split).name != split:
+            raise UserError(f"'{split}' is no name of a split: name one of {data}, such as test")
     names = ["dict.txt", *(f"{s}.{end}" for s in splits for end in ("idx", "bin"))]
     for name in names:
         if not (data / name).is_file():

@@ -113,7 +113,7 @@ def _inside(path: Path, exclude: Sequence[str]) -> Iterator[Entry]:
                 files = (Path(folder, n) for n in sorted(names) if not _matches(n, exclude))
                 yield from (Entry(file, root=path) for file in files if file.is_file())
             return
-        with zipfile.ZipFile(path) as archive:
+        with _known(path, path), zipfile.ZipFile(path) as archive:
             names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
     for entry in (Entry(path, name) for name in names):
         if entry.kind == "parquet":
@@ -145,17 +145,24 @@ def readable(what: Entry | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _known(what: Entry | Path, archive: Path) -> Iterator[None]:
+    """Refuse an archive that is encrypted, or whose version or compression is unknown here."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(f"cannot read {what} ({error}): unpack {archive} and give the folder") from None
+
+
+@contextlib.contextmanager
 def opened(entry: Entry) -> Iterator[BinaryIO]:
     """The decompressed bytes. Raises UserError if they cannot be read or are cut short, also while they are read."""
     with readable(entry), contextlib.ExitStack() as stack:
         if entry.member is None:
             file = stack.enter_context(open(entry.path, "rb"))
         else:
-            archive = _archive(entry.path, entry.path.stat().st_mtime_ns)
-            try:
-                file = stack.enter_context(archive.open(entry.member))
-            except RuntimeError as error:  # encrypted, or an unknown compression
-                raise UserError(f"cannot read {entry} ({error}): unpack {entry.path} and give the folder") from None
+            with _known(entry, entry.path):
+                file = _archive(entry.path, entry.path.stat().st_mtime_ns).open(entry.member)
+            stack.enter_context(file)
         if opener := _OPENERS.get(os.path.splitext(entry.name.lower())[1]):
             file = stack.enter_context(opener(file))
         yield file

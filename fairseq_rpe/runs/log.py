@@ -15,6 +15,7 @@ _FACTS = {
     "backend": r"\| attention backend: (\S+)",
     "data": r"\| loaded [\d,]+ examples from: (.+)/train\s*$",
 }
+_NEEDED = {"train_inner": {"num_updates", "loss"}, "train": set(), "valid": {"valid_loss"}}
 
 
 @dataclass
@@ -39,13 +40,16 @@ class TrainLog:
 
 
 def statistics(line: str) -> tuple[str, dict[str, float]] | None:
-    """What a line says in numbers, after train_inner, train or valid; nothing if it does not, or is unfinished."""
+    """What a line says in numbers, after train_inner, train or valid; nothing if it does not, or is damaged."""
     if (match := _STATISTICS.search(line)) is None:
         return None
+    kind = match[1]
     try:
-        return match[1], {key: float(value) for key, value in json.loads(match[2]).items()}
-    except (TypeError, ValueError):
+        values = {key: float(value) for key, value in json.loads(match[2]).items()}
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return None
+    whole = all(math.isfinite(value) for key, value in values.items() if key.endswith("num_updates"))
+    return (kind, values) if whole and _NEEDED[kind] <= values.keys() else None
 
 
 def read(path: Path) -> TrainLog:

@@ -170,6 +170,13 @@ def test_what_is_not_damaged_is_used(data: Path) -> None:
     assert read_dictionary(data / "dict.txt") == Dictionary.load(str(data / "dict.txt")).symbols
 
 
+@pytest.mark.parametrize("split", ["", "../data/test", "./test", ".."])
+def test_a_split_is_one_of_the_folder(split: str, data: Path) -> None:
+    """Another folder's text would be taken for this one's."""
+    with pytest.raises(UserError, match="is no name of a split: name one of .*data, such as test"):
+        check_folder(data, split)
+
+
 # Sources and vocabularies
 
 
@@ -193,6 +200,14 @@ def method(path: Path) -> None:
     path.write_bytes(content)
 
 
+def newer(path: Path) -> None:
+    """An archive of a version to come."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "some text")
+    content = path.read_bytes()
+    path.write_bytes(with_bytes(content, content.index(b"PK\x01\x02") + 6, b"\x63"))
+
+
 def corrupt(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.txt", "some text")
@@ -208,6 +223,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "fifo.txt": (os.mkfifo, "fifo.txt can be read only once: write its text into a file"),
     "encrypted.zip": (encrypted, "cannot read .*encrypted.zip:a.txt .*is encrypted"),
     "method.zip": (method, "cannot read .*method.zip:a.txt .*not supported"),
+    "newer.zip": (newer, "cannot read .*newer.zip .zip file version 9.9.: unpack"),
     "corrupt.zip": (corrupt, "corrupt.zip:a.txt is cut short or damaged"),
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 from fairseq_rpe.analysis import history
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.runs import log
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.state import SweepFolder
@@ -91,3 +92,21 @@ def test_a_recipe_that_is_no_file(tmp_path: Path) -> None:
             recipes.load(str(tmp_path / f"{name}.toml"))
     with pytest.raises(UserError, match=r"c.toml does not exist"):
         recipes.load(str(tmp_path / "c.toml"))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '| train_inner | {"loss": "2"}',
+        '| train_inner | {"loss": "2", "num_updates": "NaN"}',
+        '| train_inner | {"loss": [2], "num_updates": "3"}',
+        '| train_inner | {"num_updates": 1' + "0" * 400 + "}",
+        '| train_inner | {"a":' + '{"a":' * 100_000 + "}",
+        "| valid | {}",
+        "\0\0\0",
+    ],
+)
+def test_a_damaged_line_of_a_log_says_nothing(odd: str, tmp_path: Path) -> None:
+    whole = '| train_inner | {"loss": "2.5", "num_updates": "3", "wps": "9"}\n'
+    (tmp_path / "train.log").write_text(whole + odd + "\n" + whole.replace("3", "4"))
+    assert log.read(tmp_path / "train.log").loss == {3: 2.5, 4: 2.5}
