@@ -84,7 +84,7 @@ def check_kind(flag: str, path: Path) -> None:
     """Refuse what is no plain file, be it a folder or a device; one that is not there is none of these."""
     try:
         kind = os.stat(path).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise UserError(_refusal(flag, path, error)) from None
