@@ -104,7 +104,7 @@ def check_kind(flag: str, path: Path) -> None:
     """Refuse what is no plain file, be it a folder or a device; one that is not there is none of these."""
     try:
         kind = os.stat(path).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise UserError(_refusal(flag, path, error)) from None
@@ -135,9 +135,10 @@ def _try_out(flag: str, path: Path, folder: Path, name: str) -> None:
     made: list[Path] = []
     try:
         for part in (*reversed(folder.parents), folder):
-            if part.exists() and not part.is_dir():
-                raise UserError(f"{flag} {shown(path)}: {shown(part)} is a file, not a folder: name another one")
-            if not part.exists():
+            try:
+                if not stat.S_ISDIR(os.stat(part).st_mode):
+                    raise UserError(f"{flag} {shown(path)}: {shown(part)} is a file, not a folder: name another one")
+            except FileNotFoundError:
                 part.mkdir()
                 made.append(part)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=name) as file:
