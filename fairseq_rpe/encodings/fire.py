@@ -28,7 +28,7 @@ class Fire(PairBias):
         hidden_layers: int = option(
             2, "hidden layers of f: 2 as in the text, 1 as in its listing, 0 linear", choices=(0, 1, 2)
         )
-        hidden: int = option(32, "width of the hidden layers", minimum=1)
+        hidden: int = option(32, "width of the hidden layers", minimum=1, maximum=65_536)
         activation: str = option("relu", "between the layers", choices=("relu", "gelu", "leaky_relu"))
         output_activation: str = option("none", "on the output (Table 7)", choices=tuple(_ACTIVATIONS))
         log: bool = option(True, "psi(x) = ln(c·x + 1); false: psi(x) = x (Eq. 21)")

@@ -23,7 +23,9 @@ class Sandwich(DistanceBias):
         form: str = option(
             "paper", "paper: Chi et al.'s listing; evo: the code of Qin et al.", choices=("paper", "evo")
         )
-        dim: int = option(0, "even width of the sinusoids; 0: 128 (paper) or twice the head width (evo)", minimum=0)
+        dim: int = option(
+            0, "even width of the sinusoids; 0: 128 (paper) or twice the head width (evo)", minimum=0, maximum=65_536
+        )
 
     formula = "(H / 8h)·Σ_s cos(d·10000^(-s/D))  [evo: - D - 1e-4 inside]"
     paper = "Chi, Fan, Rudnicky, Ramadge 2023 (arXiv 2212.10356)"
