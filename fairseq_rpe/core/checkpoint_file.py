@@ -24,8 +24,8 @@ _BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch bef
 def check(path: Path) -> None:
     """Refuse what is no whole file of ``torch.save``, from the directory of its zip and every part's checksum.
 
-    The checksums take 0.3 seconds of processor time per GB and 1 MiB of memory. A file that was found to be whole is not
-    read for them again by this process, unless it has changed. Files of torch before 1.6 are no zips and have none.
+    The checksums take 0.3 seconds of processor time per GB and 1 MiB of memory. A file that was found to be whole is
+    not read for them again by this process, unless it has changed. Files of torch before 1.6 are no zips and have none.
     Raises UserError: what is wrong, and where.
     """
     try:

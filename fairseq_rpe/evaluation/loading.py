@@ -72,7 +72,8 @@ def one_line(what: str, log: Path | None) -> Iterator[None]:
 def find_subjects(paths: Sequence[Path], rpe_module: Path | None = None) -> list[Subject]:
     """Look at checkpoints, without loading more than their encodings, and label each by that.
 
-    ``rpe_module``: Python file with encodings of the user's own. Raises UserError if one is missing, damaged, named twice, not of this plugin or no plain language model.
+    ``rpe_module``: Python file with encodings of the user's own. Raises UserError if one
+    is missing, damaged, named twice, not of this plugin or no plain language model.
     """
     if rpe_module is not None:
         load_module(rpe_module)
