@@ -15,7 +15,7 @@ from ..core import Registry, UserError, canonical, option
 
 SPLITS = ("train", "valid", "test")
 SEPARATOR = "[SEP]"
-_TRIES = 10_000
+_TRIES, _MOST = 10_000, 10_000_000
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Sizes:
 
     items: int = option(20, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
     times: int = option(5, "test lengths are Uniform(2, times·M) items", minimum=1, maximum=100)
-    train: int = option(100_000, "training examples", minimum=1, maximum=10**8)
-    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=10**8)
-    test: int = option(10_000, "test examples", minimum=1, maximum=10**8)
+    train: int = option(100_000, "training examples", minimum=1, maximum=_MOST)
+    valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=_MOST)
+    test: int = option(10_000, "test examples", minimum=1, maximum=_MOST)
     seed: int = option(1, "of the examples; another seed is another data set", minimum=0, maximum=2**63 - 1)
 
 

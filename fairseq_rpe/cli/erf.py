@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.figures import fields
     from fairseq_rpe.figures.style import save
 
-    subjects = find_subjects(args.checkpoints)
+    subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = filled(receptive.FieldRequest, args)
     length, rows = request.sized(max(subject.train_length for subject in subjects))
     check_folder(args.out, (_FIELDS, _CURVES, _QUANTISED, _PNG, _PDF))

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.figures import timing
     from fairseq_rpe.figures.style import save
 
-    subjects = find_subjects(args.checkpoints)
+    subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = filled(sliding.SlidingRequest, args)
     request.check()
     check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))

@@ -33,7 +33,7 @@ class T5Bias(DistanceBias):
         buckets: int = option(
             32, "number of buckets; the first half holds one distance each", minimum=2, maximum=65_536
         )
-        max_distance: int = option(128, "distances from here on share the last bucket", minimum=2)
+        max_distance: int = option(128, "distances from here on share the last bucket", minimum=2, maximum=2**24)
         init_std: float = option(0.02, "standard deviation of the initial table (our choice)", minimum=0)
 
     formula = "table[bucket(d), h]"

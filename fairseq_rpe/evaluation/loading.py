@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
 from fairseq_rpe.core import devices
+from fairseq_rpe.core.checkpoint_state import check_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module
@@ -68,19 +69,22 @@ def one_line(what: str, log: Path | None) -> Iterator[None]:
         raise UserError(f"{what}: {type(error).__name__}: {error}{more}") from error
 
 
-def find_subjects(paths: Sequence[Path]) -> list[Subject]:
-    """Look at checkpoints, without loading them, and label each by its encoding.
+def find_subjects(paths: Sequence[Path], rpe_module: Path | None = None) -> list[Subject]:
+    """Look at checkpoints, without loading more than their encodings, and label each by that.
 
-    Raises UserError if one is missing, damaged, named twice, not of this plugin or no plain language model.
+    ``rpe_module``: Python file with encodings of the user's own. Raises UserError if one
+    is missing, damaged, named twice, not of this plugin or no plain language model.
     """
+    if rpe_module is not None:
+        load_module(rpe_module)
     found = []
     for path in paths:
         checkpoint = checkpoints.load(path)
         check_plain(checkpoint)
+        checkpoint.learned()
         moved = checkpoint.model.get("positions_train") or IDENTITY
         label = checkpoint.encoding if moved == IDENTITY else f"{checkpoint.encoding} + {moved}"
-        length = checkpoint.model.get("rpe_train_length") or checkpoint.task.get("tokens_per_sample") or 0
-        found.append(Subject(path, label, int(str(length))))
+        found.append(Subject(path, label, checkpoint.train_length() or 0))
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a checkpoint is named twice: leave one out")
     labels = [subject.label for subject in found]
@@ -96,8 +100,10 @@ def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
     if task.get("algorithm"):
         raise UserError(f"{path} was trained on an algorithmic task: this command is for text")
     checkpoint.require_ours(otherwise)
+    check_size(checkpoint)
     odd = [k for k in ("self_target", "past_target", "future_target", "add_bos_token") if task.get(k)]
-    odd += ["output_dictionary_size"] if int(str(task.get("output_dictionary_size", -1))) >= 0 else []
+    size = task.get("output_dictionary_size")
+    odd += ["output_dictionary_size"] if isinstance(size, int) and size >= 0 else []
     if odd:
         flag = "--" + odd[0].replace("_", "-")
         raise UserError(f"{path} was trained with {flag}, which this command does not do: train without it{otherwise}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from fairseq_rpe.algorithms import Algorithm
-from fairseq_rpe.core import files, records
+from fairseq_rpe.core import checkpoint_file, files, records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import Count, Natural, Positive, Share, Unbounded, filled
 from fairseq_rpe.data import folder as corpus
@@ -82,8 +82,7 @@ class TextRequest(Overrides):
 
     def keys(self) -> list[TextKey]:
         """A measurement for each length. Raises UserError if the checkpoint, the data or a length cannot be used."""
-        if not self.checkpoint.is_file():
-            raise UserError(f"checkpoint {self.checkpoint} does not exist")
+        checkpoint_file.check(self.checkpoint)
         corpus.check_folder(self.data, self.subset)
         tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
         if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):

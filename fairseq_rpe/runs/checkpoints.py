@@ -1,35 +1,20 @@
 """Which checkpoint of a folder can be trusted, and what it holds: settings, weights, the encodings that it learned."""
 
-import pickle
 import shutil
-import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from fairseq_rpe.core import checkpoint_file, checkpoint_state
+from fairseq_rpe.core.checkpoint_state import State
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import replace_with
-from fairseq_rpe.encodings import Encoding, build
+from fairseq_rpe.encodings import Encoding, trained
 from fairseq_rpe.runs.run_folder import CheckpointFolder
-
-_PREFIX = "decoder.encodings."
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of fairseq's, its tensors left on disk.
-
-    ``model`` and ``task``: the settings that fairseq keeps of each. ``updates``: behind it, if it says so.
-    """
-
-    path: Path
-    model: Mapping[str, object]
-    task: Mapping[str, object]
-    weights: Mapping[str, Tensor]
-    updates: int | None
+class Checkpoint(State):
+    """A checkpoint of fairseq's, and what is ours in it."""
 
     @property
     def arch(self) -> str:
@@ -56,52 +41,24 @@ class Checkpoint:
         One of the user's own is to be registered before. Raises UserError: they are of another model, or damaged.
         """
         self.require_ours()
-        heads, width, length = (
-            int(str(self.model[key])) for key in ("decoder_attention_heads", "decoder_embed_dim", "rpe_train_length")
-        )
-        values: dict[str, dict[str, Tensor]] = {}
-        for key, value in self.weights.items():
-            if key.startswith(_PREFIX):
-                index, _, name = key.removeprefix(_PREFIX).partition(".")
-                values.setdefault(index, {})[name] = value
-        encodings = []
-        for index in range(1 + max(map(int, values), default=0)):
-            encoding = build(self.encoding, heads, width, length)
-            try:
-                encoding.load_state_dict(values.get(str(index), {}))
-            except RuntimeError:
-                remedy = "train it again"
-                raise UserError(f"{self.path} holds other parameters than '{self.encoding}' has: {remedy}") from None
-            encodings.append(encoding.eval())
-        return encodings
+        return trained.restore(self)
 
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; runs no code from the file.
 
-    Raises UserError: it is missing, damaged, or not fairseq's.
+    Raises UserError: it is missing, damaged, not fairseq's, or holds what no training leaves behind.
     """
-    if not path.is_file():
-        raise UserError(f"checkpoint {path} does not exist")
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"checkpoint {path} cannot be loaded ({reason}): train again or restore it") from None
-    if not isinstance(state, dict) or not isinstance(state.get("cfg"), dict):
-        raise UserError(f"{path} is not a fairseq checkpoint with a config: train again with this version")
-    model, task = (state["cfg"].get(part) or {} for part in ("model", "task"))
-    history = state.get("optimizer_history") or [{}]
-    return Checkpoint(path, model, task, state.get("model") or {}, history[-1].get("num_updates"))
+    return Checkpoint(**vars(checkpoint_state.load(path)))
 
 
 def is_intact(path: Path) -> bool:
-    """True for a complete torch file: a zip whose every member has the right checksum."""
+    """True for a whole file of torch's, every part of it with the right checksum."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile, EOFError):
+        checkpoint_file.check(path)
+    except UserError:
         return False
+    return True
 
 
 def newest(folder: CheckpointFolder) -> tuple[int, Path | None]:

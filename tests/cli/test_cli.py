@@ -270,9 +270,9 @@ def test_eval_refuses_bad_checkpoints(trained, corpus, tmp_path, capsys):
 
     assert "does not exist" in refused(tmp_path / "no.pt")
     (tmp_path / "short.pt").write_bytes((trained / LAST).read_bytes()[:5000])
-    assert "cannot be loaded" in refused(tmp_path / "short.pt")
+    assert "is not a checkpoint, or damaged" in refused(tmp_path / "short.pt")
     torch.save({"model": {}}, tmp_path / "foreign.pt")
-    assert "not a fairseq checkpoint" in refused(tmp_path / "foreign.pt")
+    assert "is not a fairseq checkpoint" in refused(tmp_path / "foreign.pt")
 
 
 def test_full_disk_is_one_line(monkeypatch, tmp_path, capsys):

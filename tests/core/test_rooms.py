@@ -92,7 +92,7 @@ def test_parsed_arguments_stay_in_the_command_line():
     texts = {name: path.read_text(encoding="utf-8") for name, path in HOUSE.files.items()}
     found = [name for name, text in texts.items() if "argparse" in text and HOUSE.room(name) != "cli"]
     # fairseq's own parsers get flags of ours, and its checkpoints hold parsed arguments
-    assert found == ["compat.flags", "compat.safe_loading"]
+    assert found == ["compat.flags", "compat.safe_loading", "core.checkpoint_file", "core.checkpoint_state"]
 
 
 def test_records_cross_the_rooms_that_carry_things_out():

@@ -202,7 +202,7 @@ def test_missing_or_strange_checkpoints_are_one_line(checkpoint, corpus, tmp_pat
     for name, paths, reason in (
         ("sliding", [tmp_path / "none.pt"], "none.pt does not exist"),
         ("erf", [tmp_path / "none.pt"], "none.pt does not exist"),
-        ("sliding", [tmp_path / "text.pt"], "text.pt cannot be loaded"),
+        ("sliding", [tmp_path / "text.pt"], "text.pt is not a checkpoint, or damaged"),
         ("erf", [checkpoint, checkpoint], "named twice"),
     ):
         assert main([name, *map(str, paths), str(corpus), "--out", str(tmp_path / "out")]) == 2

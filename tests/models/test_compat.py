@@ -142,18 +142,18 @@ def test_loading_checkpoints(task, tmp_path, monkeypatch):
     assert state["cfg"]["model"]["rpe"] == "alibi"
     assert state["cfg"]["model"]["rpe_module"] is None, "a checkpoint must not name code to import"
 
-    with pytest.raises(UserError, match=r"absent\.pt: no such file"):
+    with pytest.raises(UserError, match=r"absent\.pt does not exist"):
         load_checkpoint_to_cpu("absent.pt")
     (tmp_path / "cut.pt").write_bytes(good.read_bytes()[:3000])
     (tmp_path / "text.pt").write_text("not a checkpoint")
     (tmp_path / "empty.pt").write_text("")
     for name in ("cut.pt", "text.pt", "empty.pt"):
-        with pytest.raises(UserError, match=f"{name} is (damaged|refused)") as caught:
+        with pytest.raises(UserError, match=f"{name} is not a checkpoint, or damaged") as caught:
             load_checkpoint_to_cpu(name)
         assert "\n" not in str(caught.value)
 
     torch.save({"weights": 1}, "other.pt")
-    with pytest.raises(UserError, match=r"other\.pt is not one of fairseq's: it holds no model"):
+    with pytest.raises(UserError, match=r"other\.pt is not a fairseq checkpoint: it holds no model"):
         load_checkpoint_to_cpu("other.pt")
 
     torch.save({"extra_state": Evil()}, "evil.pt")

@@ -356,7 +356,7 @@ def test_missing_data_and_checkpoint(corpus, trained, tmp_path, monkeypatch):
         cli_main()
     with pytest.raises(UserError, match="no split 'exam' there"):
         evaluate_here(corpus, trained / "checkpoint_best.pt", 32, "--gen-subset", "exam")
-    with pytest.raises(UserError, match=r"absent\.pt: no such file"):
+    with pytest.raises(UserError, match=r"absent\.pt does not exist"):
         evaluate_here(corpus, tmp_path / "absent.pt", 32)
 
 

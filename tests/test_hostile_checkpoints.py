@@ -1,0 +1,538 @@
+"""Checkpoints that are damaged, of something else or made to do harm: one line from every command, and nothing is run.
+
+A case is a line of ``FILES`` or ``STATES``: its name, what makes the file, what the line must say (a regular
+expression). Several commands meet each case, in an empty folder, with a value in the environment that must not show.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import shutil
+import signal
+import time
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PACKAGE, checkpoint_with, fairseq
+
+from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.core import checkpoint_file
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import append_json_line, write_json
+from fairseq_rpe.core.records import filled
+from fairseq_rpe.data.folder import digest
+from fairseq_rpe.runs.run_folder import CheckpointFolder
+from fairseq_rpe.runs.settings import Request, plan
+
+CANARY = "canary-5e1f"
+PAYLOAD = "EXECUTED"
+SECONDS = 15  # on a busy machine; an idle one takes a tenth
+LOADED = {  # commands that look at a checkpoint
+    "eval": "eval {file} {data} --lengths 32 --device cpu",
+    "fairseq": "eval {file} {data} --lengths 32 --device cpu --engine fairseq",
+    "verdict": "verdict --checkpoint {file}",
+    "erf": "erf {file} {data} --device cpu --blocks 2",
+    "sliding": "sliding {file} {data} --device cpu",
+    "accuracy": "accuracy {file} --device cpu",
+}
+TURN = ("fairseq", "erf", "sliding", "accuracy")
+BUILT = ("eval", "fairseq", "erf", "sliding")  # those that build the whole model
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, (f"touch {PAYLOAD}",)
+
+
+class Subclass(dict):
+    def __reduce__(self):
+        return eval, (f"open({PAYLOAD!r}, 'w')",)
+
+
+# --- files that are none, by what is done to the bytes of a good one ---
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def pack(path: Path, parts: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+
+
+def swap(part: str, content: bytes | None, method: int = zipfile.ZIP_STORED):
+    """The same zip with another content of one part, or without it."""
+
+    def make(path: Path) -> None:
+        parts = {n: (content if n.endswith(part) else c) for n, c in members(path).items()}
+        pack(path, {n: c for n, c in parts.items() if c is not None}, method)
+
+    return make
+
+
+def rewrite(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def flipped(part: str):
+    """One bit of the last byte of a part."""
+
+    def make(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            [info] = [i for i in archive.infolist() if i.filename.endswith(part)]
+        content, whole = members(path)[info.filename], bytearray(path.read_bytes())
+        whole[whole.index(content, info.header_offset) + len(content) - 1] ^= 1
+        path.write_bytes(whole)
+
+    return make
+
+
+def bomb(path: Path) -> None:
+    """4 GiB of zeros in 4 MB, which zipfile writes without holding them."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with archive.open("checkpoint/data.pkl", "w", force_zip64=True) as part:
+            part.write(b"\x80\x02")
+            part.write(bytes(2**24))
+    # what the directory says is all that is ever read of it
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace((2**24 + 2).to_bytes(4, "little"), (2**32 - 2).to_bytes(4, "little")))
+
+
+def overlapping(path: Path) -> None:
+    """A directory of many names for the same bytes."""
+    with zipfile.ZipFile(path, "a") as archive:
+        [big] = [i for i in archive.infolist() if i.filename.endswith("/data/1")]
+        for number in range(500):
+            again = copy.copy(big)
+            again.filename = f"{big.filename}{number}x"
+            archive.filelist.append(again)
+            archive.NameToInfo[again.filename] = again
+        archive._didModify = True
+
+
+def twice(path: Path) -> None:
+    pickled = next(n for n in members(path) if n.endswith("data.pkl"))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(pickled.upper(), b"cposix\nsystem\n.")
+
+
+def legacy(content: object):
+    return lambda path: torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+NONE = "is not a checkpoint, or damaged"
+FILES = {
+    "absent": (Path.unlink, "does not exist"),
+    "folder": (folder, "is no file"),
+    "pipe": (pipe, "is no file"),
+    "loop": (link_to_itself, "cannot be read"),
+    "empty": (rewrite(lambda b: b""), NONE + r" \(it is empty"),
+    "text": (rewrite(lambda b: b"not a checkpoint\n"), NONE),
+    "garbage": (rewrite(lambda b: bytes(range(256)) * 20), NONE),
+    "zeros": (rewrite(lambda b: bytes(len(b))), NONE),
+    "cut-half": (rewrite(lambda b: b[: len(b) // 2]), NONE),
+    "cut-one-byte": (rewrite(lambda b: b[:-1]), NONE),
+    "cut-5000": (rewrite(lambda b: b[:5000]), NONE),
+    "no-directory": (rewrite(lambda b: b[:-200] + bytes(200)), NONE),
+    "prefixed": (rewrite(lambda b: b"#!/bin/sh\n" + b), NONE),
+    "flip-weight": (flipped("/data/0"), r"the checksum of checkpoint/data/0 in it is wrong"),
+    "flip-last-weight": (flipped("/data/3"), r"the checksum of checkpoint/data/3 in it is wrong"),
+    "flip-settings": (flipped("/data.pkl"), r"the checksum of checkpoint/data\.pkl in it is wrong"),
+    "flip-version": (flipped("/version"), r"the checksum of checkpoint/version in it is wrong"),
+    "deflated": (swap("?", None, zipfile.ZIP_DEFLATED), "is compressed, which torch never does"),
+    "lzma": (swap("?", None, zipfile.ZIP_LZMA), "is compressed, which torch never does"),
+    "bomb": (bomb, "is compressed, which torch never does"),
+    "overlapping": (overlapping, "parts are larger than the file"),
+    "two-pickles": (twice, "two parts of the same name"),
+    "other-zip": (lambda p: pack(p, {"word/document.xml": b"<w/>"}), NONE),
+    "script": (lambda p: torch.jit.save(torch.jit.script(torch.nn.ReLU()), str(p)), NONE),
+    "no-weights": (swap("/data/0", None), NONE),
+    "short-weights": (swap("/data/1", b"1234"), NONE),
+    "no-pickle": (swap("/data.pkl", None), NONE),
+    "empty-pickle": (swap("/data.pkl", b""), NONE),
+    "odd-pickle": (swap("/data.pkl", b"\xff" * 100), "holds more than weights|" + NONE),
+    "cut-pickle": (swap("/data.pkl", b"\x80\x02}q\x00(X"), NONE),
+    "nested-pickle": (swap("/data.pkl", b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."), "no model"),
+    "huge-pickle": (swap("/data.pkl", b"N" * 2**25), "bytes of names and settings are no checkpoint's"),
+    "posix-pickle": (swap("/data.pkl", b"cposix\nsystem\n(S'touch EXECUTED'\ntR."), r"\(posix\.system\)"),
+    "legacy-evil": (legacy({"model": Evil()}), r"more than weights and settings \(posix\.system\)"),
+    "legacy-other": (legacy({"weights": 1}), "is not a fairseq checkpoint: it holds no model"),
+    "old-pickle": (rewrite(lambda b: pickle.dumps({"model": {}})), NONE),
+    "evil-pickle": (rewrite(lambda b: pickle.dumps(Evil())), NONE),
+}
+
+# --- files that torch reads: what a hostile author makes of a good checkpoint's content ---
+
+
+def setting(part: str = "model", **values):
+    """Other settings of a part."""
+    return lambda state: state["cfg"][part].update(values)
+
+
+def weight(name: str, change):
+    def make(state: dict) -> None:
+        state["model"][name] = change(state["model"][name])
+
+    return make
+
+
+def put(**values):
+    return lambda state: state.update(values)
+
+
+def without(*names: str):
+    return lambda state: [state.pop(name) for name in names] and None
+
+
+def drop(part: str, key: str):
+    return lambda state: state["cfg"][part].pop(key) and None
+
+
+def more(name: str, tensor):
+    return lambda state: state["model"].update({name: tensor})
+
+
+def instead(content: object):
+    return lambda state: content
+
+
+def all_weights(change):
+    return lambda state: state.update(model={k: change(v) for k, v in state["model"].items()})
+
+
+def nested(depth: int) -> list:
+    found: list = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def laughs() -> list:
+    """A billion values in thirty lists."""
+    found: list = ["ha"]
+    for _ in range(30):
+        found = [found, found]
+    return found
+
+
+def cycle() -> dict:
+    found: dict = {}
+    found["again"] = found
+    return found
+
+
+def many_layers(state: dict) -> None:
+    """One large layer, and as many empty ones as a small file can name."""
+    state["cfg"]["model"].update(decoder_layers=5000)
+    for n in range(2, 5000):
+        state["model"][f"decoder.layers.{n}.fc1.bias"] = torch.zeros(1)
+
+
+def encodings(*names: str):
+    return lambda state: state["model"].update({f"decoder.encodings.{name}": torch.zeros(4) for name in names})
+
+
+Q0, FC = "decoder.layers.0.self_attn.q_proj.weight", "decoder.layers.1.fc1.weight"
+STORED = torch.zeros(1).expand  # of any size, in four bytes
+RANGE = "not a whole number from"
+STATES = {
+    # more than weights and settings
+    "evil-model": (put(model=Evil()), r"more than weights and settings \(posix\.system\)"),
+    "evil-setting": (setting(rpe=Evil()), r"more than weights and settings \(posix\.system\)"),
+    "evil-extra": (put(extra_state=Evil()), r"more than weights and settings \(posix\.system\)"),
+    "evil-eval": (put(task_state=Subclass()), r"more than weights and settings"),
+    "path": (setting(data=Path("/etc")), "more than weights and settings"),
+    # of something else
+    "list": (instead([1, 2]), "is not a fairseq checkpoint"),
+    "tensor": (instead(torch.zeros(3)), "is not a fairseq checkpoint"),
+    "number": (instead(7), "is not a fairseq checkpoint"),
+    "empty-table": (instead({}), "is not a fairseq checkpoint: it holds no model"),
+    "bare-weights": (lambda s: s["model"], "is not a fairseq checkpoint: it holds no model"),
+    "no-cfg": (without("cfg"), "is not a fairseq checkpoint: it holds no settings"),
+    "cfg-none": (put(cfg=None), "is not a fairseq checkpoint: it holds no settings"),
+    # fields of the wrong type
+    "cfg-list": (put(cfg=[1]), "its cfg is a list, not a table"),
+    "cfg-str": (put(cfg="x"), "its cfg is 'x', not a table"),
+    "cfg-int-keys": (put(cfg={1: 2}), "its cfg is a dict, not a table"),
+    "model-settings-str": (lambda s: s["cfg"].update(model="x"), r"its cfg\.model is 'x', not a table"),
+    "model-settings-list": (lambda s: s["cfg"].update(model=[1]), r"its cfg\.model is a list, not a table"),
+    "task-settings-str": (lambda s: s["cfg"].update(task="x"), r"its cfg\.task is 'x', not a table"),
+    "task-settings-int": (lambda s: s["cfg"].update(task=7), r"its cfg\.task is 7, not a table"),
+    "args-str": (put(args="x"), "its args is 'x', not a table"),
+    "args-dict": (put(args={"arch": "x"}), "its args is a dict, not a table"),
+    "model-none": (put(model=None), "its model is a NoneType, not a table of weights"),
+    "model-list": (put(model=[torch.zeros(2)]), "its model is a list, not a table of weights"),
+    "model-int-keys": (put(model={0: torch.zeros(2)}), "its model is a dict, not a table of weights by name"),
+    "model-number": (more("decoder.version", 7), r"its weight decoder\.version is 7, not a tensor"),
+    "model-text": (more("x", "text"), "its weight x is 'text', not a tensor"),
+    "length-text": (setting(rpe_train_length="x"), rf"its model\.rpe_train_length is 'x', {RANGE}"),
+    "length-huge": (setting(rpe_train_length=10**13), rf"its model\.rpe_train_length is 10000000000000, {RANGE}"),
+    "length-negative": (setting(rpe_train_length=-1), RANGE),
+    "length-list": (setting(rpe_train_length=[64]), RANGE),
+    "length-float": (setting(rpe_train_length=64.5), RANGE),
+    "length-bool": (setting(rpe_train_length=True), RANGE),
+    "tokens-text": (setting("task", tokens_per_sample="x"), r"its task\.tokens_per_sample is 'x'"),
+    "size-text": (setting("task", output_dictionary_size="x"), r"its task\.output_dictionary_size is 'x'"),
+    "layers-text": (setting(decoder_layers="2"), r"its model\.decoder_layers is '2'"),
+    "heads-zero": (setting(decoder_attention_heads=0), r"its model\.decoder_attention_heads is 0"),
+    "heads-huge": (setting(decoder_attention_heads=10**9), r"decoder_attention_heads is 1000000000"),
+    "width-text": (setting(decoder_embed_dim="wide"), r"its model\.decoder_embed_dim is 'wide'"),
+    "long-number": (setting(seed_of_mine=10**5000), "more than weights and settings"),
+    "digits": (setting(seed_of_mine=10**300), "a number of more than 63 bits"),
+    "setting-tensor": (setting(dropout=torch.zeros(1)), r"its cfg\.model\.dropout is a Tensor, not a plain value"),
+    "history-text": (put(optimizer_history="x"), "its optimizer_history is 'x', not a list of tables"),
+    "history-numbers": (put(optimizer_history=[1]), "its optimizer_history is a list, not a list of tables"),
+    "updates-text": (put(optimizer_history=[{"num_updates": "x"}]), "its num_updates is 'x'"),
+    "updates-huge": (put(optimizer_history=[{"num_updates": 10**30}]), "its num_updates is"),
+    "extra-list": (put(extra_state=[1]), "its extra_state is a list, not a table"),
+    "optimizer-text": (put(last_optimizer_state="x"), "its last_optimizer_state is 'x', not a table"),
+    # the environment
+    "env": (setting(rpe="${oc.env:CANARY}"), r"its cfg\.model\.rpe is '\$\{oc\.env:CANARY\}', to be filled in from"),
+    "env-arch": (setting(arch="${oc.env:CANARY}"), r"its cfg\.model\.arch is '\$\{oc"),
+    "env-name": (setting(_name="${oc.env:CANARY}"), r"its cfg\.model\._name is '\$\{oc"),
+    "env-share": (setting(rpe_share="${oc.env:CANARY,layer}"), r"its cfg\.model\.rpe_share is '\$\{oc"),
+    "env-within": (setting(positions_train="warp:alpha=${oc.env:CANARY}"), r"its cfg\.model\.positions_train is"),
+    "env-deep": (setting("task", x=[{"y": ["${oc.env:CANARY}"]}]), r"its cfg\.task\.x\.y is '\$\{oc"),
+    "env-key": (setting("task", **{"${oc.env:CANARY}": 1}), r"'\$\{oc\.env:CANARY\}'"),
+    "env-common": (setting("common", user_dir="${oc.env:CANARY}"), r"its cfg\.common\.user_dir is"),
+    "env-args": (put(args=Namespace(arch="${oc.env:CANARY}")), r"its args\.arch is '\$\{oc"),
+    "reference": (setting(rpe="${task.data}"), r"its cfg\.model\.rpe is '\$\{task\.data\}'"),
+    "reference-escaped": (setting(rpe=r"\${task.data}"), r"its cfg\.model\.rpe is"),
+    "yaml": (setting(rpe="${oc.decode:${oc.env:CANARY}}"), r"its cfg\.model\.rpe is"),
+    # numbers of another kind
+    "int8": (
+        all_weights(lambda w: w.to(torch.int8)),
+        r"its weight decoder\.\S+ is of int8, not of floating-point numbers",
+    ),
+    "int8-one": (weight(FC, lambda w: w.to(torch.int8)), rf"its weight {FC} is of int8"),
+    "int64": (weight(FC, lambda w: w.to(torch.int64)), rf"its weight {FC} is of int64"),
+    "bool": (weight(Q0, lambda w: w > 0), rf"its weight {Q0} is of bool"),
+    "complex": (weight(Q0, lambda w: w.to(torch.complex64)), rf"its weight {Q0} is of complex64"),
+    "float8": (weight(Q0, lambda w: w.to(torch.float8_e5m2)), rf"its weight {Q0} is of float8_e5m2"),
+    "sparse": (weight(Q0, lambda w: w.to_sparse()), rf"its weight {Q0} is of sparse_coo"),
+    "meta": (weight(Q0, lambda w: w.to("meta")), rf"its weight {Q0} is"),
+    "quantised": (weight(Q0, lambda w: torch.quantize_per_tensor(w, 1.0, 0, torch.qint8)), rf"its weight {Q0} is of"),
+    # sizes
+    "layers-huge": (setting(decoder_layers=10**9), r"its model\.decoder_layers is 1000000000, not a whole number"),
+    "layers-many": (setting(decoder_layers=90_000), "say decoder_layers=90000, its weights 2 layers"),
+    "layers-fewer": (setting(decoder_layers=1), "say decoder_layers=1, its weights 2 layers"),
+    "layer-far": (more("decoder.layers.999999999.x", torch.zeros(1)), "say decoder_layers=2, its weights 3 layers"),
+    "width": (setting(decoder_embed_dim=2**20), "say decoder_embed_dim=1048576, its weights decoder.layers.0"),
+    "inner": (setting(decoder_ffn_embed_dim=2**24), "say decoder_ffn_embed_dim=16777216, its weights"),
+    "input": (setting(decoder_input_dim=2**20), "say decoder_input_dim=1048576, its weights decoder.embed_tokens"),
+    "output": (setting(decoder_output_dim=2**20), "say decoder_output_dim=1048576, its weights"),
+    "encoding-far": (encodings("999999999.x"), "its encodings are 1, one of them '999999999'"),
+    "encoding-odd": (encodings("x.y"), "its encodings are 1, one of them 'x'"),
+    "encoding-01": (encodings("0.x", "01.x"), "its encodings are 2, one of them '01'"),
+    "encoding-huge": (encodings("9" * 5000 + ".x"), "its encodings are 1, one of them '9999"),
+    "encodings-many": (encodings("0.x", "1.x", "2.x"), "say decoder_layers=2, its weights 3 encodings"),
+    "expanded": (more("x", STORED(10**12)), "its weight x is larger than what the file holds"),
+    "same-often": (lambda s: s["model"].update({f"x{n}": s["model"][FC] for n in range(2000)}), "than the file"),
+    "nested": (setting(x=nested(300)), "more settings, or deeper ones, than any training has"),
+    "laughs": (setting(x=laughs()), "more settings, or deeper ones, than any training has"),
+    "cycle": (setting(x=cycle()), "more settings, or deeper ones, than any training has"),
+    "settings-many": (setting(x=list(range(200_000))), "more settings, or deeper ones, than any training has"),
+}
+OWN = {  # of encodings: commands that restore them say so; accuracy looks at the task first
+    "table": (setting(rpe="learned:max_positions=2000000000"), "holds other parameters than|2000000000"),
+    "table-length": (setting(rpe="learned", rpe_train_length=2**31 - 1), "holds other parameters than 'learned' has"),
+    "buckets": (setting(rpe="t5_bias:buckets=1000000000,max_distance=2000000000"), "other parameters|buckets"),
+    "hidden": (setting(rpe="fire:hidden=1000000"), "holds other parameters than|hidden"),
+    "dim": (setting(rpe="sandwich:dim=1000000000"), "dim"),
+    "other-spec": (setting(rpe="kerple_log"), "holds other parameters than 'kerple_log' has"),
+    "unknown-spec": (setting(rpe="$(touch EXECUTED)"), "unknown encoding|is not key=value"),
+    "number-spec": (setting(rpe=7), "unknown encoding '7'"),
+    "heads-odd": (setting(decoder_attention_heads=5), "5 heads do not divide"),
+    "int-table": (lambda s: (encodings("0.table")(s), setting(rpe="t5_bias")(s),
+        s["model"].update({"decoder.encodings.0.table": torch.zeros(32, 4, dtype=torch.int64)})) and None,
+        "table is of int64, the model's of float32"),
+}  # fmt: skip
+WHOLE = {  # of the whole model: what builds it says so
+    "layers-named": (many_layers, "its settings say 5000 layers of width 32 and 64, its weights are"),
+    "layers-of-nothing": (lambda s: s.update(model={"x": torch.zeros(9)}), "its settings say 2 layers of width 32"),
+    "base-layers": (setting(base_layers=10**9), "say base_layers=1000000000, its weights 37 tensors"),
+}
+
+
+def cases(files: dict, always, in_turn=()) -> list:
+    """Every file with the commands that always meet it, and with one of the others."""
+    found = []
+    for number, name in enumerate(files):
+        commands = [*always, *([in_turn[number % len(in_turn)]] if in_turn else [])]
+        found += [pytest.param(command, *files[name], id=f"{command}-{name}") for command in commands]
+    return found
+
+
+@pytest.fixture(scope="module")
+def good(state, tmp_path_factory) -> Path:
+    return checkpoint_with(state, tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty folder to run in, a canary in the environment."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CANARY", CANARY)
+    return folder
+
+
+def refused(capsys, here: Path, command: str, words: str) -> None:
+    """The command ends with one line that says ``words``, soon, and leaves nothing behind."""
+    capsys.readouterr()
+    start = time.monotonic()
+    signal.alarm(2 * SECONDS)  # ends the whole test run, but it ends
+    code = main(command.split())
+    signal.alarm(0)
+    took = time.monotonic() - start
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+    assert re.search(words, err), err
+    assert "Traceback" not in err and "weights_only" not in err and CANARY not in err and len(err) < 700, err
+    assert list(here.iterdir()) == [] and took < SECONDS, took
+
+
+@pytest.mark.parametrize(("command", "make", "words"), cases(FILES, ("eval", "verdict"), TURN))
+def test_files_that_are_no_checkpoints(command, make, words, good, corpus, here, tmp_path, capsys):
+    file = Path(shutil.copyfile(good, tmp_path / "bad.pt"))
+    make(file)
+    refused(capsys, here, LOADED[command].format(file=file, data=corpus), words)
+
+
+def saved(state: dict, change, file: Path) -> Path:
+    content = {k: (dict(v) if k == "model" else copy.deepcopy(v)) for k, v in state.items()}
+    other = change(content)
+    torch.save(content if other is None else other, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("command", "change", "words"),
+    [
+        *cases(STATES, ("eval", "verdict"), TURN),
+        *cases(OWN, ("eval", "verdict"), BUILT[1:]),
+        *cases(WHOLE, BUILT[:2], BUILT[2:]),
+    ],
+)
+def test_contents_that_no_training_leaves(command, change, words, good, corpus, here, tmp_path, capsys):
+    file = saved(torch.load(good), change, tmp_path / "bad.pt")
+    refused(capsys, here, LOADED[command].format(file=file, data=corpus), words)
+
+
+@pytest.mark.parametrize("name", ["env", "evil-model", "int8", "width", "model-none", "encoding-far", "laughs"])
+def test_a_training_goes_on_from_no_such_file(name, good, corpus, here, tmp_path, capsys):
+    """Refused before fairseq starts; the folder stays as it was."""
+    runs = tmp_path / "run"
+    runs.mkdir()
+    command = f"train {corpus} --rpe alibi --save-dir {runs} --tokens 32 --updates 9 --device cpu"
+    request = filled(Request, build_parser("train").parse_args(command.split()))
+    CheckpointFolder(runs).write(plan(request, digest(corpus)))
+    change, words = STATES[name]
+    last = saved(torch.load(good), change, runs / "checkpoint_last.pt")
+    before = {path.name: path.read_bytes() for path in runs.iterdir()}
+    refused(capsys, here, command, words)
+    assert last.exists() and before == {p.name: p.read_bytes() for p in runs.iterdir() if p.name != ".lock"}
+
+
+@pytest.mark.parametrize("command", ["figures --sweep {}", "report {}"])
+@pytest.mark.parametrize("name", ["env", "evil-model", "int8", "width", "encoding-far"])
+def test_pages_and_figures_of_sweeps_with_such_files(command, name, good, here, tmp_path, capsys):
+    sweep = tmp_path / "sweep"
+    place = sweep / "runs" / "alibi-seed1"
+    write_json(place / "checkpoints" / "run.json", {"finished": {"checkpoint": "c"}})
+    write_json(
+        sweep / "sweep.json", {"settings": {"tokens": 32, "subset": "test"}, "encodings": ["alibi"], "seeds": [1]}
+    )
+    for length in (32, 64):
+        row = {"checkpoint": "c", "subset": "test", "length": length, "loss_base2": 1.0, "tokens": 99, "ppl": 2.0}
+        append_json_line(place / "eval.jsonl", row)
+    change, words = STATES[name]
+    saved(torch.load(good), change, place / "checkpoints" / "checkpoint_last.pt")
+    refused(capsys, here, command.format(sweep), words)
+
+
+GOOD = {  # what was good stays good
+    "same": lambda s: None,
+    "half": all_weights(lambda w: w.half()),
+    "double": all_weights(lambda w: w.double()),
+    "no-seed": drop("model", "rpe_seed"),
+    "no-length": drop("model", "rpe_train_length"),
+    "no-vocabulary": drop("model", "rpe_vocabulary"),
+    "no-dtype": drop("model", "compute_dtype"),
+    "no-task-state": without("task_state"),
+    "no-optimizer": without("last_optimizer_state"),
+    "table-namespace": lambda s: s["cfg"].update(model=Namespace(**s["cfg"]["model"])),
+    "infinite": setting(x=float("inf")),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_checkpoints_stay_good(name, good, corpus, here, tmp_path, capsys):
+    file = saved(torch.load(good), GOOD[name], tmp_path / "good.pt")
+    for command in ("verdict", "eval", "fairseq"):
+        assert main(LOADED[command].format(file=file, data=corpus).split()) == 0, (command, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_old_checkpoints_with_parsed_arguments(zipped, state, corpus, here, tmp_path, capsys):
+    """fairseq of before 2021 saved ``args`` and no ``cfg``; torch of before 1.6 no zip."""
+    parts = {**state["cfg"]["task"], **state["cfg"]["model"], "task": "language_modeling", "data": str(corpus)}
+    args = Namespace(**{k: v for k, v in parts.items() if not k.startswith(("rpe", "positions_"))})
+    args.arch = args._name = "transformer_lm"
+    weights = {k: v for k, v in state["model"].items() if not k.startswith("decoder.encodings.")}
+    old = {**state, "cfg": None, "args": args, "model": weights}
+    torch.save(old, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+    command = LOADED["fairseq"].format(file=tmp_path / "old.pt", data=corpus)
+    assert main(command.split()) == 0, capsys.readouterr().err
+    words = r"old\.pt is not of this plugin \(its model is 'transformer_lm'\): .*--engine fairseq"
+    refused(capsys, here, LOADED["eval"].format(file=tmp_path / "old.pt", data=corpus), words)
+
+
+def test_fairseq_eval_lm_says_the_same(good, corpus, here, tmp_path):
+    """Its process, where torch's protection is switched off besides."""
+    file = saved(torch.load(good), STATES["evil-model"][0], tmp_path / "bad.pt")
+    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    flags = ["--user-dir", PACKAGE, "--path", file, "--task", "language_modeling", "--cpu"]
+    done = fairseq("eval_lm", corpus, *flags, ok=False, env=environment)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr and list(here.iterdir()) == []
+    assert last == f"error: checkpoint {file} is refused: it holds more than weights and settings (posix.system)"
+
+
+def test_checksums_are_read_once(good, tmp_path, monkeypatch):
+    file = Path(shutil.copyfile(good, tmp_path / "a.pt"))
+    read = []
+    original = zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: read.append(1) or original(archive))
+    for _ in range(3):
+        checkpoint_file.check(file)
+    assert len(read) == 1
+    flipped("/data/1")(file)
+    with pytest.raises(UserError, match="checksum"):
+        checkpoint_file.check(file)
+    assert len(read) == 2
