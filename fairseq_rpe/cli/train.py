@@ -51,8 +51,6 @@ def run(args: argparse.Namespace) -> None:
         for split in ("train", "valid"):
             corpus.check_block(request.data, split, wanted.settings.tokens)
     node = launch.here(request)
-    if request.save_dir.exists() and not request.save_dir.is_dir():
-        raise UserError(f"--save-dir {request.save_dir} is a file: name a folder")
     if args.dry_run:
         print(shlex.join(launch.command(request, wanted, node, launch.gpus(request, dry=True))))
         return

@@ -125,9 +125,9 @@ def check_file(flag: str, path: Path) -> None:
 
 def check_folder(folder: Path, names: Iterable[str] = (), flag: str = "--out") -> None:
     """Refuse, before any work, a folder in which files with these names could not be written. Leaves nothing behind."""
+    _try_out(flag, folder, folder, ".try-")
     for name in names:
         check_kind(flag, folder / name)
-    _try_out(flag, folder, folder, ".try-")
 
 
 def _try_out(flag: str, path: Path, folder: Path, name: str) -> None:
@@ -139,6 +139,9 @@ def _try_out(flag: str, path: Path, folder: Path, name: str) -> None:
                 if not stat.S_ISDIR(os.stat(part).st_mode):
                     raise UserError(f"{flag} {shown(path)}: {shown(part)} is a file, not a folder: name another one")
             except FileNotFoundError:
+                if part.is_symlink():
+                    where = f"{flag} {shown(path)}: {shown(part)}"
+                    raise UserError(f"{where} is a link to nothing, not a folder: name another one") from None
                 part.mkdir()
                 made.append(part)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=name) as file:

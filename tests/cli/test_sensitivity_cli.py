@@ -310,10 +310,10 @@ def test_bad_folders_are_one_line_and_leave_nothing(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for out in ("file", "file/below", "link", "link/below"):
-        assert "is a file, not a folder" in refused("--out", tmp_path / out)
-    assert "cannot be" in refused("--out", tmp_path / ("x" * 300))
+        assert "not a folder: name another one" in refused("--out", tmp_path / out)
+    assert "has too long a name" in refused("--out", tmp_path / ("x" * 300))
     (tmp_path / "used/figB.pdf").mkdir(parents=True)
-    assert "figB.pdf in it is a folder" in refused("--out", tmp_path / "used")
+    assert "figB.pdf is a folder" in refused("--out", tmp_path / "used")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "used"]
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["figB.pdf"]
     assert (tmp_path / "file").read_text() == "mine"
