@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from ..core import records
-from ..core.files import atomic_write
+from ..core.files import atomic_write, read_json_lines
 from ..core.records import Natural, Rule
 
 FILE = "profiles.jsonl"
@@ -62,4 +62,5 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
     Each has ``step`` (updates), ``distances`` (tokens) and ``bias``: place -> heads -> log-bias at each distance.
     """
     path = Path(folder) / FILE
-    return [records.write(look) for look in records.read_lines(_Look, path, "the look")]
+    records.read_lines(_Look, path, "the look")
+    return read_json_lines(path)
