@@ -10,12 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .errors import UserError
-
-# Models without a dataclass save one, a mere record, which torch's safe loading refuses.
-torch.serialization.add_safe_globals([Namespace])
 
 _MOST_PICKLE = 2**24  # bytes of names and settings: 100,000 tensors have 13 million
 _BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch before 1.6 begins a file with
@@ -98,6 +93,10 @@ def read(path: Path) -> tuple[Any, Counter[int]]:
             size = next(part.file_size for part in archive.infolist() if part.filename.endswith("/data.pkl"))
         if size > _MOST_PICKLE:
             raise UserError(f"checkpoint {path} is refused: {size} bytes of names and settings are no checkpoint's")
+    import torch  # a file can be checked without it
+
+    # Models without a dataclass save one, a mere record. Left so: fairseq loads a second time, by itself.
+    torch.serialization.add_safe_globals([Namespace])
     try:
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True), sizes
     except pickle.UnpicklingError as error:
