@@ -90,7 +90,6 @@ OURS = {
     "--attention-backend": "--attention-backend",
     "--rpe-inspect-every": "--inspect-every",
     "--tensorboard-logdir": "--tensorboard",
-    "--save-interval-updates": "--save-every",
     "--log-format": "--log-format",
     "--log-interval": "--log-interval",
     "--cpu": "--device cpu",
