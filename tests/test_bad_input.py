@@ -130,13 +130,13 @@ def write_sweeps(zoo: Path) -> None:
 CASES = r"""
 # eval
 eval {zoo}/absent.pt {data} --lengths 64  -> checkpoint absent.pt does not exist
-eval {zoo}/folder {data} --lengths 64  -> checkpoint folder does not exist
+eval {zoo}/folder {data} --lengths 64  -> checkpoint folder is no file: name a file
 eval {zoo}/empty {data} --lengths 64  -> is not a checkpoint, or damaged
 eval {zoo}/text {data} --lengths 64  -> is not a checkpoint, or damaged
 eval {zoo}/garbage {data} --lengths 64  -> is not a checkpoint, or damaged
 eval {zoo}/cut.pt {data} --lengths 64  -> is not a checkpoint, or damaged
-eval {zoo}/loop {data} --lengths 64  -> checkpoint loop does not exist
-eval {zoo}/text/below.pt {data} --lengths 64  -> checkpoint text/below.pt does not exist
+eval {zoo}/loop {data} --lengths 64  -> checkpoint loop is a link that leads back to itself
+eval {zoo}/text/below.pt {data} --lengths 64  -> checkpoint text/below.pt is a file, or below one
 eval {long} {data} --lengths 64  -> too long a name
 eval {good} {zoo}/absent --lengths 64  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 eval {good} {zoo}/text --lengths 64  -> data folder text does not exist: make one, e.g. with fairseq-rpe
@@ -158,8 +158,8 @@ eval {good} {zoo}/odd_manifest --lengths 64  -> odd_manifest/corpus.json line 1 
 eval {good} {zoo}/cut_manifest --lengths 64  -> cut_manifest/corpus.json line 1 is no JSON object (Expecting value at
 eval {good} {zoo}/list_manifest --lengths 64  -> list_manifest/corpus.json: made_by of the corpus must be text, not
 eval {good} {data} --lengths 64 --subset exam  -> data has no exam.idx: it is not a binarised data folder with exam
-eval {good} {data} --lengths 64 --subset ''  -> data has no .idx: it is not a binarised data folder with
-eval {good} {data} --lengths 64 --subset ../test  -> data has no ../test.idx: it is not a binarised data folder with ../test
+eval {good} {data} --lengths 64 --subset ''  -> '' is no name of a split
+eval {good} {data} --lengths 64 --subset ../test  -> '../test' is no name of a split
 eval {good} {data} --lengths 0  -> --lengths: '0' is not a whole number from 1 to 1000000000
 eval {good} {data} --lengths -5  -> --lengths: '-5' is not a whole number from 1 to 1000000000
 eval {good} {data} --lengths 64,64  -> --lengths: '64,64' names a number twice
@@ -203,7 +203,7 @@ eval {good} {data} --lengths 64 --rpe-module {zoo}/misspelt.py  -> --rpe-module 
 eval {good} {data} --lengths 64 --rpe-module {zoo}/binary.py  -> --rpe-module binary.py: SyntaxError: source code string cannot contain
 eval {good} {data} --lengths 64 --rpe-module {zoo}/imports.py  -> --rpe-module imports.py, line 1: ModuleNotFoundError: No module named
 eval {good} {data} --lengths 64 --out {zoo}/folder  -> --out folder is a folder: name a file
-eval {good} {data} --lengths 64 --out {zoo}/text/below  -> --out text/below is a file, or below one: a folder is needed, name
+eval {good} {data} --lengths 64 --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 eval {good} {data} --lengths 64 --out {zoo}/loop  -> --out loop is a link that leads back to itself: remove it or name
 eval {good} {data} --lengths 64 --out /proc/nothing/x.jsonl  -> --out /proc/nothing/x.jsonl: /proc/nothing does not exist: name another
 eval {good} {data} --lengths 64 --out {long}  -> too long a name
@@ -214,7 +214,7 @@ eval {good} {data} --lengths 64 --out {zoo}/list.jsonl  -> list.jsonl line 1 is 
 eval {good} {data} --lengths 64 --out {zoo}/deep.jsonl  -> deep.jsonl line 1 is no JSON object (nested too deep): delete that line
 eval {good} {data} --lengths 64 --out {zoo}/text  -> text line 1 is no JSON object (Expecting value at character 1): delete
 eval {good} {data} --lengths 64 --log {zoo}/folder  -> --log folder is a folder: name a file
-eval {good} {data} --lengths 64 --log {zoo}/text/below  -> --log text/below is a file, or below one: a folder is needed, name
+eval {good} {data} --lengths 64 --log {zoo}/text/below  -> --log text/below: text is a file, not a folder
 eval {good} {data} --lengths 64 --log {zoo}/loop  -> --log loop is a link that leads back to itself: remove it or name
 eval {good} {data} --lengths 64 --log /proc/nothing/x  -> --log /proc/nothing/x: /proc/nothing does not exist: name another place
 eval {good} {data} --lengths 64 --log {long}  -> too long a name
@@ -238,9 +238,9 @@ sliding {good} {data} --first-tokens 0  -> --first-tokens: '0' is not a whole nu
 sliding {good} {data} --first-tokens 99999999999999999999  -> --first-tokens: '99999999999999999999' is not a whole number from 1 to
 sliding {good} {data} --workers -1  -> --workers: '-1' is not a whole number from 0 to 256
 sliding {good} {data} --windows 16 --max-tokens 99999999999999999999  -> --max-tokens: '99999999999999999999' is not a whole number from 1 to
-sliding {good} {data} --out {zoo}/text  -> --out text/sliding.jsonl is a file, or below one: a folder is needed
-sliding {good} {data} --out {zoo}/text/below  -> --out text/below/sliding.jsonl is a file, or below one: a folder is
-sliding {good} {data} --out {zoo}/loop  -> --out loop/sliding.jsonl is a link that leads back to itself: remove it
+sliding {good} {data} --out {zoo}/text  -> --out text: text is a file, not a folder
+sliding {good} {data} --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
+sliding {good} {data} --out {zoo}/loop  -> --out loop is a link that leads back to itself
 sliding {good} {data} --out /proc/nothing  -> --out /proc/nothing does not exist: name another place
 sliding {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
 sliding {good} {data} --positions wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
@@ -261,9 +261,9 @@ erf {good} {data} --epsilon nan  -> --epsilon nan is not between 0 and 1: it is 
 erf {good} {data} --epsilon ''  -> --epsilon: is empty: give at least one number
 erf {good} {data} --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' names a number twice
 erf {good} {data} --batch-size 0  -> --batch-size: '0' is not a whole number from 1 to 1000000000
-erf {good} {data} --out {zoo}/text  -> --out text/erf.csv is a file, or below one: a folder is needed, name
-erf {good} {data} --out {zoo}/text/below  -> --out text/below/erf.csv is a file, or below one: a folder is needed
-erf {good} {data} --out {zoo}/loop  -> --out loop/erf.csv is a link that leads back to itself: remove it or
+erf {good} {data} --out {zoo}/text  -> --out text: text is a file, not a folder
+erf {good} {data} --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
+erf {good} {data} --out {zoo}/loop  -> --out loop is a link that leads back to itself
 erf {good} {data} --out {long}  -> too long a name
 erf {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
 # accuracy
@@ -297,16 +297,16 @@ verdict --formula 'open("x","w")'  -> unknown name 'open' in the formula; known:
 verdict --formula '9**9**9**9*n'  -> the formula '9**9**9**9*n' has no real value at n = 0, or none that can
 verdict --formula '-n' alibi  -> give either SPEC…, or --formula, or --checkpoint
 verdict --formula '-n' --csv {zoo}/folder  -> --csv folder is a folder: name a file
-verdict --formula '-n' --csv {zoo}/text/below  -> --csv text/below is a file, or below one: a folder is needed, name
+verdict --formula '-n' --csv {zoo}/text/below  -> --csv text/below: text is a file, not a folder
 verdict --formula '-n' --csv {zoo}/loop  -> --csv loop is a link that leads back to itself: remove it or name
 verdict --formula '-n' --csv {long}  -> too long a name
 verdict --checkpoint {zoo}/absent.pt  -> checkpoint absent.pt does not exist
-verdict --checkpoint {zoo}/folder  -> checkpoint folder does not exist
+verdict --checkpoint {zoo}/folder  -> checkpoint folder is no file: name a file
 verdict --checkpoint {zoo}/empty  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/text  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/garbage  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/cut.pt  -> is not a checkpoint, or damaged
-verdict --checkpoint {zoo}/loop  -> checkpoint loop does not exist
+verdict --checkpoint {zoo}/loop  -> checkpoint loop is a link that leads back to itself
 verdict --checkpoint {good} alibi  -> give either SPEC…, or --formula, or --checkpoint
 verdict alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
 verdict alibi --rpe-module {zoo}/folder  -> --rpe-module folder is no file: name a Python file
@@ -316,9 +316,9 @@ trf nope  -> nothing to draw: no sum of these converges, so none has a receptive
 trf  -> give either SPEC…, or --formula, or --checkpoint
 trf alibi --quantised 0  -> --quantised: '0' is not a whole number from 1 to 1000000000
 trf alibi --quantised 99999999999999999999  -> --quantised: '99999999999999999999' is not a whole number from 1 to
-trf alibi --out {zoo}/text  -> --out text/trf.png is a file, or below one: a folder is needed, name
-trf alibi --out {zoo}/text/below  -> --out text/below/trf.png is a file, or below one: a folder is needed
-trf alibi --out {zoo}/loop  -> --out loop/trf.png is a link that leads back to itself: remove it or
+trf alibi --out {zoo}/text  -> --out text: text is a file, not a folder
+trf alibi --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
+trf alibi --out {zoo}/loop  -> --out loop is a link that leads back to itself
 trf alibi --out /proc/nothing  -> --out /proc/nothing does not exist: name another place
 trf --checkpoint {zoo}/garbage  -> is not a checkpoint, or damaged
 trf --formula 'n+'  -> the formula 'n+' does not parse: write products as 2*n and powers as
@@ -334,7 +334,7 @@ fire-fit alibi --width 0  -> --width: '0' is not a whole number from 1 to 65536
 fire-fit alibi --seed 1000000000000000000000000000000  -> --seed: '1000000000000000000000000000000' is not a whole number from 1
 fire-fit alibi --seed -1  -> --seed: '-1' is not a whole number from 1 to 4294967295
 fire-fit alibi --out {zoo}/folder  -> --out folder is a folder: name a file
-fire-fit alibi --out {zoo}/text/below  -> --out text/below is a file, or below one: a folder is needed, name
+fire-fit alibi --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 fire-fit alibi --out {zoo}/loop  -> --out loop is a link that leads back to itself: remove it or name
 fire-fit alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
 # profile
@@ -372,7 +372,7 @@ report {zoo}/sweep_binary  -> sweep_binary/sweep.json line 1 is no JSON object (
 report {zoo}/sweep_ppl  -> sweep_ppl/runs/alibi-seed1/eval.jsonl line 2: ppl of the result must be
 report {zoo}/sweep_row  -> sweep_row/runs/alibi-seed1/eval.jsonl line 3 is no JSON object
 report {zoo}/sweep --out {zoo}/folder  -> --out folder is a folder: name a file
-report {zoo}/sweep --out {zoo}/text/below  -> --out text/below is a file, or below one: a folder is needed, name
+report {zoo}/sweep --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 report {zoo}/sweep --out {zoo}/loop  -> --out loop is a link that leads back to itself: remove it or name
 report {zoo}/sweep --delta -1  -> --delta: '-1' is not a number above 0
 report {zoo}/sweep --delta nan  -> --delta: 'nan' is not a number above 0
@@ -391,7 +391,7 @@ figures alibi --seed -1  -> --seed: '-1' is not a whole number from 1 to 4294967
 figures alibi --seed 1000000000000000000000000000000  -> --seed: '1000000000000000000000000000000' is not a whole number from 1
 figures alibi --out {zoo}/text  -> --out text: text is a file, not a folder: name another one
 figures alibi --out {zoo}/text/below  -> --out text/below: text is a file, not a folder: name another one
-figures alibi --out {zoo}/loop  -> --out loop is there already: move it away or name another one
+figures alibi --out {zoo}/loop  -> --out loop is a link that leads back to itself
 figures --sweep {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
 figures --sweep {zoo}/text  -> text holds no sweep.json: name the --out folder of a sweep
 figures --sweep {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
@@ -410,9 +410,9 @@ sensitivity --width 1000000000  -> --width 1000000000: choose an even number fro
 sensitivity --base 0  -> --base: '0' is not a number above 0
 sensitivity --base nan  -> --base: 'nan' is not a number above 0
 sensitivity --base inf  -> --base: 'inf' is not a number above 0
-sensitivity --out {zoo}/text  -> --out text/fig1.png is a file, or below one: a folder is needed, name
-sensitivity --out {zoo}/text/below  -> --out text/below/fig1.png is a file, or below one: a folder is needed
-sensitivity --out {zoo}/loop  -> --out loop/fig1.png is a link that leads back to itself: remove it or
+sensitivity --out {zoo}/text  -> --out text: text is a file, not a folder
+sensitivity --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
+sensitivity --out {zoo}/loop  -> --out loop is a link that leads back to itself
 # bench
 bench --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
 bench --encodings ''  -> --encodings and --backends name at least one each
@@ -429,8 +429,8 @@ bench --dtype int8  -> --dtype: invalid choice: 'int8' (choose from 'fp32', 'bf1
 bench --passes backward  -> --passes: invalid choice: 'backward' (choose from 'forward'
 bench --repeats 0  -> --repeats: '0' is not a whole number from 1 to 1000000000
 bench --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or look at
-bench --out {zoo}/text  -> --out text/bench.csv is a file, or below one: a folder is needed, name
-bench --out {zoo}/loop  -> --out loop/bench.csv is a link that leads back to itself: remove it or
+bench --out {zoo}/text  -> --out text: text is a file, not a folder
+bench --out {zoo}/loop  -> --out loop is a link that leads back to itself
 bench --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
 # prepare
 prepare {dest}  -> no text is given: name folders or files
@@ -443,7 +443,7 @@ prepare {zoo}/text/below {dest}  -> text/below does not exist: give a folder or 
 prepare {long} {dest}  -> too long a name
 prepare {zoo}/texts --dest {zoo}/text  -> --dest text: text is a file, not a folder: name another one
 prepare {zoo}/texts --dest {zoo}/text/below  -> --dest text/below: text is a file, not a folder: name another one
-prepare {zoo}/texts --dest {zoo}/loop  -> --dest loop is there already: move it away or name another one
+prepare {zoo}/texts --dest {zoo}/loop  -> --dest loop is a link that leads back to itself
 prepare {zoo}/texts --dest /proc/nothing  -> --dest /proc/nothing does not exist: name another place
 prepare {zoo}/texts --dest {zoo}/texts  -> texts is not empty and not made by this command: move it or give
 prepare {zoo}/texts --dest {long}  -> too long a name
@@ -507,13 +507,13 @@ train {zoo}/odd_dict --rpe alibi {run} {small}  -> odd_dict/dict.txt line 1 is n
 train {data} --rpe typ1 {run} {small}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
 train {data} --rpe '' {run} {small}  -> --rpe: is empty: write name or name:key=value,key=value
 train {data} --rpe window:window=99999999999999999999999 {run} {small}  -> option 'window' of 'window' must be at most 1000000000, not
-train {data} --rpe alibi --save-dir {zoo}/text {small}  -> --save-dir text is a file: name a folder
-train {data} --rpe alibi --save-dir {zoo}/text/below {small}  -> --save-dir text/below/checkpoint_last.pt is a file, or below one: a
-train {data} --rpe alibi --save-dir {zoo}/loop {small}  -> --save-dir loop/checkpoint_last.pt is a link that leads back to itself
+train {data} --rpe alibi --save-dir {zoo}/text {small}  -> --save-dir text: text is a file, not a folder
+train {data} --rpe alibi --save-dir {zoo}/text/below {small}  -> --save-dir text/below: text is a file, not a folder
+train {data} --rpe alibi --save-dir {zoo}/loop {small}  -> --save-dir loop is a link that leads back to itself
 train {data} --rpe alibi --save-dir /proc/nothing {small}  -> --save-dir /proc/nothing does not exist: name another place
 train {data} --rpe alibi --save-dir {long} {small}  -> too long a name
 train {data} --rpe alibi {run} --tensorboard {zoo}/text {small}  -> --tensorboard text: text is a file, not a folder: name another one
-train {data} --rpe alibi {run} --tensorboard {zoo}/loop {small}  -> --tensorboard loop is there already: move it away or name another one
+train {data} --rpe alibi {run} --tensorboard {zoo}/loop {small}  -> --tensorboard loop is a link that leads back to itself
 train {data} --rpe alibi {run} --tensorboard /proc/nothing {small}  -> --tensorboard /proc/nothing does not exist: name another place
 train {data} --rpe alibi {run} {small} --tokens 0  -> --tokens: '0' is not a whole number from 1 to 1000000000
 train {data} --rpe alibi {run} {small} --tokens 99999999999999999999  -> --tokens: '99999999999999999999' is not a whole number from 1 to
@@ -560,7 +560,7 @@ sweep {zoo}/folder_bin --encodings alibi {sweep}  -> folder_bin has no test.bin:
 sweep {zoo}/loop --encodings alibi {sweep}  -> data folder loop does not exist: make one, e.g. with fairseq-rpe
 sweep {data} --encodings alibi --out {zoo}/text --lengths 64  -> --out text: text is a file, not a folder: name another one
 sweep {data} --encodings alibi --out {zoo}/text/below --lengths 64  -> --out text/below: text is a file, not a folder: name another one
-sweep {data} --encodings alibi --out {zoo}/loop --lengths 64  -> --out loop is there already: move it away or name another one
+sweep {data} --encodings alibi --out {zoo}/loop --lengths 64  -> --out loop is a link that leads back to itself
 sweep {data} --encodings alibi --out /proc/nothing --lengths 64  -> --out /proc/nothing does not exist: name another place
 sweep {data} --encodings alibi --out {long} --lengths 64  -> too long a name
 sweep {data} --encodings alibi --out {zoo}/sweep_empty --lengths 64  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete

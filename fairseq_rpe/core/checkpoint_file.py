@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from .errors import UserError, os_line
 
 _MOST_PICKLE = 2**24  # bytes of names and settings: 100,000 tensors have 13 million
 _BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch before 1.6 begins a file with
@@ -28,7 +28,7 @@ def check(path: Path) -> None:
     except FileNotFoundError:
         raise UserError(f"checkpoint {path} does not exist") from None
     except OSError as error:
-        raise UserError(f"checkpoint {path} cannot be read ({error.strerror}): name another file") from None
+        raise UserError(f"checkpoint {os_line(error, path)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"checkpoint {path} is no file: name a file of fairseq-train's, such as checkpoint_last.pt")
     try:
@@ -36,7 +36,7 @@ def check(path: Path) -> None:
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
         raise damaged(path, str(error) if isinstance(error, _Fault) else "no zip file of torch's") from None
     except OSError as error:
-        raise UserError(f"checkpoint {path} cannot be read ({error.strerror}): name another file") from None
+        raise UserError(f"checkpoint {os_line(error, path)}") from None
 
 
 class _Fault(ValueError):

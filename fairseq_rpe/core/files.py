@@ -86,10 +86,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> bytes:
     """Whole lines of a file, none if there is no such file."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return b""
+    text = path.read_bytes()
     return text if text.endswith(b"\n") or not text else text + b"\n"
 
 

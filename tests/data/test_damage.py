@@ -271,4 +271,5 @@ def test_a_destination_that_leads_in_a_circle_is_refused(tmp_path: Path, capsys:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "a.txt").write_text("some text")
     assert main(["prepare", str(tmp_path / "a.txt"), "--dest", str(tmp_path / "loop")]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/loop is no folder: give another --dest\n"
+    said = f"error: --dest {tmp_path}/loop is a link that leads back to itself: remove it or name another one\n"
+    assert capsys.readouterr().err == said
