@@ -149,7 +149,7 @@ FILES = {
     "absent": (Path.unlink, "does not exist"),
     "folder": (folder, "is no file"),
     "pipe": (pipe, "is no file"),
-    "loop": (link_to_itself, "cannot be read"),
+    "loop": (link_to_itself, "is a link that leads back to itself"),
     "empty": (rewrite(lambda b: b""), NONE + r" \(it is empty"),
     "text": (rewrite(lambda b: b"not a checkpoint\n"), NONE),
     "garbage": (rewrite(lambda b: bytes(range(256)) * 20), NONE),
