@@ -125,13 +125,19 @@ def encode_chunks(
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (kind, folder, boundaries)) as pool:
-            for split, chunk in chunks:
-                waiting.append((split, pool.submit(_work, chunk)))
-                if len(waiting) >= workers * _WAITING_PER_WORKER:
-                    name, future = waiting.popleft()
+            try:
+                for split, chunk in chunks:
+                    waiting.append((split, pool.submit(_work, chunk)))
+                    if len(waiting) >= workers * _WAITING_PER_WORKER:
+                        name, future = waiting.popleft()
+                        yield name, future.result()
+                for name, future in waiting:
                     yield name, future.result()
-            for name, future in waiting:
-                yield name, future.result()
+            except BrokenProcessPool:
+                # The pool ends those that it knew when one was killed, and waits for one that was just being started.
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
     except BrokenProcessPool:
         raise UserError("an encoding process was killed, perhaps for its memory: give fewer --workers") from None
 
