@@ -122,7 +122,7 @@ def encode_chunks(
             yield split, encode_chunk(encoder, chunk, boundaries)
         return
     waiting: deque[tuple[str, Future[Encoded]]] = deque()
-    context = multiprocessing.get_context("spawn")
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     try:
         with ProcessPoolExecutor(workers, context, _start_worker, (kind, folder, boundaries)) as pool:
             try:
@@ -135,7 +135,7 @@ def encode_chunks(
                     yield name, future.result()
             except BrokenProcessPool:
                 # The pool ends those that it knew when one was killed, and waits for one that was just being started.
-                for process in multiprocessing.active_children():
+                for process in set(multiprocessing.active_children()) - others:
                     process.terminate()
                 raise
     except BrokenProcessPool:
