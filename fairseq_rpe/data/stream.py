@@ -11,6 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -108,8 +109,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(pieces: Sequence[Piece]) -> Encoded:
-    return _encode(pieces)
+def _work(pieces: Sequence[Piece], file: Path) -> Counter[str]:
+    """Encode to a file: a process that is killed while it sends a long result leaves the others waiting for ever."""
+    ids, counts = _encode(pieces)
+    np.save(file, ids)
+    return counts
+
+
+def _take(file: Path, counts: Counter[str]) -> Encoded:
+    ids = np.load(file)
+    file.unlink()
+    return ids, counts
 
 
 def encode_chunks(
@@ -121,18 +131,22 @@ def encode_chunks(
         for split, chunk in chunks:
             yield split, encode_chunk(encoder, chunk, boundaries)
         return
-    waiting: deque[tuple[str, Future[Encoded]]] = deque()
+    waiting: deque[tuple[str, Path, Future[Counter[str]]]] = deque()
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     try:
-        with ProcessPoolExecutor(workers, context, _start_worker, (kind, folder, boundaries)) as pool:
+        with (
+            TemporaryDirectory(dir=folder) as encoded,
+            ProcessPoolExecutor(workers, context, _start_worker, (kind, folder, boundaries)) as pool,
+        ):
             try:
-                for split, chunk in chunks:
-                    waiting.append((split, pool.submit(_work, chunk)))
+                for number, (split, chunk) in enumerate(chunks):
+                    file = Path(encoded, f"{number}.npy")
+                    waiting.append((split, file, pool.submit(_work, chunk, file)))
                     if len(waiting) >= workers * _WAITING_PER_WORKER:
-                        name, future = waiting.popleft()
-                        yield name, future.result()
-                for name, future in waiting:
-                    yield name, future.result()
+                        name, file, future = waiting.popleft()
+                        yield name, _take(file, future.result())
+                for name, file, future in waiting:
+                    yield name, _take(file, future.result())
             except BrokenProcessPool:
                 # The pool ends those that it knew when one was killed, and waits for one that was just being started.
                 for process in set(multiprocessing.active_children()) - others:
