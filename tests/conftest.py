@@ -180,6 +180,8 @@ TRAIN_FLAGS = [
     "0.003",
     "--cpu",
     "--no-epoch-checkpoints",
+    "--num-workers",
+    "0",
     "--log-format",
     "simple",
     "--log-interval",

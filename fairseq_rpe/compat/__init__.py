@@ -3,6 +3,9 @@
 They are process-global patches of fairseq's own modules (and ``sys.excepthook`` for our one-line errors).
 """
 
+from . import quick_start  # noqa: F401  (first)
+
+# isort: split
 from . import batches, excepthook, safe_loading, safe_saving  # noqa: F401
 from .flags import overrides
 from .guards import guard_eval_lm, guard_module

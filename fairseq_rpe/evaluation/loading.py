@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it start quicker)
+
+# isort: split
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from torch import Tensor
 from torch.nn import functional as F
 
-import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.checkpoint_state import check_size
 from fairseq_rpe.core.errors import UserError

@@ -15,6 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe import compat  # before fairseq, which then starts quicker
+
+# isort: split
+
 import torch
 from fairseq import options
 from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
@@ -22,7 +26,6 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from torch import Tensor
 from tqdm import tqdm
 
-from fairseq_rpe import compat
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE

@@ -1,5 +1,9 @@
-"""How a training run is started: fairseq-train itself, or torchrun with one fairseq-train per process and node."""
+"""How a training run is started: fairseq-train, or torchrun with one fairseq-train per process and node.
 
+``python -m fairseq_rpe.runs.launch`` is what is started: fairseq-train, which ends with us and loads less.
+"""
+
+import logging
 import os
 import re
 import shlex
@@ -81,10 +85,10 @@ def _slurm_master() -> str | None:
 
 def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
     """The command that trains on this node, with its ``gpus`` or, if 0, on its processors."""
-    flags = _fairseq_flags(request, plan)
+    trainer, flags = ["-m", "fairseq_rpe.runs.launch"], _fairseq_flags(request, plan)
     if request.world == 1:
         on_cpu = ["--cpu"] if request.device == "cpu" else []
-        return [sys.executable, "-m", "fairseq_cli.train", *flags, *on_cpu, "--distributed-world-size", "1"]
+        return [sys.executable, *trainer, *flags, *on_cpu, "--distributed-world-size", "1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(request.nproc)]
     if node.master is None:
         torchrun.append("--standalone")
@@ -95,7 +99,7 @@ def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
     # torch's own DistributedDataParallel, fairseq's default, is asked for a GPU by fairseq
     kind = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     world = ["--distributed-world-size", str(request.world)]
-    return [*torchrun, "-m", "fairseq_rpe.runs.rank", *flags, *kind, *world]
+    return [*torchrun, *trainer, *flags, *kind, *world]
 
 
 def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
@@ -186,3 +190,29 @@ def _same_place() -> bool:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):
         return False
+
+
+if __name__ == "__main__":
+    # Before the slow imports: torchrun, killed outright, leaves its processes behind, and two trainers must never write
+    # one folder.
+    processes.die_with_parent()
+    # fairseq-train's own format, before fairseq is imported and settles another
+    logging.basicConfig(
+        format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        stream=sys.stdout,
+    )
+
+    import fairseq_rpe.compat  # before fairseq, which then starts quicker
+
+    # isort: split
+    from fairseq_cli.train import cli_main
+
+    import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # fairseq reads torchrun's variables itself, but divides by the number of GPUs
+        sys.argv += ["--distributed-init-method", "env://", "--distributed-no-spawn"]
+        sys.argv += ["--distributed-rank", os.environ["RANK"], "--device-id", os.environ["LOCAL_RANK"]]
+    cli_main()

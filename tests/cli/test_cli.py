@@ -161,7 +161,7 @@ def test_dry_run_prints_the_command_and_writes_nothing(corpus, tmp_path, capsys)
     assert main(argv) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "run").exists()
-    assert "-m torch.distributed.run --nproc-per-node 3 --standalone -m fairseq_rpe.runs.rank " in line
+    assert "-m torch.distributed.run --nproc-per-node 3 --standalone -m fairseq_rpe.runs.launch " in line
     assert "--rpe kerple_log" in line and "--decoder-embed-dim 32" in line and "--distributed-world-size 3" in line
     assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp" in line
 

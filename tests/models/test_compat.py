@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from conftest import PACKAGE, fairseq, make_model
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
+from fairseq_rpe.compat import quick_start
 from fairseq_rpe.compat.guards import guard_workers
 from fairseq_rpe.core import UserError
 
@@ -48,6 +50,46 @@ def test_apply_twice_is_once():
 def test_importing_the_package_without_fairseq_repairs_nothing(tmp_path):
     done = without_plugin("import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))", tmp_path)
     assert done.stdout.strip() == "False"
+
+
+def test_scores_of_other_tasks_are_imported_when_they_are_called(tmp_path):
+    """scikit-learn and SciPy are a third of fairseq's start."""
+    code = (
+        "import sys, types, importlib.util\n"
+        "import fairseq_rpe.evaluation.perplexity\n"
+        "assert not {'sklearn', 'scipy'} & set(sys.modules)\n"
+        "from fairseq.criterions import sentence_prediction as scores\n"
+        "from fairseq.tasks.audio_classification import sklearn_metrics\n"
+        "import numpy as np\n"
+        "a, b = np.array([0, 1, 1, 0]), np.array([1, 1, 1, 0])\n"
+        "got = scores.acc_and_f1(a, b), scores.matthews_corrcoef(a, b), scores.pearson_and_spearman(a, b)\n"
+        "curve = sklearn_metrics.roc_curve(a, b)\n"
+        "import sklearn.metrics as own, scipy.stats\n"
+        "assert isinstance(own.f1_score, types.FunctionType) and isinstance(scipy.stats.pearsonr, types.FunctionType)\n"
+        "assert got[0]['f1'] == own.f1_score(b, a) == 0.8 and got[1] == own.matthews_corrcoef(b, a)\n"
+        "assert got[2]['pearson'] == scipy.stats.pearsonr(a, b)[0]\n"
+        "assert got[2]['spearmanr'] == scipy.stats.spearmanr(a, b)[0]\n"
+        "assert all(map(np.array_equal, curve, own.roc_curve(a, b)))\n"
+        "print('same')"
+    )
+    done = without_plugin(code, tmp_path)
+    assert done.stdout == "same\n", done.stderr
+
+
+def test_whoever_asks_for_them_while_fairseq_starts_learns_that_they_are_there(monkeypatch):
+    for name in ("sklearn", "sklearn.metrics", "scipy.stats"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    asked = []
+
+    def starting(name: str) -> None:
+        asked.append((name, importlib.util.find_spec("sklearn").name))
+        raise ImportError("no fairseq")
+
+    monkeypatch.setattr(quick_start, "import_module", starting)
+    with pytest.raises(ImportError, match="no fairseq"):
+        quick_start._import_fairseq()
+    assert asked == [("fairseq", "sklearn")]
+    assert not {"sklearn", "sklearn.metrics", "scipy.stats"} & set(sys.modules)
 
 
 def test_numpy_compat(tmp_path):

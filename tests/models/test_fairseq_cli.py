@@ -41,8 +41,40 @@ class Root(DistanceBias):
 '''
 
 
+def flags_of(corpus, save, updates: int, flags) -> list[str]:
+    words = [corpus, *TRAIN_FLAGS, "--max-update", updates, "--save-dir", save, *flags]
+    return [str(word) for word in words]
+
+
 def train(corpus, save, *flags, updates=6, **kwargs):
-    return fairseq("train", corpus, *TRAIN_FLAGS, "--max-update", str(updates), "--save-dir", save, *flags, **kwargs)
+    return fairseq("train", *flags_of(corpus, save, updates, flags), **kwargs)
+
+
+def train_here(corpus, save, *flags, updates=6) -> str:
+    """What fairseq-train says where it succeeds, run in this process: most of its time is its start."""
+    from fairseq_cli import train
+
+    return said_here(train.cli_main, flags_of(corpus, save, updates, flags))
+
+
+def said_here(main, flags: list[str]) -> str:
+    """Messages of one of fairseq's programs, run in this process."""
+    compat.apply()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        with mock.patch.object(sys, "argv", ["fairseq", "--num-workers", "0", *flags]):
+            main()
+    finally:
+        compat.overrides.clear()
+        root.removeHandler(handler)
+        root.setLevel(level)
+    return "\n".join(said)
 
 
 def parameters(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
@@ -82,43 +114,27 @@ def evaluate(corpus, checkpoint, length, *flags, **kwargs):
 
 
 def evaluate_here(corpus, checkpoint, length, *flags) -> str:
-    """What fairseq-eval-lm says where it succeeds, run in this process: most of its time is its start."""
+    """What fairseq-eval-lm says where it succeeds, run in this process."""
     from fairseq_cli import eval_lm
 
-    compat.apply()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    argv = ["fairseq-eval-lm", corpus, *PLUGIN, "--path", checkpoint, "--tokens-per-sample", length]
-    argv += ["--gen-subset", "test", "--cpu", *flags]
-    root = logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    try:
-        with mock.patch.object(sys, "argv", [str(word) for word in argv]):
-            eval_lm.cli_main()
-    finally:
-        compat.overrides.clear()
-        root.removeHandler(handler)
-        root.setLevel(level)
-    return "\n".join(said)
+    words = [corpus, *PLUGIN, "--path", checkpoint, "--tokens-per-sample", length, "--gen-subset", "test", "--cpu"]
+    return said_here(eval_lm.cli_main, [str(word) for word in (*words, *flags)])
 
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory) -> Path:
     """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens."""
     folder = tmp_path_factory.mktemp("trained")
-    done = train(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb")
-    (folder / "log.txt").write_text(done.stdout + done.stderr)
+    said = train_here(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb")
+    (folder / "log.txt").write_text(said)
     return folder
 
 
 def test_any_length_scores_every_token(corpus, trained):
     total = tokens_in(corpus, "test")
     ppl = {}
-    for length in (32, 9216):
-        out = evaluate(corpus, trained / "checkpoint_best.pt", length)
+    for length, measure in ((32, evaluate), (9216, evaluate_here)):
+        out = measure(corpus, trained / "checkpoint_best.pt", length)
         assert f"scored tokens: {total} of {total}" in out
         ppl[length] = float(re.search(r"Perplexity: ([\d.]+)", out).group(1))
     assert ppl[32] > 1 and ppl[9216] > 1
@@ -151,18 +167,9 @@ def test_context_window(corpus, trained):
 
 def test_stock_model_that_drops_blocks_is_refused(corpus, tmp_path):
     """fairseq's own transformer_lm prints perplexity 1.00 over zero tokens here; under the plugin it is an error."""
-    flags = [f if f != "transformer_rpe_lm_tiny" else "transformer_lm" for f in TRAIN_FLAGS]
-    flags += [
-        "--decoder-layers",
-        "1",
-        "--decoder-attention-heads",
-        "2",
-        "--decoder-input-dim",
-        "32",
-        "--decoder-output-dim",
-        "32",
-    ]
-    fairseq("train", corpus, *flags, "--max-update", "1", "--save-dir", tmp_path)
+    sizes = ["--decoder-layers", "1", "--decoder-attention-heads", "2"]
+    sizes += ["--decoder-input-dim", "32", "--decoder-output-dim", "32"]
+    train_here(corpus, tmp_path, "--arch", "transformer_lm", *sizes, updates=1)
     out = evaluate(corpus, tmp_path / "checkpoint_last.pt", 64, ok=False)
     assert "error: scored " in out and "Perplexity" not in out
 
@@ -191,32 +198,11 @@ def test_generation(corpus, trained):
 
 
 def test_sigkill_and_resume_is_bit_equal(corpus, tmp_path):
-    flags = (
-        "--rpe",
-        "kerple_log",
-        "--dropout",
-        "0.1",
-        "--attention-dropout",
-        "0.1",
-        "--save-interval-updates",
-        "4",
-        "--keep-interval-updates",
-        "1",
-    )
-    train(corpus, tmp_path / "whole", *flags, updates=30)
-    command = [
-        sys.executable,
-        "-m",
-        "fairseq_cli.train",
-        corpus,
-        *TRAIN_FLAGS,
-        "--max-update",
-        "30",
-        "--save-dir",
-        tmp_path / "killed",
-        *flags,
-    ]
-    process = subprocess.Popen([str(c) for c in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    flags = ["--rpe", "kerple_log", "--dropout", "0.1", "--attention-dropout", "0.1"]
+    flags += ["--save-interval-updates", "4", "--keep-interval-updates", "1"]
+    train_here(corpus, tmp_path / "whole", *flags, updates=30)
+    command = [sys.executable, "-m", "fairseq_cli.train", *flags_of(corpus, tmp_path / "killed", 30, flags)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (tmp_path / "killed" / "checkpoint_last.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -229,49 +215,24 @@ def test_sigkill_and_resume_is_bit_equal(corpus, tmp_path):
 
 def test_update_freq_and_clip_and_checkpointing(corpus, tmp_path):
     """Activation checkpointing does not change a bit of training with accumulation and clipping."""
-    flags = (
-        "--rpe",
-        "fire",
-        "--update-freq",
-        "2",
-        "--clip-norm",
-        "0.1",
-        "--dropout",
-        "0.1",
-        "--attention-dropout",
-        "0.1",
-    )
-    train(corpus, tmp_path / "plain", *flags)
-    train(corpus, tmp_path / "again", *flags, "--checkpoint-activations")
+    flags = ["--rpe", "fire", "--update-freq", "2", "--clip-norm", "0.1", "--dropout", "0.1"]
+    flags += ["--attention-dropout", "0.1"]
+    train_here(corpus, tmp_path / "plain", *flags)
+    train_here(corpus, tmp_path / "again", *flags, "--checkpoint-activations")
     assert_bit_equal(parameters(tmp_path / "plain"), parameters(tmp_path / "again"))
 
 
 def test_adaptive(corpus, tmp_path):
-    done = train(
-        corpus,
-        tmp_path,
-        "--rpe",
-        "alibi",
-        "--adaptive-input",
-        "--adaptive-input-cutoff",
-        "100,200",
-        "--adaptive-softmax-cutoff",
-        "100,200",
-        "--tie-adaptive-weights",
-        "--decoder-input-dim",
-        "32",
-        "--decoder-output-dim",
-        "32",
-        "--ddp-backend",
-        "legacy_ddp",
-    )
-    assert "computing fairseq's adaptive_loss" in done.stdout + done.stderr
+    flags = ["--adaptive-input", "--adaptive-input-cutoff", "100,200", "--adaptive-softmax-cutoff", "100,200"]
+    flags += ["--tie-adaptive-weights", "--decoder-input-dim", "32", "--decoder-output-dim", "32"]
+    said = train_here(corpus, tmp_path, "--rpe", "alibi", *flags, "--ddp-backend", "legacy_ddp")
+    assert "computing fairseq's adaptive_loss" in said
     assert "scored tokens" in evaluate_here(corpus, tmp_path / "checkpoint_last.pt", 64)
 
 
 def test_bf16_and_amp(corpus, tmp_path):
     for flag in ("--bf16", "--amp"):
-        train(corpus, tmp_path / flag, "--rpe", "kerple_log", flag, updates=3)
+        train_here(corpus, tmp_path / flag, "--rpe", "kerple_log", flag, updates=3)
         assert all(torch.isfinite(p).all() for p in parameters(tmp_path / flag).values())
 
 
@@ -367,6 +328,6 @@ def test_checkpoint_of_another_model(corpus, trained, tmp_path):
 
 
 def test_learned_beyond_its_table(corpus, tmp_path):
-    train(corpus, tmp_path, "--rpe", "learned", updates=1)
+    train_here(corpus, tmp_path, "--rpe", "learned", updates=1)
     with pytest.raises(UserError, match="position 63 is beyond the 32 positions"):
         evaluate_here(corpus, tmp_path / "checkpoint_last.pt", 64)

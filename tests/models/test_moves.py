@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import make_model
-from test_fairseq_cli import assert_bit_equal, evaluate, evaluate_here, parameters, tokens_in, train
+from test_fairseq_cli import assert_bit_equal, evaluate, evaluate_here, parameters, tokens_in, train_here
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.core import Positions, UserError
@@ -148,14 +148,14 @@ def test_refusals_at_run_time(task):
 
 def test_resumed_training_draws_the_same(corpus, tmp_path):
     flags = ("--rpe", "rope", "--positions-train", "warp:head=0.3,tail=0.3", "--update-freq", "2")
-    train(corpus, tmp_path / "whole", *flags, updates=8)
-    train(corpus, tmp_path / "parts", *flags, updates=4)
-    train(corpus, tmp_path / "parts", *flags, updates=8)
+    train_here(corpus, tmp_path / "whole", *flags, updates=8)
+    train_here(corpus, tmp_path / "parts", *flags, updates=4)
+    train_here(corpus, tmp_path / "parts", *flags, updates=8)
     assert_bit_equal(parameters(tmp_path / "whole"), parameters(tmp_path / "parts"))
 
 
 def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
-    train(corpus, tmp_path, "--rpe", "rope", updates=6)
+    train_here(corpus, tmp_path, "--rpe", "rope", updates=6)
     checkpoint = tmp_path / "checkpoint_last.pt"
 
     def loss(*flags: str) -> float:

@@ -166,12 +166,12 @@ def test_torchrun_is_printed(corpus, tmp_path, capsys):
     assert main([*command, "--nodes", "2", "--node-rank", "1", "--master", "gpu01:29500"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     flags = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr gpu01 --master-port 29500"
-    assert f"-m torch.distributed.run {flags} -m fairseq_rpe.runs.rank {corpus} " in line
+    assert f"-m torch.distributed.run {flags} -m fairseq_rpe.runs.launch {corpus} " in line
     assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp --distributed-world-size 8" in line
     on_gpus = [word if word != "cpu" else "cuda" for word in command]
     assert main(on_gpus) == 0
     [line] = capsys.readouterr().out.splitlines()
-    assert "--nproc-per-node 4 --standalone -m fairseq_rpe.runs.rank " in line and "--cpu" not in line
+    assert "--nproc-per-node 4 --standalone -m fairseq_rpe.runs.launch " in line and "--cpu" not in line
     assert "gloo" not in line and "--ddp-backend" not in line and "--distributed-world-size 4" in line
     assert not (tmp_path / "run").exists()
 

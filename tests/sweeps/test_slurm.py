@@ -110,7 +110,7 @@ def test_a_dry_run_prints_torchrun_for_this_machine(corpus, tmp_path, capsys):
     assert main(command(corpus, tmp_path / "x", "alibi", "--launcher", "dry-run", "--nproc", "2")) == 0
     trains, starts, evaluates = capsys.readouterr().out.splitlines()
     assert " train " in trains and "--nproc 2" in trains and " eval " in evaluates
-    assert starts.startswith("# starts: ") and "--nproc-per-node 2 --standalone -m fairseq_rpe.runs.rank " in starts
+    assert starts.startswith("# starts: ") and "--nproc-per-node 2 --standalone -m fairseq_rpe.runs.launch " in starts
 
 
 def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,41 @@
+"""fairseq without scikit-learn and SciPy, a third of its start."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+# What fairseq's criterion sentence_prediction and task audio_classification import for their scores.
+_NAMES = ("sklearn", "sklearn.metrics", "scipy.stats")
+
+
+class _Later(ModuleType):
+    """In the place of a module of functions: it is imported when one of them is called."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: getattr(import_module(self.__name__), name)(*args, **kwargs)
+
+
+def _import_fairseq() -> None:
+    """Whoever imports them afterwards gets the modules themselves."""
+    standing_in = {name: _Later(name) for name in _NAMES if name not in sys.modules}
+    for name, module in standing_in.items():
+        parent, _, child = name.rpartition(".")
+        if parent in standing_in:
+            setattr(standing_in[parent], child, module)
+        elif not parent:
+            module.__spec__ = PathFinder.find_spec(name)  # others ask for it, to learn whether it is installed
+    sys.modules.update(standing_in)
+    try:
+        import_module("fairseq")
+    finally:
+        for name in standing_in:
+            del sys.modules[name]
+
+
+if "fairseq" not in sys.modules:
+    _import_fairseq()
