@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -149,6 +151,18 @@ def run(*command: str | Path, ok: bool = True, timeout: int = 300, **kwargs) -> 
     """Run a command; by default it must succeed."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, **kwargs)
     assert not ok or done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def run_here(*command: str | Path, ok: bool = True) -> subprocess.CompletedProcess:
+    """Run a command of fairseq-rpe in this process, which is spared its start; by default it must succeed."""
+    from fairseq_rpe.cli.main import main
+
+    words, out, err = [str(word) for word in command], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    done = subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+    assert not ok or code == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
+from conftest import run, run_here
 
 from fairseq_rpe.cli.main import COMMANDS, build_parser, main
 from fairseq_rpe.core import files
@@ -55,7 +55,7 @@ def error_of(capsys, *argv: object) -> str:
 def trained(corpus: Path, tmp_path_factory) -> Path:
     """The folder of a finished run of 12 updates, never interrupted."""
     folder = tmp_path_factory.mktemp("trained") / "run with blanks"
-    run(*PROGRAM, "train", corpus, *RUN, "--save-dir", folder, "--updates", "12", "--save-every", "4", *SMALL)
+    run_here("train", corpus, *RUN, "--save-dir", folder, "--updates", "12", "--save-every", "4", *SMALL)
     return folder
 
 
@@ -181,9 +181,9 @@ def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus
 def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
     """SIGKILL of the command takes its child along; a broken last checkpoint is replaced by the newest whole one."""
     folder = tmp_path / "run"
-    command = [*PROGRAM, "train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4"]
+    command = ["train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4"]
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
+        process = subprocess.Popen([*PROGRAM, *command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
         deadline = time.monotonic() + 120
         while not (folder / LAST).exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
@@ -205,16 +205,16 @@ def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
     last = folder / LAST
     last.write_bytes(last.read_bytes()[:-1000])
     assert not checkpoints.is_intact(last)
-    shown = run(*command, "--updates", "12", *SMALL)
+    shown = run_here(*command, "--updates", "12", *SMALL)
     if updates < 12:
         assert f"@ {updates} updates" in shown.stdout + shown.stderr
     assert_equal_models(folder, trained)
 
 
 def test_two_processes_equal_two_accumulated_batches(corpus, tmp_path):
-    command = [*PROGRAM, "train", corpus, *RUN, "--updates", "3"]
-    run(*command, "--save-dir", tmp_path / "two", "--nproc", "2", *SMALL)
-    run(*command, "--save-dir", tmp_path / "one", "--update-freq", "2", *SMALL)
+    command = ["train", corpus, *RUN, "--updates", "3"]
+    run_here(*command, "--save-dir", tmp_path / "two", "--nproc", "2", *SMALL)
+    run_here(*command, "--save-dir", tmp_path / "one", "--update-freq", "2", *SMALL)
     assert_equal_models(tmp_path / "one", tmp_path / "two")
 
 

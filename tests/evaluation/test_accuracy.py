@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
+from conftest import run, run_here
 
 from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
@@ -23,7 +23,6 @@ from fairseq_rpe.core import files
 from fairseq_rpe.evaluation.answers import interpolated
 from fairseq_rpe.sweeps import cells
 
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
 M, LONGEST, UPDATES = 3, 9, 40
@@ -61,7 +60,7 @@ def swept(tmp_path_factory) -> tuple[Path, Path, subprocess.CompletedProcess]:
     folder = tmp_path_factory.mktemp("accuracy")
     recipe = folder / "two.toml"
     recipe.write_text(RECIPE)
-    return folder / "out", recipe, run(*PROGRAM, *sweep_command(folder / "out", recipe))
+    return folder / "out", recipe, run_here(*sweep_command(folder / "out", recipe))
 
 
 def sweep_command(out: Path, recipe: Path, *more: str) -> list[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS, make_model, model_args, run
+from conftest import ALL_SPECS, make_model, model_args, run_here
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
@@ -109,7 +108,7 @@ def test_train_and_both_engines(corpus, tmp_path, capsys):
     """The flag from the command line to the checkpoint; evaluation follows it, or what it is told instead."""
     folder = tmp_path / "run"
     command = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder, "--tokens", "32", "--updates", "4"]
-    run(sys.executable, "-m", "fairseq_rpe.cli.main", *command, "--compute-dtype", "bf16", "--device", "cpu")
+    run_here(*command, "--compute-dtype", "bf16", "--device", "cpu")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     assert settings["compute_dtype"] == "bf16"
     checkpoint = folder / "checkpoint_last.pt"

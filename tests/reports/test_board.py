@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_model, run
+from conftest import make_model, run_here
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -34,7 +34,6 @@ from fairseq_rpe.reports.findings import ExactAnswers, Finding, Perplexities
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 UPDATES, EVERY, HEADS = 6, 3, 4
@@ -79,7 +78,7 @@ def swept(corpus: Path, tmp_path_factory) -> Path:
     """A real sweep of two encodings that is inspected."""
     out = tmp_path_factory.mktemp("board") / "out"
     command = ["sweep", corpus, "--encodings", "kerple_log alibi", "--lengths", "64", "--out", out, "--jobs", "1"]
-    run(*PROGRAM, *command, "--updates", str(UPDATES), "--inspect-every", str(EVERY), *OPTIONS, *SMALL)
+    run_here(*command, "--updates", str(UPDATES), "--inspect-every", str(EVERY), *OPTIONS, *SMALL)
     return out
 
 
@@ -214,7 +213,7 @@ def resumed(corpus: Path, tmp_path_factory) -> Path:
     """An inspected run in two parts."""
     folder = tmp_path_factory.mktemp("resumed")
     for updates in (EVERY, UPDATES):
-        run(*PROGRAM, *train(corpus, folder, updates, "--inspect-every", EVERY))
+        run_here(*train(corpus, folder, updates, "--inspect-every", EVERY))
     return folder
 
 
@@ -226,7 +225,7 @@ def test_a_resumed_run_has_every_step_once(resumed):
 
 
 def test_off_writes_nothing_and_changes_no_number(resumed, corpus, tmp_path):
-    run(*PROGRAM, *train(corpus, tmp_path, UPDATES))
+    run_here(*train(corpus, tmp_path, UPDATES))
     assert (tmp_path / "tb/train").is_dir() and not (tmp_path / "tb/encodings").exists()
     inspected, plain = parameters(resumed / "run"), parameters(tmp_path / "run")
     assert all(torch.equal(inspected[key], value) for key, value in plain.items())

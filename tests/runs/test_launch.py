@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
+from conftest import run, run_here
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import devices, files
@@ -94,16 +94,16 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     assert [start["from_update"] for start in starts] == [0, done]  # noted by the first node alone
     assert f"@ {done} updates" in (tmp_path / "node0.log").read_text() or done == 0
     one = tmp_path / "one"
-    run(*PROGRAM, "train", corpus, *RUN, "--updates", end, "--update-freq", 2, "--save-dir", one, *SMALL)
+    run_here("train", corpus, *RUN, "--updates", end, "--update-freq", 2, "--save-dir", one, *SMALL)
     assert_same_model(one, folder)
 
 
 def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
     """SIGKILL of the command ends torchrun and every process of it; the same command goes on."""
     folder = tmp_path / "run"
-    command = [*PROGRAM, "train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
+    command = ["train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
+        process = subprocess.Popen([*PROGRAM, *command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
         deadline = time.monotonic() + 120
         while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
@@ -117,16 +117,16 @@ def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
         time.sleep(0.1)
     done = checkpoints.newest(CheckpointFolder(folder))[0]
     assert done > 0
-    shown = run(*command, "--updates", str(done + 4), *SMALL)
+    shown = run_here(*command, "--updates", str(done + 4), *SMALL)
     assert f"@ {done} updates" in shown.stdout + shown.stderr
     assert files.read_json(folder / "run.json")["finished"]["updates"] == done + 4
 
 
 def test_an_interrupted_torchrun_is_told(corpus, tmp_path):
     folder = tmp_path / "run"
-    command = [*PROGRAM, "train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
+    command = ["train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
+        process = subprocess.Popen([*PROGRAM, *command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
         deadline = time.monotonic() + 120
         while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
-from conftest import PACKAGE, run
+from conftest import PACKAGE, run, run_here
 from test_sweep import BROKEN
 
 from fairseq_rpe.cli.main import build_parser, main
@@ -181,15 +181,15 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
 
     # nothing is done twice: only the run that failed is submitted again
     before = last.stat().st_mtime_ns
-    again = run(*PROGRAM, *argv, ok=False)
+    again = run_here(*argv, ok=False)
     assert again.returncode == 1 and list(submitted(cluster)) == ["100", "101"]
     assert "of broken-seed1\n" in again.stderr and "alibi-seed1" not in again.stderr
     assert last.stat().st_mtime_ns == before
     # a finished sweep is only taken stock of, without a job
     done = command(corpus, out, "alibi", "--launcher", "slurm", *own)
-    assert "alibi" in run(*PROGRAM, *done).stdout and len(submitted(cluster)) == 2
+    assert "alibi" in run_here(*done).stdout and len(submitted(cluster)) == 2
 
-    run(*PROGRAM, *command(corpus, tmp_path / "local", "alibi", *own))
+    run_here(*command(corpus, tmp_path / "local", "alibi", *own))
     local = results(tmp_path / "local")
     assert [row[:2] for row in results(out)] == [row[:2] for row in local] == [("alibi", "32"), ("alibi", "64")]
     assert [row[2] for row in results(out)] == pytest.approx([row[2] for row in local], rel=1e-6)
@@ -199,7 +199,7 @@ def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cl
     out = tmp_path / "out"
     argv = command(corpus, out, "alibi nope", "--updates", "4", "--launcher", "slurm", "--nodes", "2")
     with files.lock(out / "runs/nope-seed1/.lock", "busy"):
-        done = run(*PROGRAM, *argv, ok=False)
+        done = run_here(*argv, ok=False)
     assert done.returncode == 1
     assert "nope-seed1 is being carried out by a job of an earlier call: left to it" in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import run
+from conftest import run, run_here
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.cli.sweep import resolved
@@ -58,7 +59,7 @@ def swept(corpus: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedPro
     module = folder / "broken.py"
     module.write_text(BROKEN)
     command = sweep_command(corpus, folder / "out", "alibi broken", 6, "--rpe-module", str(module))
-    return folder / "out", run(*PROGRAM, *command, ok=False), module
+    return folder / "out", run_here(*command, ok=False), module
 
 
 def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
@@ -98,7 +99,7 @@ def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
     assert list(noted) == ["alibi-seed1", "broken-seed1"] and list(noted["alibi-seed1"]) == ["training", "evaluating"]
     assert state["data"] == str(corpus)
     command = sweep_command(corpus, out, "alibi", 6, "--rpe-module", str(module), "--launcher", "dry-run")
-    printed = run(*PROGRAM, *command).stdout.splitlines()
+    printed = run_here(*command).stdout.splitlines()
     assert [noted["alibi-seed1"]["training"], noted["alibi-seed1"]["evaluating"]] == [[line] for line in printed]
     [start] = files.read_json(out / "runs/alibi-seed1/checkpoints/environment.json")["starts"]
     assert start["from_update"] == 0 and start["gpus"] == [] and start["torch"] and start["working_folder"]
@@ -155,9 +156,9 @@ def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path, c
 def test_killed_sweep_goes_on(corpus, tmp_path):
     """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
     out = tmp_path / "out"
-    command = [*PROGRAM, *sweep_command(corpus, out, "alibi nope", 6, "--jobs", "1")]
+    command = sweep_command(corpus, out, "alibi nope", 6, "--jobs", "1")
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen([*PROGRAM, *command], stdout=log, stderr=log)
         first, second = out / "runs/alibi-seed1/eval.jsonl", out / "runs/nope-seed1/train.log"
         deadline = time.monotonic() + 180
         while not second.exists() and time.monotonic() < deadline:
@@ -168,19 +169,19 @@ def test_killed_sweep_goes_on(corpus, tmp_path):
         process.wait()
     kept = first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns
     assert len(kept[0].splitlines()) == 3
-    run(*command)
+    run_here(*command)
     assert kept == (first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns)
     with open(out / "results.csv", newline="") as file:
         assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(corpus, tmp_path):
+def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, corpus, tmp_path):
     """``ulimit -f`` fails the writing of a checkpoint half way, as a full disk does."""
     out = tmp_path / "out"
-    run(*PROGRAM, *sweep_command(corpus, out, "alibi"))
+    shutil.copytree(swept[0], out)
     folder = out / "runs/alibi-seed1"
     kept = {p: p.stat().st_mtime_ns for p in (folder / "checkpoints/checkpoint_last.pt", folder / "eval.jsonl")}
-    both = sweep_command(corpus, out, "alibi nope")
+    both = sweep_command(corpus, out, "alibi nope", 6, "--rpe-module", str(swept[2]))
     smaller = (folder / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 4
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (smaller, smaller))  # noqa: E731
     done = run(*PROGRAM, *both, ok=False, preexec_fn=full)
@@ -191,7 +192,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(corpus,
     left = {path.name for path in (out / "runs/nope-seed1/checkpoints").iterdir()}
     assert left == {".lock", "run.json", "environment.json"}
     assert "alibi" in done.stdout and "| nope" not in done.stdout
-    run(*PROGRAM, *both)
+    run_here(*both)
     assert kept == {p: p.stat().st_mtime_ns for p in kept}
     with open(out / "results.csv", newline="") as file:
         assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
