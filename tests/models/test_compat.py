@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGE, fairseq, make_model
+from conftest import PACKAGE, fairseq, make_model, run
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
 from fairseq_rpe.compat import quick_start
 from fairseq_rpe.compat.guards import guard_workers
-from fairseq_rpe.core import UserError
+from fairseq_rpe.core import UserError, checkpoint_file
 
 PAYLOAD = "touched"
 
@@ -31,9 +35,40 @@ class Evil:
         return (open, (PAYLOAD, "w"))
 
 
-def without_plugin(code: str, tmp_path) -> subprocess.CompletedProcess:
-    """Run code in a process where fairseq is not repaired."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+# Carries out programs, one after another, and answers with what each printed.
+SERVER = """
+import contextlib, io, json, sys, traceback
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exec(json.loads(line), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc(file=err)
+    print(json.dumps([out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_plugin(tmp_path_factory) -> Iterator[Callable[[str], tuple[str, str]]]:
+    """Runs code in a process where fairseq is not repaired; gives its standard output and error."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], cwd=tmp_path_factory.mktemp("unrepaired"), **pipes) as server:
+
+        def answered(code: str) -> tuple[str, str]:
+            print(json.dumps(code), file=server.stdin, flush=True)
+            return tuple(json.loads(server.stdout.readline()))
+
+        yield answered
+        assert answered("import sys; print('fairseq_rpe.compat' in sys.modules)") == ("False\n", "")
+
+
+def with_plugin(code: str) -> str:
+    """What code prints in this process, where fairseq is repaired."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code, {"__name__": "__main__"})
+    return out.getvalue()
 
 
 def test_apply_twice_is_once():
@@ -47,12 +82,12 @@ def test_apply_twice_is_once():
     assert eval_lm.SequenceScorer.__mro__[1].__module__ == "fairseq.sequence_scorer"
 
 
-def test_importing_the_package_without_fairseq_repairs_nothing(tmp_path):
-    done = without_plugin("import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))", tmp_path)
-    assert done.stdout.strip() == "False"
+def test_importing_the_package_without_fairseq_repairs_nothing(without_plugin):
+    said = without_plugin("import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))")
+    assert said == ("False\n", "")
 
 
-def test_scores_of_other_tasks_are_imported_when_they_are_called(tmp_path):
+def test_scores_of_other_tasks_are_imported_when_they_are_called():
     """scikit-learn and SciPy are a third of fairseq's start."""
     code = (
         "import sys, types, importlib.util\n"
@@ -72,8 +107,7 @@ def test_scores_of_other_tasks_are_imported_when_they_are_called(tmp_path):
         "assert all(map(np.array_equal, curve, own.roc_curve(a, b)))\n"
         "print('same')"
     )
-    done = without_plugin(code, tmp_path)
-    assert done.stdout == "same\n", done.stderr
+    assert run(sys.executable, "-c", code).stdout == "same\n"
 
 
 def test_whoever_asks_for_them_while_fairseq_starts_learns_that_they_are_there(monkeypatch):
@@ -92,18 +126,17 @@ def test_whoever_asks_for_them_while_fairseq_starts_learns_that_they_are_there(m
     assert not {"sklearn", "sklearn.metrics", "scipy.stats"} & set(sys.modules)
 
 
-def test_numpy_compat(tmp_path):
-    code = "import fairseq; import numpy as np; np.compat.long"
-    assert "AttributeError" in without_plugin(code, tmp_path).stderr
+def test_numpy_compat(without_plugin):
+    assert "AttributeError" in without_plugin("import fairseq; import numpy as np; np.compat.long")[1]
     assert np.compat.long is int
 
 
-def test_namespace_checkpoints(tmp_path):
+def test_namespace_checkpoints(without_plugin, tmp_path):
     file = tmp_path / "x.pt"
     torch.save({"args": argparse.Namespace(a=1)}, file)
-    code = f"import torch; torch.load({str(file)!r})"
-    assert "UnpicklingError" in without_plugin(code, tmp_path).stderr
-    assert torch.load(file)["args"].a == 1
+    assert "UnpicklingError" in without_plugin(f"import torch; torch.load({str(file)!r})")[1]
+    assert checkpoint_file.read(file)[0]["args"].a == 1
+    assert torch.load(file)["args"].a == 1  # as fairseq does afterwards
 
 
 @pytest.mark.parametrize(
@@ -144,13 +177,13 @@ def test_anything_else_is_refused(text):
     assert "\n" not in str(caught.value)
 
 
-def test_no_fairseq_module_can_eval(tmp_path, monkeypatch):
+def test_no_fairseq_module_can_eval(without_plugin, tmp_path, monkeypatch):
     """Without the repair this very string of a checkpoint's configuration runs."""
     import fairseq.models.transformer_lm
     import fairseq.utils
 
     code = f"import fairseq.utils as u; u.eval_str_list(\"[open('{PAYLOAD}', 'w')]\")"
-    without_plugin(code, tmp_path)
+    without_plugin(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
     assert (tmp_path / PAYLOAD).exists()
     monkeypatch.chdir(tmp_path)
     (tmp_path / PAYLOAD).unlink()
@@ -213,7 +246,7 @@ def test_loading_checkpoints(task, tmp_path, monkeypatch):
     assert not (tmp_path / PAYLOAD).exists()
 
 
-def test_resumed_in_a_later_epoch_meets_the_same_batches(tmp_path):
+def test_resumed_in_a_later_epoch_meets_the_same_batches(without_plugin):
     code = """
 from argparse import Namespace
 import numpy as np
@@ -242,10 +275,8 @@ at_its_start.load_state_dict({"epoch": 3, "iterations_in_epoch": 0, "version": 2
 print(list(resumed.next_epoch_itr()) == epochs[2][2:], list(at_its_start.next_epoch_itr()) == epochs[2])
 print(sorted(sum(epochs[2], [])) == list(range(12)), epochs[0] != epochs[1] != epochs[2])
 """
-    alone = without_plugin(code, tmp_path).stdout.split()
-    assert alone == ["False", "False", "True", "True"]
-    repaired = without_plugin("import fairseq_rpe.models\n" + code, tmp_path)
-    assert repaired.stdout.split() == ["True"] * 4, repaired.stderr
+    assert without_plugin(code)[0].split() == ["False", "False", "True", "True"]
+    assert with_plugin(code).split() == ["True"] * 4
 
 
 def test_copies_are_atomic(tmp_path, monkeypatch):
@@ -299,7 +330,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert torch.load(target) == {"x": 1}
 
 
-def test_no_block_is_dropped(tmp_path):
+def test_no_block_is_dropped(without_plugin):
     code = """
 import numpy as np
 from fairseq.data import data_utils
@@ -308,9 +339,8 @@ batches = data_utils.batch_by_size(
     np.arange(41), num_tokens_fn=lambda i: 32, num_tokens_vec=sizes, max_sentences=4, required_batch_size_multiple=8)
 print("blocks", sum(len(b) for b in batches), len(batches))
 """
-    assert "blocks 40 10" in without_plugin(code, tmp_path).stdout
-    repaired = without_plugin("import fairseq_rpe.models\n" + code, tmp_path)
-    assert "blocks 41 11" in repaired.stdout, repaired.stderr
+    assert "blocks 40 10" in without_plugin(code)[0]
+    assert "blocks 41 11" in with_plugin(code)
 
 
 def test_bf16_is_not_tpu(monkeypatch):
