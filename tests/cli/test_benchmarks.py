@@ -43,7 +43,7 @@ def call(module, monkeypatch, *arguments):
 
 def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     def run(*more):
-        command = [sys.executable, str(SCRIPT), *flags(tmp_path, "Pair", "64", "96"), *more]
+        command = [sys.executable, str(SCRIPT), *flags(tmp_path, "Pair", "96"), *more]
         environment = {**os.environ, "CXX": "no-such-compiler", "PYTHONPATH": str(FOLDER.parent)}
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -56,7 +56,7 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     assert f"torch {torch.__version__}" in head
     found = {(r["form"], r["way"]) for r in rows}
     assert found == {("none", "torch, causal"), ("Pair", "sdpa"), ("Pair", "dense bias")}
-    groups = [(n, p) for n in ("64", "96") for p in ("forward", "forward+backward")]
+    groups = [(n, p) for n in ("96",) for p in ("forward", "forward+backward")]
     assert list(dict.fromkeys((r["length"], r["pass"]) for r in rows)) == groups
     for row in rows:
         limit = next(r for r in rows if (r["length"], r["pass"]) == (row["length"], row["pass"]))
