@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.data.destination import make_once
-from fairseq_rpe.data.documents import DividedDocuments
+from fairseq_rpe.data.division import DividedDocuments, EmptySplit
 from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary, write_dictionary
 from fairseq_rpe.data.gpt2 import dictionary_symbols
@@ -46,6 +46,18 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
 
 
 def _build(
+    options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    try:
+        return _build_divided(options, source, given, made, say)
+    except EmptySplit:
+        if (how := source.divide_few()) is None:
+            raise
+    say(how)
+    return _build_divided(options, source, given, made, say)
+
+
+def _build_divided(
     options: PrepareOptions, source: DividedDocuments, given: Given | None, made: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     kind, files = given or (options.tokenizer, {})

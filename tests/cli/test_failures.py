@@ -303,13 +303,18 @@ def test_the_keyboard_stops_training_without_a_traceback(corpus, tmp_path):
     command = [*PROGRAM, "train", corpus, *SMALL[:-6], "--updates", "100000", "--device", "cpu"]
     command += ["--save-dir", tmp_path / "r", "--save-every", "4"]
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
-        process = subprocess.Popen([str(word) for word in command], stdout=out, stderr=err)
+        # a shell has its background jobs ignore it, these tests perhaps among them
+        heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen([str(word) for word in command], stdout=out, stderr=err, preexec_fn=heard)
         deadline = time.monotonic() + 120
         while not (tmp_path / "r/checkpoint_last.pt").exists() and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "err").read_text()[-2000:]
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 130
+        try:
+            assert process.wait(40) == 130
+        finally:
+            process.kill()
     said = (tmp_path / "err").read_text()
     assert said.splitlines()[-1] == "stopped by the keyboard; the same command goes on from here"
     assert "Traceback" not in said + (tmp_path / "out").read_text()

@@ -13,6 +13,7 @@ import threading
 import time
 import types
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,62 @@ def test_second_call_does_nothing_and_damage_is_repaired(
     said: list[str] = []
     prepare(options(dest, folder, workers=3), said.append)
     assert said == [f"{dest} is up to date"]
+
+
+FEW = {
+    "two": [4000, 300],
+    "one": [900],
+    "five": [3000, 2, 4000, 1, 800],
+    "twelve": [200] * 12,
+    "uneven": [3, 500, 40, 900, 7, 1200, 60, 300, 5, 800, 90, 20],
+    "tiny": [1] * 5,
+}
+
+
+@pytest.mark.parametrize("joint", ["\n\n", "\n", " "])
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_files_of_any_size_give_three_splits(made: Path, tmp_path: Path, name: str, joint: str) -> None:
+    """Nothing is lost or twice there, and a file is cut at an empty line where it has one."""
+    draw, texts = random.Random(name), []
+    (tmp_path / "texts").mkdir()
+    for number, lines in enumerate(FEW[name]):
+        words = [[f"w{draw.randrange(500)}" for _ in range(draw.randint(2, 9))] for _ in range(lines)]
+        texts.append(joint.join(map(" ".join, words)) + "\n" * (joint != " "))
+        (tmp_path / "texts" / f"{number}.txt").write_text(texts[-1], newline="")
+    said: list[str] = []
+    changes: dict[str, Any] = {"vocab_from": made, "vocab_size": None, "valid_fraction": 0.05, "test_fraction": 0.05}
+    manifest = prepare(options(tmp_path / "corpus", tmp_path / "texts", **changes), said.append)
+    parts = {split: [part.decode() for part in decode_documents(tmp_path / "corpus", split)] for split in SPLITS}
+    assert all(count["words"] > count["lines"] for count in manifest["splits"].values())
+    cut = [line for line in said if line.startswith("too few documents to choose from (")]
+    chosen = [line for line in said if line.startswith("few documents (")]
+    assert len(cut) + len(chosen) == (sum(map(len, parts.values())) > len(texts)) + len(chosen) <= 1
+    whole = Counter(text if text.endswith("\n") else text + "\n" for text in texts)
+    if not cut:
+        assert Counter(part for found in parts.values() for part in found) == whole
+        return
+    assert (f"({len(texts)})" in cut[0]) and "90 %, 5 %, 5 % for train, valid, test" in cut[0]
+    rest = whole - Counter(parts["train"])  # those that were cut
+    beginnings = list((Counter(parts["train"]) - whole).elements())
+    assert len(beginnings) == len(parts["valid"]) == len(parts["test"]) == rest.total() > 0
+    for begin, middle, end in zip(beginnings, parts["valid"], parts["test"], strict=True):
+        # a split's documents end with a line end, wherever they are cut
+        [text] = [t for t in rest if t.startswith(begin[:-1]) and t.endswith(end)]
+        assert text in {a + b + end for a in (begin, begin[:-1]) for b in (middle, middle[:-1])}
+        if joint == "\n\n" and text.count(joint) > 40:
+            assert begin.endswith(joint) and middle.endswith(joint)
+            assert len(middle) == pytest.approx(len(text) / 20, abs=60)
+
+
+def test_rows_of_one_file_are_divided_between_lines(made: Path, tmp_path: Path) -> None:
+    texts = [f"row {number} of a file\n" for number in range(200)]
+    rows = write_rows(tmp_path / "rows.jsonl", texts)
+    changes: dict[str, Any] = {"rows_are_lines": True, "vocab_from": made, "vocab_size": None}
+    prepare(options(tmp_path / "corpus", rows, **changes), lambda _: None)
+    found = [decode_documents(tmp_path / "corpus", split) for split in SPLITS]
+    assert [len(documents) for documents in found] == [1, 1, 1]
+    assert b"".join(documents[0] for documents in found).decode() == "".join(texts)
+    assert [documents[0].count(b"\n") for documents in found] == [123, 39, 38]
 
 
 @pytest.fixture
