@@ -152,7 +152,7 @@ def test_max_bytes_takes_whole_files_repeatably(source: Path, made: Path, tmp_pa
 
 def test_splits_need_text_in_every_split(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="split of .* documents would be empty: .* larger --max-bytes"):
-        prepare(options(source, tmp_path / "corpus", max_bytes=400), lambda _: None)
+        prepare(options(source, tmp_path / "corpus", max_bytes=1), lambda _: None)
     (tmp_path / "blank").mkdir()
     with pytest.raises(UserError, match="blank has no text, there are no files that could be read"):
         prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
