@@ -135,7 +135,7 @@ def where(judged: Sequence[Judged], one_sided: bool) -> str:
     # with three decimals, as in the table, or with as many as tell them apart
     pairs = ([f"{end:.{digits}f}" for end in found] for digits in range(3, 10))
     low, high = next((pair for pair in pairs if pair[0] != pair[1]), map(repr, found))
-    return f"Prediction and observation agree for every method if {low} < δ <= {high}."
+    return f"Prediction and observation agree for every method if {low} < δ ≤ {high}."
 
 
 def csv(judged: Sequence[Judged], limit: float) -> str:

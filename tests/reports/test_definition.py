@@ -82,11 +82,11 @@ def test_text_names_the_deltas_at_which_theory_and_observation_agree():
 
     text = said()
     assert "There is no δ" in text  # better deviates by 0.08, slow only by 0.04
-    assert "agree for every method if 0.000 < δ <= 0.040" in text  # one-sided
+    assert "agree for every method if 0.000 < δ ≤ 0.040" in text  # one-sided
     assert "0.080" in text and "-0.080" in text and "+0.100" in text
     assert "diverges (5 of 8 heads)" in text and "positions are moved" in text
     same = said(("flat", "steep"))
-    assert "agree for every method if 0.020 < δ <= 0.200" in same and "One-sided, the table is the same" in same
+    assert "agree for every method if 0.020 < δ ≤ 0.200" in same and "One-sided, the table is the same" in same
     assert "Only one kind of series" in said(("flat", "better"))
     assert definition.blocks([], 64, 0.05) == []
 
@@ -94,9 +94,9 @@ def test_text_names_the_deltas_at_which_theory_and_observation_agree():
 @pytest.mark.parametrize(
     ("start", "low", "high", "words"),
     [
-        (50.0, 50.0, 52.0, "if 0.000 < δ <= 0.040."),
-        (50.0, 50.0, 50.017, "if 0.0000 < δ <= 0.0003."),
-        (2.0, 3.0, 3.0000000000000004, "if 0.5 < δ <= 0.5000000000000002."),
+        (50.0, 50.0, 52.0, "if 0.000 < δ ≤ 0.040."),
+        (50.0, 50.0, 50.017, "if 0.0000 < δ ≤ 0.0003."),
+        (2.0, 3.0, 3.0000000000000004, "if 0.5 < δ ≤ 0.5000000000000002."),
     ],
 )
 def test_borders_that_are_close_are_told_apart(start, low, high, words):

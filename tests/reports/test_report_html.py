@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -212,8 +213,8 @@ def test_chapters_and_facts(tmp_path):
     ]
     deviations = {row[0]: row[1:] for row in page.table("Relative deviation")[1:]}
     assert deviations["inv_n"] == ["diverges", "0.126", "0.126", "+0.126", "no", "no"]
-    assert deviations["alibi"] == ["converges", "0.032", "0.000", "-0.032", "yes", "yes"]
-    assert "agree for every method if 0.032 < δ <= 0.126" in page.words and "δ = 0.07" in page.words
+    assert deviations["alibi"] == ["converges", "0.032", "0.000", "−0.032", "yes", "yes"]
+    assert "agree for every method if 0.032 < δ ≤ 0.126" in page.words and "δ = 0.07" in page.words
     assert sum(tag == "img" for tag, _ in page.tags) == 2
 
 
@@ -244,6 +245,41 @@ def test_loss_by_position_is_drawn_where_it_was_measured(tmp_path):
     assert page.chapters()[:2] == ["Perplexity over length", "Loss by position"]
     [alt] = [attrs["alt"] for tag, attrs in page.tags if tag == "img" and "position" in attrs["alt"]]
     assert "blocks of 256 tokens" in alt and "alibi 6.25, inv_n 6.25" in alt
+    head, alibi, _, counts = page.table("Loss in bits per token by position")
+    assert head == ["position", "0", "1", "2–3"]
+    assert alibi == ["alibi", "9.000", "8.000", "6.250"] and counts == ["tokens scored", "1", "1", "2"]
+
+
+@pytest.mark.parametrize("width", [375, 768, 1920])
+def test_no_page_scrolls_sideways(tmp_path, width):
+    """In a browser, where there is one: only tables scroll, each by itself."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra docs")
+    if (browser := shutil.which("chromium")) is None:
+        pytest.skip("there is no chromium here")
+    found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
+    write_sweep(tmp_path, more={"positions_loss": found}, data="x" * 70)
+    page_of(tmp_path)
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = opened.new_page(viewport={"width": width, "height": 800})
+        page.goto((tmp_path / "report.html").as_uri())
+        needed, given = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        opened.close()
+    assert needed <= given == width
+
+
+def test_folders_of_the_machine_are_not_shown(tmp_path):
+    """Paths below the folder where the sweep was started are relative; of others only the end is left."""
+    home = "/home/somebody/work"
+    words = f"{home}/.venv/bin/python -m fairseq_rpe.cli.main train {home}/data-bin/x --save-dir /scratch/me/runs/a"
+    words += f" --rpe-module '{home}/my file.py' --out {home} --lr 0.5/1 {home}2/y"
+    write_sweep(tmp_path, commands={"alibi-seed1": {"training": [words]}}, data=f"{home}/data-bin/x")
+    start = {"time": "2026-01-01T00:00:00+00:00", "from_update": 0, "working_folder": home}
+    files.write_json(tmp_path / "runs/alibi-seed1/checkpoints/environment.json", {"starts": [start]})
+    page = page_of(tmp_path)
+    assert "somebody" not in page.words and "/scratch" not in page.words
+    shown = "fairseq-rpe train data-bin/x --save-dir …/a --rpe-module 'my file.py' --out . --lr 0.5/1 …/y"
+    assert shown in page.words and "trained at 64 tokens on data-bin/x" in page.words
 
 
 def test_what_is_not_on_record_is_said_to_be_so(tmp_path):

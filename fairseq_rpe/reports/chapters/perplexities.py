@@ -1,6 +1,6 @@
 """A sweep on text: perplexities over length, loss by position, Definition 0.1."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
 from fairseq_rpe.figures import sweep_curves
@@ -96,7 +96,19 @@ def _positions(found: Perplexities) -> list[Block]:
     ends = ", ".join(f"{name} {list(loss.values())[-1]:.2f}" for name, loss in means.items())
     alt = f"Loss in bits per token against the position in blocks of {longest} tokens. At their ends: {ends}."
     caption = f"Loss by position in blocks of {longest} tokens, mean of each doubling of the position."
-    return [picture(sweep_curves.positions(means), alt, caption)]
+    counted = next(one for _, one, length in looked if length == longest)
+    counts = dict(zip(counted.upto, counted.tokens, strict=True))
+    return [picture(sweep_curves.positions(means), alt, caption), _by_position(means, counts)]
+
+
+def _by_position(means: Mapping[str, Mapping[int, float]], counts: Mapping[int, int]) -> Table:
+    """The same in numbers: the positions of each bucket, how many tokens were there, and the loss of each method."""
+    ends = list(next(iter(means.values())))
+    begins = [0, *(end + 1 for end in ends)]
+    head = [str(end) if begin == end else f"{begin}–{end}" for begin, end in zip(begins, ends, strict=False)]
+    rows = [Row(name, [number(loss.get(end), ".3f") for end in ends]) for name, loss in means.items()]
+    rows.append(Row("tokens scored", [number(counts.get(end), ",d") for end in ends]))
+    return Table("Loss in bits per token by position in the block, from 0.", ["position", *head], rows)
 
 
 def _measurements(found: Perplexities) -> Table:

@@ -1,5 +1,6 @@
 """What is the same for every kind of sweep: its setting, its runs, their training, surroundings and commands."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -16,14 +17,10 @@ from fairseq_rpe.runs.run_folder import Start
 from fairseq_rpe.sweeps.state import PublishedSettings, State, SweepFolder
 
 _DIGITS = 12  # of a digest: enough to tell checkpoints apart
-_TITLES = {
-    "commit": "git commit",
-    "python": "Python",
-    "threads": "threads of a process",
-    "gpus": "GPUs",
-    "working_folder": "working folder",
-}
-_LAST = ("threads", "gpus", "working_folder")
+_TITLES = {"commit": "git commit", "python": "Python", "threads": "threads of a process", "gpus": "GPUs"}
+_LAST = ("threads", "gpus")
+_PROGRAM = re.compile(r"\S*python[\d.]* -m fairseq_rpe\.cli\.main\b")
+_ABSOLUTE = re.compile(r"(?<![\w.~/…$-])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 _COSTS = ("parameters", "training (s)", "tokens/s", "training loss", "validation loss", "evaluation (s)", "tokens/s")
 _OPTIONAL = ("peak memory (MiB)", "engine")  # columns that are shown where they say something
 
@@ -58,7 +55,7 @@ def runs(folder: SweepFolder, state: State) -> list[Run]:
 def here(state: State, made: Sequence[Run]) -> PublishedSettings:
     """The setting of a sweep, as far as it or a training log has it on record."""
     own = state.settings
-    named = state.data or next((run.log.data for run in made if run.log.data), None)
+    named = _portable(state.data or next((run.log.data for run in made if run.log.data), None) or "", made) or None
     return filled(
         PublishedSettings,
         own,
@@ -165,7 +162,7 @@ def _environment(made: Sequence[Run]) -> list[Block]:
     groups: dict[Start, list[tuple[Run, Start]]] = {}
     for run in made:
         for start in run.starts:
-            groups.setdefault(replace(start, time=None, from_update=None), []).append((run, start))
+            groups.setdefault(replace(start, time=None, from_update=None, working_folder=None), []).append((run, start))
     blocks: list[Block] = []
     names = sorted((f.name for f in fields(Start)), key=lambda name: name in _LAST)
     for count, (fixed, own) in enumerate(groups.items(), start=1):
@@ -191,5 +188,20 @@ def _commands(state: State, made: Sequence[Run]) -> list[Block]:
     if not noted:
         return absent
     stages = {run.name: state.commands[run.name].items() for run in noted}
-    lines = [(name, [(stage, line) for stage, lines in own for line in lines]) for name, own in stages.items()]
-    return [Text("What the sweep carried out; relative paths start at the working folder."), Commands(lines), *absent]
+    lines = [
+        (name, [(stage, _portable(line, made)) for stage, lines in own for line in lines])
+        for name, own in stages.items()
+    ]
+    about = "What the sweep carried out. Paths start at the folder where it was started; others are shown by their end."
+    return [Text(about), Commands(lines), *absent]
+
+
+def _portable(text: str, made: Sequence[Run]) -> str:
+    """A path or command as it can be shown anywhere: without the folders of the machine that it comes from."""
+    text = _PROGRAM.sub("fairseq-rpe", text)
+    roots = {start.working_folder for run in made for start in run.starts if start.working_folder}
+    for root in sorted(roots - {"/"}, key=len, reverse=True):
+        text = re.sub(
+            rf"(?<![\w.]){re.escape(root)}(?:/|(?![\w.-]))", lambda found: "" if found[0].endswith("/") else ".", text
+        )
+    return _ABSOLUTE.sub("…/", text)
