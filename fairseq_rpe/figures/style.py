@@ -13,21 +13,22 @@ from matplotlib.figure import Figure  # rather than pyplot: no backend is chosen
 
 from ..core.files import replace_with
 
-# Okabe and Ito's colours, told apart with any kind of colour vision.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# Okabe and Ito's colours, told apart with any kind of colour vision, but for their yellow, too pale for a thin line;
+# three that are darker or greyer than all of these follow.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Relatives share a colour and differ by marker. The yellow is too pale for a thin line to be the first choice of any.
+# Relatives share a colour and differ by marker; so do ways to move positions, which are compared with the encodings.
 _FAMILIES = (
     "sinusoidal sandwich learned, alibi window, type1 type2, inv_n inv_nlnn, kerple_log kerple_power, rope xpos, "
-    "fire t5_bias nope"
+    "fire t5_bias nope, interpolation interpolate, warping warp, randomized pose shape cape random_padding offset"
 )
 _KNOWN = {
     name: (colour, marker)
     for colour, family in enumerate(_FAMILIES.split(", "))
     for marker, name in enumerate(family.split())
 }
-_PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small"}
+_PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.0}
 
 
 class Look(NamedTuple):
@@ -75,7 +76,7 @@ def panels(
 
 
 def legend_within(axes: Axes, **how: Any) -> None:
-    axes.legend(**_PLAIN, **how)
+    axes.legend(**{**_PLAIN, **how})
 
 
 def legend_beside(axes: Axes, **how: Any) -> None:
@@ -84,12 +85,12 @@ def legend_beside(axes: Axes, **how: Any) -> None:
 
 def legend_of_all(figure: Figure, loc: str = "outside right upper", **how: Any) -> None:
     """One legend for all panels, beside them."""
-    figure.legend(loc=loc, **_PLAIN, **how)
+    figure.legend(loc=loc, **{**_PLAIN, **how})
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend for all panels, with the lines of ``axes``."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=2.6, **_PLAIN)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, **_PLAIN)
 
 
 def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:

@@ -119,6 +119,13 @@ def test_encodings_keep_their_looks_and_never_share_one():
     assert {look.colour for look in together.values()} <= set(style.PALETTE)
 
 
+def test_ways_to_move_positions_do_not_wear_an_encodings_colour():
+    encodings_own = {look.colour for look in style.looks(list(SPECS)).values()}
+    moved = style.looks(["rope", "interpolation", "warping", "randomized"])
+    assert len({look.colour for look in moved.values()}) == 4
+    assert not encodings_own & {moved[name].colour for name in ("interpolation", "warping", "randomized")}
+
+
 def test_nothing_to_draw_is_said():
     with pytest.raises(UserError, match="nothing to draw"):
         drawings.heat_maps({}, 1, 1)
