@@ -9,8 +9,8 @@ usage: scripts/algorithmic.sh [--algorithms "copy reverse ..."] [--methods "NAME
 Sets up .venv if needed, then trains tiny models to copy up to 20 items and tests them on up to 100: rope,
 rope with position interpolation at the test, and rope trained with position index warping. Writes
 accuracy.csv, accuracy.md (beside the published means) and accuracy.png into runs/warping-algorithmic-laptop.
-Takes 16 minutes of processor time, shared by two cores; it may be stopped at any time and goes on
-where it was.
+Takes 16 minutes of processor time, shared by two cores; it may be stopped at any time, and rerunning it
+resumes.
 
   --algorithms  tasks, e.g. "copy reverse sort summation add_subtract" or "copy:items=10"
   --methods     rope interpolation alibi randomized-10x randomized-5x warping warping-beta, or all

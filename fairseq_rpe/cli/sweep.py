@@ -18,7 +18,7 @@ from fairseq_rpe.sweeps.state import SweepFolder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "May be stopped at any time; the same command goes on and redoes nothing."
+    parser.description = "May be stopped at any time: rerunning it resumes and redoes nothing."
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
         "--algorithms", type=words, metavar='"SPEC ..."', help='in place of DATA: generated tasks, e.g. "copy sort"'

@@ -10,7 +10,7 @@ from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Runs fairseq-train. The same command goes on where an earlier one was stopped."
+    parser.description = "Runs fairseq-train. Rerunning the same command resumes a run that was stopped."
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
     parser.add_argument(
         "--algorithm", type=spec, metavar="SPEC", help="in place of DATA: a generated task, e.g. copy:items=20"

@@ -1,0 +1,99 @@
+"""README.md and docs/*.md: short enough, generated tables as the code has them now, links and examples that work."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from fairseq_rpe import encodings
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MOST_LINES = 130
+
+
+@pytest.fixture(scope="module")
+def tables() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs/tools/tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+
+
+def prose(path: Path) -> str:
+    """A page without its code blocks and code spans."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"(?<!\[)`[^`\n]+`(?!\])", "", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of a page's headings as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_and_pictures_are_there(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        place, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", place):
+            continue
+        target = (path.parent / place).resolve() if place else path
+        assert target.is_relative_to(ROOT) and target.exists(), f"{path.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{path.name}: {link}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/([a-z-]+\.md)\)", prose(ROOT / "README.md")))
+    assert {path.name for path in PAGES if path.parent.name == "docs"} <= linked
+
+
+def test_generated_tables_are_fresh(tables, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert tables.main() == 0, capsys.readouterr().out
+    found = [block[1] for path in tables.pages() for block in tables.BLOCK.findall(path.read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(tables.TABLES)
+    for path in tables.pages():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("<!-- generated:") == text.count("<!-- end -->") == len(tables.BLOCK.findall(text)), path
+
+
+def test_a_stale_table_is_named_and_written_again(tables, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    page.write_text("# A\n\n<!-- generated: encoding-names -->\n`gone`\n<!-- end -->\n\nafter\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert tables.main() == 1 and "README.md: stale" in capsys.readouterr().out and "`gone`" in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    assert tables.main() == 0 and capsys.readouterr().out == "README.md: written\n"
+    text = page.read_text()
+    assert "`gone`" not in text and "`alibi`" in text and text.endswith("<!-- end -->\n\nafter\n")
+
+
+def test_the_column_of_sums_is_what_is_proved(tables):
+    rows = [line.split(" | ") for line in tables.of_encodings().splitlines()[2:]]
+    said = {row[0].strip("|` "): row[2] for row in rows}
+    assert said["alibi"] == "converges" and said["inv_n"] == "diverges" and said["kerple_log"] == "iff p > 1"
+    for spec, found in (("kerple_log:p=1.001", "converges"), ("kerple_log:p=1", "diverges")):
+        assert {head.decision for head in tables.verdict(spec, 2)} == {found}
+
+
+def test_the_encoding_of_the_readme_works(tmp_path):
+    [code] = re.findall(r"```python\n(# my_encoding.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my_encoding.py").write_text(code)
+    encodings.load_module(tmp_path / "my_encoding.py")
+    profile = encodings.build("steps", heads=4, width=32).profile(6)
+    expected = -torch.arange(1, 5)[:, None] * torch.arange(6).double().log1p()
+    assert profile.dtype == torch.float64 and torch.allclose(profile, expected)
