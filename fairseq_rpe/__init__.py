@@ -1,13 +1,33 @@
-"""Positional encodings for length extrapolation, as a fairseq plugin.
+"""Positional encodings for length extrapolation, for PyTorch and as a fairseq plugin.
 
-``--user-dir`` imports this package: that registers the models, criterions and encodings with fairseq.
-Without fairseq loaded nothing of it is imported, so ``fairseq_rpe.encodings`` and ``fairseq_rpe.attention``
-work in any torch project; ``import fairseq_rpe.models`` registers explicitly.
+``attend``, ``RelativeAttention`` and ``build`` work in any torch program; they are loaded when they are first used, so
+that importing this package needs no torch. ``--user-dir`` imports it too: with fairseq loaded, that registers the
+models, criterions and encodings with fairseq; ``import fairseq_rpe.models`` registers explicitly.
 """
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention.plain import RelativeAttention, attend
+    from .encodings import build
 
 __version__ = "0.1.0"
+__all__ = ["RelativeAttention", "attend", "build"]
 
-if "fairseq" in sys.modules:
+_HOME = {"RelativeAttention": "attention.plain", "attend": "attention.plain", "build": "encodings"}
+
+if sys.modules.get("fairseq") is not None:
     from . import models  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

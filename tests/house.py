@@ -17,7 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "encodings": {"core"},
     "positions": {"core"},
     "algorithms": {"core"},
-    "attention": {"core"},
+    "attention": {"core", "encodings"},
     "analysis": SCIENCE,
     "figures": {"core", "encodings", "analysis"},
     "data": {"core"},

@@ -4,21 +4,14 @@ import torch
 from torch import Tensor
 
 from ..core import Curve, Pieces
+from ..core.scores import pieces_between
 from .blocks import ToeplitzBias, diagonal_sums, distances
 from .plan import Plan
 
 
 def pieces_of(form: Curve, plan: Plan) -> Pieces:
     """The pieces of ``form`` from 0 to the largest x of a pair that ``plan`` lets see each other, at least to 1."""
-    n, m = plan.positions.q.shape[1], plan.positions.k.shape[1]
-    with torch.no_grad():
-        reach = torch.arange(m - n, m, device=form.far.device)[None]  # the longest distance that each query sees
-        if plan.padding is not None:
-            first = plan.padding.long().argmin(dim=1, keepdim=True).masked_fill(plan.padding.all(1, keepdim=True), m)
-            reach = reach - first
-        x = form.far[reach.clamp_min(0)] * form.near
-        top = max(1.0, float(x.masked_fill(reach < 0, 0.0).max()))
-    return form.pieces(top)
+    return pieces_between(form, plan.positions, plan.padding)
 
 
 class CurveBias(ToeplitzBias):

@@ -6,25 +6,20 @@ functions run unfused, with O(n²) memory: a check of the functions rather than 
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shapes
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..core import Curve, Dense, Form, Pair, Pieces, Pointwise, Positions, Toeplitz, UserError
-from .curve import pieces_of
-from .plan import Plan, columns
+from ..core import Curve, Form, Pair, Pointwise, Toeplitz, UserError, scores
+from ..core.scores import Function
+from .plan import Plan
 
-Function = Callable[..., Tensor]
 BLOCK = 128  # of a block mask
 WIDTHS = range(16, 257)
 KEPT_MASKS = 32
 COMPILATIONS = 64  # forms, dtypes, head widths, with or without gradients; lengths are dynamic
-CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
-COMPARED = 4  # ends in a cell, or a multiple: a network that learns should not compile anew with every kink
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
@@ -117,59 +112,5 @@ def _block_mask(n: int, m: int, device: torch.device, visible: Function, whole: 
 
 
 def score_mod(plan: Plan, batch: int) -> Function | None:
-    """What adds the bias of ``plan`` to a score, for ``batch`` rows; None where there is no bias.
-
-    A function of (score, batch, head, query, key), which are scalars. All that varies is a tensor, and numbers in
-    closures would be compiled in. Tensors in closures are copies: torch 2.13 gives captured views no gradient, without
-    a word, and compiles other strides anew. Indices stay in bounds for pairs in the future and past a ragged end too:
-    kernels call these functions there and mask the result.
-    """
-    form, pos = plan.form, plan.positions
-    if form is None:
-        return None
-    if isinstance(form, Dense):
-        bias = _copy(form.bias) if form.bias.requires_grad else form.bias
-        row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
-        return lambda score, b, h, i, j: score + bias[b * row, h, i, j]
-    if isinstance(form, Curve):
-        return _from_pieces(form, pieces_of(form, plan), pos, batch)
-    positions = columns(form, pos) if isinstance(form, Toeplitz) else (pos.q, pos.k)
-    at_q, at_k = (_copy(x.expand(batch, -1)) for x in positions)
-    if isinstance(form, Toeplitz):
-        table, last = _copy(form.table), at_q.new_full((), form.table.shape[1] - 1)
-        return lambda score, b, h, i, j: score + table[h, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
-    if isinstance(form, Pointwise):
-        scalar, numbers = form.scalar, [_copy(x) for x in form.numbers]
-        return lambda score, b, h, i, j: score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
-    fn, aux = form.fn, form.aux
-    return lambda score, b, h, i, j: score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _from_pieces(form: Curve, pieces: Pieces, pos: Positions, batch: int) -> Function:
-    """The piece of x is the number of ends <= x: those in the cells before x's, looked up, and a few that are compared.
-
-    A binary search would load less often only for clustered ends, and what inductor makes of a chain of look-ups grows
-    exponentially with its length.
-    """
-    ends, middle, value, slope = pieces.ends, _copy(pieces.middle), _copy(pieces.value), _copy(pieces.slope)
-    scale = (CELLS - 1) / ends[-1] if len(ends) else ends.new_ones(())
-    held = torch.bincount((ends * scale).int().clamp(0, CELLS - 1), minlength=CELLS)
-    before = (held.cumsum(0) - held).int()
-    compared = max(1, -(-int(held.max()) // COMPARED)) * COMPARED
-    ends = F.pad(ends, (0, compared), value=float("nan"))  # never <= x, whatever x
-    far, near = _copy(form.far), _copy(form.near.expand(batch, -1))
-    shift = torch.full((), pos.k.shape[1] - pos.q.shape[1], device=far.device)
-
-    def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        x = far[(i + shift - j).clamp_min(0)] * near[b, i]
-        first = before[(x * scale).clamp_max(CELLS - 1).int().clamp_min(0)]
-        piece = first
-        for place in range(compared):
-            piece = piece + (ends[first + place] <= x).int()
-        return score + value[h, piece] + slope[h, piece] * (x - middle[piece])
-
-    return add
+    """What adds the bias of ``plan`` to a score, for ``batch`` rows; None where there is no bias."""
+    return scores.score_mod(plan.form, plan.positions, batch, plan.padding)

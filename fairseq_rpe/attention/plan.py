@@ -63,10 +63,3 @@ def by_distance(form: Toeplitz, n: int) -> Tensor:
 def evenly_spaced(form: Toeplitz, pos: Positions) -> bool:
     """Whether the column of a query and a key follows from their indices alone, as :func:`by_distance` has it."""
     return pos.contiguous and pos.step == form.step
-
-
-def columns(form: Toeplitz, pos: Positions) -> tuple[Tensor, Tensor]:
-    """int32 a (B or 1, n) and b (B or 1, m) with a_i - b_j the column of the table, before clamping."""
-    first = pos.k[:, :1]  # a common offset need not be a multiple of the step
-    a, b = (torch.round((x - first) / form.step).int().contiguous() for x in (pos.q, pos.k))
-    return a + form.origin, b

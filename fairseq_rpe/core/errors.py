@@ -1,8 +1,10 @@
 """Errors that a user is meant to read, and the one line that each is told in."""
 
 import errno
+import importlib.util
 import os
 import re
+import sys
 
 DEBUG = "FAIRSEQ_RPE_DEBUG"  # set for the children of a command that is to show tracebacks
 
@@ -42,7 +44,19 @@ _LIMITS = {
     errno.EAGAIN: "no further process can be started: ask for fewer, or raise ulimit -u",
 }
 _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"
+_FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # what comes with the extra of that name
+_INSTALL = "pip install 'fairseq_rpe[fairseq]'"
 _TORCH_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|CUDA out of memory")
+
+
+def need_fairseq() -> None:
+    """Raises UserError: fairseq, which models, training and evaluation need, is not installed."""
+    try:
+        missing = importlib.util.find_spec("fairseq") is None
+    except ValueError:  # imported by a trick, or kept from being imported
+        missing = sys.modules.get("fairseq") is None
+    if missing:
+        raise UserError(f"this command needs fairseq, which is not installed: {_INSTALL}")
 
 
 def shown(path: object, most: int = 100) -> str:
@@ -74,6 +88,8 @@ def told(error: BaseException) -> str | None:
     """The one line that a user is told; nothing where the error is none of theirs but a bug."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FAIRSEQ:
+        return f"this command needs fairseq, and {error.name} is not installed: {_INSTALL}"
     if isinstance(error, OSError):
         return os_line(error)
     if isinstance(error, MemoryError):

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
+from .masks import Maskable
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Encoding(nn.Module):
+class Encoding(Maskable):
     """Base class of all encodings.
 
     Args:
@@ -66,6 +67,15 @@ class Encoding(nn.Module):
     def form(self, pos: Positions) -> Form | None:
         """The additive bias, or None where there is none."""
         return None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it acts at the input of a model, by ``embed``."""
+        return type(self).embed is not Encoding.embed
+
+    @property
+    def rotates(self) -> bool:
+        return type(self).rotate is not Encoding.rotate
 
     @property
     @torch.no_grad()

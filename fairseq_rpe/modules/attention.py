@@ -6,6 +6,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
 from ..attention import Plan
+from ..attention.layer import carry_out
 
 
 class RPEAttention(MultiheadAttention):
@@ -35,30 +36,8 @@ class RPEAttention(MultiheadAttention):
                 v = torch.cat([cache["prev_value"], v], dim=2)
             self._set_input_buffer(incremental_state, {"prev_key": k, "prev_value": v})
         dropout = self.dropout_module.p if self.training or self.dropout_module.apply_during_inference else 0.0
-        with torch.autocast(q.device.type, enabled=False):
-            out = _attend(q, k, v, plan, dropout)
+        out = carry_out(q, k, v, plan, dropout)
         return self.out_proj(out.permute(2, 0, 1, 3).reshape(n, batch, width)), None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    """Rotate and attend, in as many parts as the rotation needs to stay within the range of its dtype."""
-    n, m = q.shape[2], k.shape[2]
-    size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
-    if n <= size:
-        return _attend_part(q, k, v, plan, dropout)
-    parts = []
-    for start in range(0, n, size):
-        stop = min(start + size, n)
-        keys = slice(m - n + stop)
-        parts.append(_attend_part(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], plan.part(start, stop), dropout))
-    return torch.cat(parts, dim=2)
-
-
-def _attend_part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    if plan.rotate is not None:
-        q = plan.rotate(q, plan.positions.q, plan.positions)
-        k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
-    return plan.backend(q, k, v, plan, dropout)
 
 
 class RPEDecoderLayer(TransformerDecoderLayerBase):

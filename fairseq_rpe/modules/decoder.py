@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, check_eps, choose
+from ..attention.layer import counted, plan_of
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import RPEDecoderLayer
@@ -78,23 +79,6 @@ class RPEDecoder(TransformerDecoderBase):
     def encoding_of(self, layer: int) -> Encoding:
         return self.encodings[layer if len(self.encodings) > 1 else 0]
 
-    def positions(self, tokens: Tensor, n: int) -> tuple[Positions, Tensor | None]:
-        """Positions of the last n of tokens (B, m), and the padding that attention must hide.
-
-        Padding at the end of a row needs no mask: causality hides it from every real token. Padding elsewhere, or where
-        the encoding reads the row's length, is masked and not counted: a padded row has the positions of the same row
-        without padding.
-        """
-        m = tokens.shape[1]
-        padding = tokens.eq(self.padding_idx)
-        plain = Positions.arange(n, m, device=tokens.device)
-        if not padding.any() or not (self.reads_length or (padding[:, :-1] & ~padding[:, 1:]).any()):
-            return plain, None
-        k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).float()
-        shift = (plain.k - k).masked_fill(padding, torch.nan)
-        spread = (shift - shift.nan_to_num(torch.inf).amin(1, keepdim=True)).nan_to_num(0.0)
-        return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
-
     def extract_features(
         self, prev_output_tokens: Tensor, encoder_out: Any = None, incremental_state: Cache = None, **alignment: Any
     ) -> tuple[Tensor, dict[str, Any]]:
@@ -106,7 +90,7 @@ class RPEDecoder(TransformerDecoderBase):
 
     def _features(self, prev_output_tokens: Tensor, incremental_state: Cache) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
-        positions, padding = self.positions(prev_output_tokens, tokens.shape[1])
+        positions, padding = counted(prev_output_tokens.eq(self.padding_idx), tokens.shape[1], self.reads_length)
         if self.moves.active(self.training) is not None:
             lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
             positions = self.moves(positions, lengths, self.training, incremental_state is not None)
@@ -124,7 +108,7 @@ class RPEDecoder(TransformerDecoderBase):
         for layer in self.layers:
             encoding = self.encoding_of(layer.index)
             if id(encoding) not in plans:
-                plans[id(encoding)] = self._plan(encoding, positions, padding)
+                plans[id(encoding)] = plan_of(encoding, positions, padding, self.attend, self.eps)
             x = self._run(layer, x, incremental_state, plans[id(encoding)])
             states.append(x)
         if self.layer_norm is not None:
@@ -140,12 +124,6 @@ class RPEDecoder(TransformerDecoderBase):
         """Tokens whose keys and values are in the cache: the next call may bring one more, or a whole prompt."""
         cache = self.layers[0].self_attn._get_input_buffer(incremental_state) if incremental_state else {}
         return cache["prev_key"].shape[2] if "prev_key" in cache else 0
-
-    def _plan(self, encoding: Encoding, positions: Positions, padding: Tensor | None) -> Plan:
-        with torch.autocast(positions.k.device.type, enabled=False):
-            form = encoding.form(positions)
-        rotate = encoding.rotate if type(encoding).rotate is not Encoding.rotate else None
-        return Plan(positions, form, padding, encoding.remap, rotate, self.attend, encoding.query_limit, self.eps)
 
     def _run(self, layer: nn.Module, x: Tensor, incremental_state: Cache, plan: Plan) -> Tensor:
         if self.checkpointed and self.training and torch.is_grad_enabled():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.attention import choose
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
@@ -16,7 +16,8 @@ from fairseq_rpe.runs.settings import Plan, Request
 
 
 def check(request: Request, plan: Plan) -> None:
-    """Refuse misspelt specs, pictures of a bias that is not there, and places that cannot be written."""
+    """Refuse misspelt specs, pictures of a bias that is not there, places that cannot be written, and no fairseq."""
+    need_fairseq()
     folder = CheckpointFolder(request.save_dir)
     transforms = (request.positions_train, request.positions_eval)
     encoding = check_specs(request.rpe, transforms, plan.settings.tokens, request.rpe_module)

@@ -3,14 +3,15 @@
 import sys
 
 from fairseq_rpe import encodings, positions
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, need_fairseq
 from fairseq_rpe.runs.start import check_specs
 from fairseq_rpe.sweeps.cells import Cell
 from fairseq_rpe.sweeps.request import Sweep
 
 
 def check(sweep: Sweep, cells: list[Cell]) -> None:
-    """Refuse a misspelt or repeated method."""
+    """Refuse a misspelt or repeated method, and training without fairseq."""
+    need_fairseq()
     seen: dict[tuple[str, ...], str] = {}
     tokens = min(cell.plan.settings.tokens for cell in cells)
     for method in sweep.methods:

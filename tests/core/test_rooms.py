@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PACKAGE
-from house import ARROWS, FAIRSEQ, House
+from house import ARROWS, FAIRSEQ, GLUE, House
 
 HOUSE = House(PACKAGE)
 # Inside functions: packages that not everybody has, and those that read their surroundings when they are imported.
@@ -40,6 +40,8 @@ def test_imports_inside_functions_are_of_the_command_that_is_called_or_optional(
 
 def test_only_the_glue_and_what_runs_models_know_fairseq():
     assert HOUSE.importers("fairseq", "fairseq_cli") <= FAIRSEQ
+    # packages that come with it
+    assert HOUSE.importers("omegaconf", "hydra", "bitarray", "sacrebleu", "sklearn", "torchaudio", "cffi") <= GLUE
 
 
 def test_rules_see_what_is_wrong_in_a_made_up_house(tmp_path):

@@ -9,9 +9,9 @@ import torch
 from conftest import SPECS, make_model
 
 from fairseq_rpe.attention import Plan, reference, sdpa
+from fairseq_rpe.attention.layer import carry_out
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build, normalise
-from fairseq_rpe.modules.attention import _attend
 
 ROTARY = SPECS["rope"] + SPECS["xpos"]
 STATIC = [s for s in ROTARY if "auto" not in s and "dynamic" not in s]
@@ -298,7 +298,7 @@ def test_xpos_takes_long_inputs_in_parts(dtype, attend):
         expected = (seen.softmax(-1) @ v.double()).nan_to_num(0)
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         plan = Plan(pos, None, hidden, None, xpos.rotate, attend, xpos.query_limit)
-        out = _attend(*inputs, plan, 0.0)
+        out = carry_out(*inputs, plan, 0.0)
         tolerance = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}[dtype]
         assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max()
         out.sum().backward()

@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...core import Curve
+from ...core.scores import columns
 from ..blocks import LOG2E
 from ..curve import pieces_of
-from ..plan import Plan, by_distance, columns, evenly_spaced
+from ..plan import Plan, by_distance, evenly_spaced
 from ..prune import BLOCK, left_out, norms, tail_bounds
 from .bias_gradient import bias_gradients
 from .tiles import CURVE, DISTANCE, NONE, POSITIONS, TABLE_MARGIN

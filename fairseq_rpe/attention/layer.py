@@ -1,0 +1,65 @@
+"""What a layer with an encoding does with queries, keys and values: count positions, plan, rotate, attend."""
+
+import torch
+from torch import Tensor
+
+from ..core import Positions
+from ..encodings import Encoding
+from .plan import Plan
+from .select import Backend
+
+
+def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Tensor | None]:
+    """Positions of the last n of m tokens, and the padding that attention must hide.
+
+    Padding at the end of a row needs no mask: causality hides it from every real token. Padding elsewhere, or where
+    the encoding reads the row's length, is masked and not counted: a padded row has the positions of the same row
+    without padding.
+
+    Args:
+        padding: (B, m) bool, True at tokens that are padding.
+        reads_length: the encoding changes with the length of the row.
+    """
+    m = padding.shape[1]
+    plain = Positions.arange(n, m, device=padding.device)
+    if not padding.any() or not (reads_length or (padding[:, :-1] & ~padding[:, 1:]).any()):
+        return plain, None
+    k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).float()
+    shift = (plain.k - k).masked_fill(padding, torch.nan)
+    spread = (shift - shift.nan_to_num(torch.inf).amin(1, keepdim=True)).nan_to_num(0.0)
+    return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
+
+
+def plan_of(
+    encoding: Encoding, positions: Positions, padding: Tensor | None, backend: Backend, prune: float = 0.0
+) -> Plan:
+    """The plan of a layer that has this encoding; its bias is made in float32 or better, whatever autocast says."""
+    with torch.autocast(positions.k.device.type, enabled=False):
+        form = encoding.form(positions)
+    rotate = encoding.rotate if encoding.rotates else None
+    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune)
+
+
+def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+    """Rotate and attend, in as many parts as the rotation needs to stay within the range of its dtype.
+
+    q: (B, H, n, D), k, v: (B, H, m, D), not rotated yet; gives (B, H, n, D).
+    """
+    n, m = q.shape[2], k.shape[2]
+    size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        if n <= size:
+            return _part(q, k, v, plan, dropout)
+        parts = []
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            keys = slice(m - n + stop)
+            parts.append(_part(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], plan.part(start, stop), dropout))
+        return torch.cat(parts, dim=2)
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    if plan.rotate is not None:
+        q = plan.rotate(q, plan.positions.q, plan.positions)
+        k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
+    return plan.backend(q, k, v, plan, dropout)

@@ -1,0 +1,335 @@
+"""What is there for programs that have torch alone: attend, RelativeAttention, masks, score_mods, and their page."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ALL_SPECS, run
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import fairseq_rpe
+from fairseq_rpe import RelativeAttention, attend, build
+from fairseq_rpe.attention import Plan, plain, reference
+from fairseq_rpe.core import Positions, UserError
+from fairseq_rpe.encodings import Encoding, masks
+
+H, D, B = 4, 16, 2
+PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
+ROTARY = [s for s in ALL_SPECS if s.startswith(("rope", "xpos"))]
+ADDED = [s for s in ALL_SPECS if s not in ROTARY]
+STATELESS = ["nope", "alibi", "type1", "window:window=5", "sandwich", "rope", "xpos:scale_base=16"]
+
+
+def made(spec: str) -> Encoding:
+    torch.manual_seed(0)
+    return build(spec, heads=H, width=H * D, length=257)
+
+
+def qkv(n: int, m: int | None = None, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(B, H, length, D).to(dtype).requires_grad_() for length in (n, m or n, m or n)]
+
+
+def with_gradients(function, encoding: Encoding, n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    inputs = qkv(n, dtype=dtype)
+    encoding.zero_grad()
+    out = function(*inputs, encoding)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype))
+    learned = {name: p.grad.clone() for name, p in encoding.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), [x.grad for x in inputs], strict=True)), **learned}
+
+
+def by_reference(q, k, v, encoding):
+    pos = Positions.arange(q.shape[2])
+    q, k = encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
+    return reference(q, k, v, Plan(pos, encoding.form(pos)))
+
+
+def by_mask(q, k, v, encoding):
+    return torch.softmax(q @ k.mT / math.sqrt(D) + encoding.mask(q.shape[2]), dim=-1) @ v
+
+
+def assert_same(a, b, tolerance=2e-5):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.isfinite(b[name]).all(), name
+        assert (a[name] - b[name]).abs().max() <= tolerance * max(1.0, a[name].abs().max().item()), name
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_attend_equals_the_reference(spec):
+    encoding = made(spec)
+    for n, dtype, tolerance in ((7, torch.float32, 2e-5), (131, torch.float32, 2e-5), (37, torch.bfloat16, 0.02)):
+        a, b = (with_gradients(f, encoding, n, dtype) for f in (by_reference, attend))
+        assert_same(a, b, tolerance)
+
+
+@pytest.mark.parametrize("spec", ADDED)
+def test_attend_is_softmax_with_the_mask(spec):
+    encoding = made(spec)
+    for n in (1, 33):
+        assert_same(*(with_gradients(f, encoding, n, torch.float32) for f in (by_mask, attend)))
+
+
+@pytest.mark.parametrize("spec", STATELESS)
+def test_a_spec_is_its_encoding(spec):
+    q, k, v = qkv(9)
+    assert torch.equal(attend(q, k, v, spec), attend(q, k, v, made(spec)))
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_the_last_queries_alone(spec):
+    encoding, (q, k, v) = made(spec), qkv(23)
+    whole = attend(q, k, v, encoding)
+    for first in (22, 18):
+        some = attend(q[:, :, first:], k, v, encoding)
+        torch.testing.assert_close(some, whole[:, :, first:], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", ["alibi", "kerple_log", "fire", "t5_bias", "rope", "nope"])
+def test_positions(spec):
+    """As numbers or as Positions, of whole numbers or not, and offset, which relative encodings do not see."""
+    encoding, (q, k, v) = made(spec), qkv(21)
+    plain_ones = attend(q, k, v, encoding)
+    for at in (torch.arange(21), torch.arange(21.0).expand(B, -1), Positions.arange(21, dtype=torch.int64)):
+        assert torch.equal(attend(q, k, v, encoding, positions=at), plain_ones)
+    if spec != "fire":
+        moved = attend(q, k, v, encoding, positions=torch.arange(100, 121))
+        torch.testing.assert_close(moved, plain_ones, rtol=1e-4, atol=1e-4)
+    gaps = torch.cumsum(torch.randint(1, 4, (B, 21), generator=torch.Generator().manual_seed(3)), 1)
+    ways = [gaps, Positions(gaps.float(), gaps.float(), None, contiguous=False)]
+    if encoding.positions == "any":
+        ways += [gaps / 3, Positions(gaps / 3, gaps / 3, None, contiguous=False)]
+    for a, b in zip(ways[::2], ways[1::2], strict=True):
+        a, b = (attend(q, k, v, encoding, positions=x) for x in (a, b))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert spec == "nope" or not torch.allclose(a, plain_ones, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["alibi", "fire", "rope:scaling=dynamic_ntk,original_length=8", "xpos"])
+def test_padding_before_a_row_changes_nothing(spec):
+    encoding, (q, k, v) = made(spec), qkv(19)
+    padding = torch.zeros(B, 19, dtype=torch.bool)
+    padding[0, :3] = True
+    out = attend(q, k, v, encoding, padding=padding)
+    alone = attend(*(x[:1, :, 3:] for x in (q, k, v)), encoding)
+    torch.testing.assert_close(out[:1, :, 3:], alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[1:], attend(*(x[1:] for x in (q, k, v)), encoding), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ADDED)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_score_mod_in_torchs_flex_attention(spec, monkeypatch):
+    """As torch calls it; for a table, numbers of a head and a curve also as torch traces it, with a block mask."""
+    traced = spec in ("alibi", "kerple_log", "fire")
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not traced)
+    encoding = made(spec)
+    # a smooth network's pieces are close, all else is exact
+    close = 1e-3 if "gelu" in spec else 2e-5
+    with torch.no_grad():
+        modified = encoding.score_mod(37)
+        q, k, v = (x.detach() for x in qkv(37))
+        expected = attend(q, k, v, encoding)
+        torch.testing.assert_close(flex_attention(q, k, v, score_mod=modified), expected, rtol=close, atol=close)
+        if traced:
+            q, k, v = (x[:, :, :21] for x in (q, k, v))
+            causal = create_block_mask(lambda b, h, i, j: j <= i, None, None, 21, 21, device="cpu")
+            got = flex_attention(q, k, v, score_mod=modified, block_mask=causal)
+            torch.testing.assert_close(got, expected[:, :, :21], rtol=close, atol=close)
+    torch._dynamo.reset()
+
+
+def test_mask():
+    i, j = torch.arange(5)[:, None], torch.arange(5)
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])[:, None, None]
+    expected = (-slopes * (i - j)).masked_fill(j > i, -math.inf)
+    assert torch.equal(made("alibi").mask(5), expected)
+    assert torch.equal(made("alibi").mask(5, dtype=torch.bfloat16), expected.bfloat16())
+    assert made("alibi").mask(5, dtype=torch.float64, device="cpu").dtype == torch.float64
+    for spec in ("nope", "sinusoidal", "learned"):
+        assert torch.equal(made(spec).mask(3)[H - 1], torch.zeros(3, 3).masked_fill(j[:3] > i[:3], -math.inf))
+    assert made("kerple_log").half().mask(9)[:, 8].isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(made("fire").mask(9), made("fire").mask(9))
+
+
+def test_the_mask_has_gradients_of_the_parameters():
+    encoding = made("kerple_log")
+    encoding.mask(5).masked_fill(torch.ones(5, 5).triu(1).bool(), 0.0).sum().backward()
+    assert all(p.grad.abs().min() > 0 for p in encoding.parameters())
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_decoding_with_a_cache(spec):
+    """Token by token and in chunks. Where the length of the row counts, each step is a pass over what there is."""
+    torch.manual_seed(0)
+    layer = RelativeAttention(H * D, H, made(spec)).eval()
+    x = torch.randn(B, 13, H * D)
+    with torch.no_grad():
+        for chunks in ([1] * 13, [5, 1, 7]):
+            cache = layer.new_cache()
+            for part in x.split(chunks, dim=1):
+                got, seen = layer(part, cache), len(cache)
+                whole = layer(x if not layer.encoding.reads_length else x[:, :seen])
+                expected = whole[:, seen - part.shape[1] : seen]
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            assert len(cache) == 13
+
+
+def test_decoding_rows_that_begin_with_padding():
+    layer = RelativeAttention(H * D, H, "fire").eval()
+    x, padding = torch.randn(B, 9, H * D), torch.zeros(B, 9, dtype=torch.bool)
+    padding[0, :2] = True
+    cache = layer.new_cache()
+    with torch.no_grad():
+        whole = layer(x, padding=padding)
+        steps = [layer(x[:, i : i + 1], cache, padding=padding[:, : i + 1]) for i in range(9)]
+        torch.testing.assert_close(torch.cat(steps, 1)[~padding], whole[~padding], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(whole[:1, 2:], layer(x[:1, 2:]), rtol=1e-5, atol=1e-5)
+
+
+def test_the_module_learns_and_is_saved():
+    """Projections and encoding get gradients; what is saved comes back; autocast and half precision work."""
+    layer = RelativeAttention(H * D, H, "kerple_log", dropout=0.1)
+    x = torch.randn(B, 11, H * D)
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in layer.named_parameters() if name != "k_proj.bias")
+    again = RelativeAttention(H * D, H, "kerple_log").eval()
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), layer.eval()(x)) and not torch.equal(layer.train()(x), again(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (again(x) - again(x).float()).abs().max() < 0.05
+    half = again.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16 and again.encoding.raw_p.dtype == torch.float32
+    shared = build("t5_bias", heads=H, width=H * D)
+    assert RelativeAttention(H * D, H, shared).encoding is RelativeAttention(H * D, H, shared).encoding
+    assert "heads=4" in repr(layer)
+
+
+def test_dropout_is_that_of_the_backends():
+    q, k, v = qkv(17)
+    torch.manual_seed(5)
+    a = attend(q, k, v, "alibi", dropout=0.3)
+    torch.manual_seed(5)
+    b = attend(q, k, v, "alibi", dropout=0.3, backend="reference")
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(a, attend(q, k, v, "alibi"))
+
+
+class Squared(Encoding):
+    """Changes the scores by more than a bias."""
+
+    def remap(self, scores, pos):
+        return -scores.square()
+
+
+def test_an_encoding_that_changes_scores():
+    encoding, (q, k, v) = Squared(Squared.Config(), H, H * D), qkv(7)
+    hidden = torch.ones(7, 7).triu(1).bool()
+    scores = -(q @ k.mT / math.sqrt(D)).square()
+    expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    torch.testing.assert_close(attend(q, k, v, encoding), expected, rtol=1e-5, atol=1e-5)
+    for refused in (encoding.mask, encoding.score_mod):
+        with pytest.raises(UserError, match="Squared changes the scores by more than a bias: call fairseq_rpe.attend"):
+            refused(7)
+
+
+X = torch.zeros(B, H, 5, D)
+PAD = torch.zeros(B, 5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: attend(X, X, X, "kerple_log"), "'kerple_log' is learned, and a string would throw its parameters"),
+        (lambda: attend(X, X, X, "sinusoidal"), "'sinusoidal' acts at a model's input, not in attention"),
+        (lambda: attend(X, X, X, "alibii"), r"unknown encoding 'alibii' \(did you mean 'alibi'\?\)"),
+        (lambda: attend(X, X, X, "alibi", causal=False), "attend is causal"),
+        (lambda: attend(X, X, X, "alibi", dropout=1.5), "dropout is a probability from 0 to below 1, not 1.5"),
+        (lambda: attend(X, X, X, "alibi", backend="sdap"), "unknown attention backend 'sdap'"),
+        (lambda: attend(X, X, X, "alibi", dropout=0.1, backend="flex"), "backend 'flex' has no attention dropout"),
+        (lambda: attend(X, X, X, build("alibi", 2, 64)), "is for 2 heads of width 32, q has 4 of 16: build it with"),
+        (lambda: attend(X, X, X, build("rope", 4, 128)), "is for 4 heads of width 32, q has 4 of 16: build it with"),
+        (lambda: attend(X[0], X, X, "alibi"), r"q, k and v are \(batch, heads, tokens, head width\)"),
+        (lambda: attend(X[:, :, :0], X, X, "alibi"), "none of them 0"),
+        (
+            lambda: attend(X, X[:, :2], X[:, :2], "alibi"),
+            "differ in more than q's tokens.*repeat keys that heads share",
+        ),
+        (lambda: attend(X, X, X[..., :8], "alibi"), "differ in more than q's tokens"),
+        (lambda: attend(X, X[:, :, :3], X[:, :, :3], "alibi"), "5 queries and 3 keys"),
+        (lambda: attend(X, X.double(), X, "alibi"), "float32 on cpu, float64 on cpu, float32 on cpu: give them one"),
+        (lambda: attend(X.int(), X.int(), X.int(), "alibi"), "one floating-point dtype"),
+        (lambda: attend(X, X, X, "alibi", padding=PAD.int()), "padding is bool of shape"),
+        (lambda: attend(X, X, X, "alibi", padding=PAD[:, 1:]), r"padding is bool of shape \(2, 5\)"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(4)), r"positions are of shape \(5,\) or \(2, 5\)"),
+        (lambda: attend(X, X, X, "alibi", positions=Positions.arange(4)), "positions of .* give those of these tokens"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5).half()), "positions in torch.float16 lose digits"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5).flip(0)), "that never fall along a row"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) - 1), "numbers from 0 on"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) / 0.0), "numbers from 0 on"),
+        (lambda: attend(X, X, X, "rope", positions=torch.arange(5) + 2**40), "beyond 16777216, what float32 can count"),
+        (lambda: attend(X, X, X, made("t5_bias"), positions=torch.arange(5) / 2), "T5Bias knows whole positions only"),
+        (lambda: RelativeAttention(64, 5, "alibi"), "5 heads do not divide a model width of 64"),
+        (lambda: RelativeAttention(64, 4, "sinusoidal"), "'sinusoidal' acts at a model's input, not in attention"),
+        (
+            lambda: RelativeAttention(64, 4, build("fire", 4, 32)),
+            "is for 4 heads and width 32, this layer has 4 and 64",
+        ),
+        (lambda: RelativeAttention(64, 4, "alibi", backend="x"), "unknown attention backend 'x'"),
+        (lambda: RelativeAttention(64, 4, "alibi")(X), r"x is \(batch, tokens, 64\), not \(2, 4, 5, 16\)"),
+        (lambda: made("alibi").mask(0), "a mask of 0 tokens: ask for at least 1"),
+        (lambda: made("alibi").mask(3, dtype=torch.int64), "needs a floating-point dtype, not torch.int64"),
+        (lambda: made("rope").mask(3), "Rope turns queries and keys, which is no bias: call fairseq_rpe.attend, or"),
+        (lambda: made("xpos").score_mod(3), "XPos turns queries and keys, which is no bias: call fairseq_rpe.attend"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(UserError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_is_for_one_batch():
+    layer = RelativeAttention(64, 4, "alibi")
+    cache = layer.new_cache()
+    layer(torch.zeros(2, 3, 64), cache)
+    with pytest.raises(UserError, match="the cache holds 2 rows and 1 came: use a new cache for a new batch"):
+        layer(torch.zeros(1, 1, 64), cache)
+    with pytest.raises(UserError, match=r"positions are of shape \(4,\)"):
+        layer(torch.zeros(2, 1, 64), cache, positions=torch.arange(3))
+    assert len(cache) == 3
+
+
+def test_the_package_names_them_and_loads_them_late():
+    assert fairseq_rpe.__all__ == ["RelativeAttention", "attend", "build"]
+    assert set(fairseq_rpe.__all__) <= set(dir(fairseq_rpe))
+    with pytest.raises(AttributeError, match="module 'fairseq_rpe' has no attribute 'attendd'"):
+        _ = fairseq_rpe.attendd
+    code = (
+        "import sys, fairseq_rpe\nassert 'attend' in dir(fairseq_rpe) and 'torch' not in sys.modules\n"
+        "from fairseq_rpe import *\nassert callable(attend) and 'torch' in sys.modules\n"
+        "sys.exit(any(x.partition('.')[0] in ('fairseq', 'omegaconf', 'hydra') for x in sys.modules))"
+    )
+    run(sys.executable, "-c", code)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("module", [plain, masks])
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_examples_on_the_page():
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {})

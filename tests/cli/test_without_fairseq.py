@@ -1,0 +1,72 @@
+"""Where fairseq is not installed: what needs it says so in one line, the rest works."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from conftest import run, save_checkpoint
+
+from fairseq_rpe.core import UserError, errors
+
+WITHOUT = """
+import sys
+for name in ("fairseq", "fairseq_cli", "omegaconf", "hydra"):
+    sys.modules[name] = None
+from fairseq_rpe.cli.main import main
+for line in sys.stdin.read().splitlines():
+    code = main(line.split())
+    print(f"{code} {line}", file=sys.stderr)
+    sys.stdout.flush(), sys.stderr.flush()
+assert sys.modules["fairseq"] is None and "fairseq_rpe.models" not in sys.modules
+"""
+SMALL = "--updates 2 --device cpu"
+NEEDING = [
+    f"train --algorithm copy --rpe alibi --save-dir run {SMALL}",
+    f"sweep --algorithms copy --encodings alibi --lengths 4,8 --out sweep {SMALL}",
+    "eval checkpoints/checkpoint_last.pt data --lengths 8 --out eval.jsonl",
+    "sliding checkpoints/checkpoint_last.pt data",
+    "accuracy checkpoints/checkpoint_last.pt",
+    "erf checkpoints/checkpoint_last.pt data --out erf",
+]
+DOING_WITHOUT = [
+    "prepare texts --dest data --tokenizer words --workers 1",
+    *("list", "list --positions", "user-dir", "profile alibi --length 3", "verdict alibi", "fire-fit alibi"),
+    f"train --algorithm copy --rpe alibi --save-dir run --dry-run {SMALL}",
+]
+
+
+def test_commands(tmp_path):
+    save_checkpoint(tmp_path, "alibi")
+    (tmp_path / "texts").mkdir()
+    for i in range(60):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"text {i} of some words and the number {7 * i}\n")
+    done = run(sys.executable, "-c", WITHOUT, cwd=tmp_path, input="\n".join(DOING_WITHOUT + NEEDING))
+    said = [line for line in done.stderr.splitlines() if line.startswith(("error", "0 ", "2 "))]
+    assert said[: len(DOING_WITHOUT)] == [f"0 {line}" for line in DOING_WITHOUT], done.stderr
+    asked = iter(said[len(DOING_WITHOUT) :])
+    for line in NEEDING:
+        error = next(asked)
+        assert error.startswith("error: this command needs fairseq, "), (line, said)
+        assert error.endswith(" is not installed: pip install 'fairseq_rpe[fairseq]'")
+        assert next(asked) == f"2 {line}"
+    assert list(asked) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["fairseq", "fairseq.data", "fairseq_cli.train", "omegaconf"])
+def test_a_module_that_is_missing(name):
+    said = errors.told(ModuleNotFoundError(f"No module named '{name}'", name=name))
+    assert said == f"this command needs fairseq, and {name} is not installed: pip install 'fairseq_rpe[fairseq]'"
+
+
+def test_another_module_that_is_missing_is_a_bug():
+    assert errors.told(ModuleNotFoundError("No module named 'x'", name="x")) is None
+    assert errors.told(ModuleNotFoundError()) is None
+
+
+def test_need_fairseq(monkeypatch):
+    errors.need_fairseq()
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    with pytest.raises(UserError, match=r"needs fairseq, which is not installed: pip install 'fairseq_rpe\[fairseq\]'"):
+        errors.need_fairseq()
