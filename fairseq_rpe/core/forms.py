@@ -11,6 +11,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from .errors import UserError
+
 _ALL = slice(None)
 
 
@@ -19,7 +21,8 @@ class Positions:
     """Positions of queries and keys.
 
     Attributes:
-        q: (B or 1, n) query positions; float32, float64 or int64, never half precision.
+        q: (B or 1, n) query positions; float32 or float64; integers become float32, half precision is refused
+            with UserError.
         k: (B or 1, m) key positions; the queries are the last n of the m tokens.
         step: every difference ``q_i - k_j`` is a multiple of it; None where spacing is arbitrary.
         contiguous: neighbouring tokens differ by exactly ``step``, so a difference depends on the
@@ -31,6 +34,14 @@ class Positions:
     k: Tensor
     step: float | None = 1.0
     contiguous: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("q", "k"):
+            positions = getattr(self, name)
+            if not positions.is_floating_point():
+                object.__setattr__(self, name, positions.float())
+            elif positions.dtype not in (torch.float32, torch.float64):
+                raise UserError(f"positions in {positions.dtype} are rounded: give them in float32 or float64")
 
     @staticmethod
     def arange(

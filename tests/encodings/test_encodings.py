@@ -259,3 +259,14 @@ def test_own_file_that_fails(tmp_path, text, words):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no such file"):
         load_module(tmp_path / "absent.py")
+
+
+@pytest.mark.parametrize("step", [1.0, None])
+@pytest.mark.parametrize("spec", ["alibi", "type1", "t5_bias:init_std=1", "kerple_log", "fire", "window:window=5"])
+def test_whole_positions_are_as_good_as_others(spec, step):
+    """Integers are not truncated on the way to a bias; half precision is refused."""
+    encoding, at = build(spec, 4, 32, 64), torch.arange(9)[None]
+    whole, real = (Positions(x, x, step, contiguous=step is not None) for x in (at, at.float()))
+    assert torch.equal(block(encoding.form(whole), whole), block(encoding.form(real), real))
+    with pytest.raises(UserError, match="positions in torch.bfloat16 are rounded"):
+        Positions(at.bfloat16(), at.bfloat16())
