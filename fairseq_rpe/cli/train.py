@@ -21,7 +21,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
     parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
-    parser.add_argument("--log-format", choices=("simple", "json"), default="simple", help="default: simple")
+    about = (
+        "progress (default): one line, and fairseq-train's own in DIR/train.log; simple, json: pass those on instead"
+    )
+    parser.add_argument("--log-format", choices=("progress", "simple", "json"), default="progress", help=about)
     parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
     parser.add_argument("--node-rank", type=count, metavar="R", help="which of --nodes this is (default: SLURM's)")

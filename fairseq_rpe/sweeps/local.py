@@ -13,7 +13,7 @@ from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import DEBUG
 from fairseq_rpe.core.files import read_json_lines
 from fairseq_rpe.runs import processes
-from fairseq_rpe.runs.log import statistics
+from fairseq_rpe.runs.log import Heard
 from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
 
@@ -37,14 +37,12 @@ def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
     return made
 
 
-@dataclass
-class Following:
+class Following(Heard):
     """What the log of a training says of its progress, from ``start`` on."""
 
-    log: Path
-    start: int = 0
-    updates: int = 0
-    loss: float | None = None
+    def __init__(self, log: Path, start: int = 0) -> None:
+        super().__init__()
+        self.log, self.start = log, start
 
     def read(self) -> None:
         """Read what was logged since the last look, whole lines only."""
@@ -54,9 +52,7 @@ class Following:
         whole = text[: text.rfind(b"\n") + 1]
         self.start += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            kind, values = statistics(line) or ("", {})
-            if kind == "train_inner":
-                self.updates, self.loss = int(values["num_updates"]), values["loss"]
+            self.hear(line)
 
 
 @dataclass

@@ -205,9 +205,16 @@ def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
     last = folder / LAST
     last.write_bytes(last.read_bytes()[:-1000])
     assert not checkpoints.is_intact(last)
-    shown = run_here(*command, "--updates", "12", *SMALL)
+    said = run_here(*command, "--updates", "12", *SMALL)
+    log = (folder / "train.log").read_text()
     if updates < 12:
-        assert f"@ {updates} updates" in shown.stdout + shown.stderr
+        assert f"@ {updates} updates" in log and f"after update {updates} ----\n" in log
+        begun, done = said.stdout.splitlines()
+        assert re.fullmatch(
+            rf"training \S+, [\d,]+ parameters, 12 updates, {updates} of them done, into {folder}", begun
+        )
+        assert done.startswith("12 updates are done: ") and "INFO" not in said.stderr and "Warning" not in said.stderr
+    assert "INFO" in log and "Warning" in log and "tensorboardX" not in log
     assert_equal_models(folder, trained)
 
 
