@@ -4,7 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int, seed, spec
+from fairseq_rpe.cli.options import add_training, address, by_arch, count, positive_int, seed, spec
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import filled
 
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
-    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
+    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({by_arch('save_every')})")
     about = (
         "progress (default): one line, and fairseq-train's own in DIR/train.log; simple, json: pass those on instead"
     )
