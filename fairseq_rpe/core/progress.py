@@ -21,10 +21,10 @@ class Progress:
             minute. On a terminal the bar stays.
     """
 
-    def __init__(self, title: str, unit: str, total: int | None = None, *, done: int = 0, ends: bool = False) -> None:
+    def __init__(self, title: str, unit: str, total: int | None = None, *, done: float = 0, ends: bool = False) -> None:
         self._title, self._unit, self._total, self._ends = shown(title, _TITLE), unit, total, ends
         self._first = self._done = done
-        self._told: int | None = None
+        self._told: float | None = None
         self._note = ""
         self._bar: Any = None
         self._start = self._last = time.monotonic()
@@ -47,17 +47,19 @@ class Progress:
         if self._bar is not None:
             self._bar.unpause()
 
-    def update(self, more: int = 1) -> None:
+    def update(self, more: float = 1) -> None:
         """So many more are done."""
         self.reach(self._done + more)
 
-    def reach(self, done: int, note: str | None = None) -> None:
+    def reach(self, done: float, note: str | None = None) -> None:
         """So many are done in all; ``note``: what else there is to say of that, in place of the last one."""
-        more, self._done = done - self._done, done
+        self._done = done
         self._note = self._note if note is None else note
         if self._bar is not None:
             self._bar.set_postfix_str(self._note, refresh=False)
-            self._bar.update(more)
+            # set, not added: shares would gather rounding errors
+            self._bar.n = done
+            self._bar.update(0)
         elif self._ends and self._told is None:
             self._tell()
         else:

@@ -77,6 +77,11 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
         bar.say("halfway")
         bar.update(30)
         bar.tick()
+    with Progress("sweep", "%", 100, done=0.1, ends=True) as bar:
+        bar.reach(0.2)
+        bar.reach(0.3)
+        bar.tick()
     shown = terminal.getvalue()
+    assert " 0.3/100 " in shown
     assert "40/40" in shown and "loss 3.000]" in shown and "original_length=64" not in shown and "\r" in shown
     assert capsys.readouterr().out == "halfway\n"
