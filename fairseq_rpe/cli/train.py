@@ -22,7 +22,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
     parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({by_arch('save_every')})")
     about = (
-        "progress (default): one line, and fairseq-train's own in DIR/train.log; simple, json: pass those on instead"
+        "progress (default): one line of it, and all that fairseq-train says in DIR/train.log (with --debug here too); "
+        "simple or json: its messages in that form, and here alone"
     )
     parser.add_argument("--log-format", choices=("progress", "simple", "json"), default="progress", help=about)
     parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")

@@ -17,7 +17,7 @@ from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.messages import Ending
 from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
-from fairseq_rpe.runs.view import View
+from fairseq_rpe.runs.view import Summary, View
 
 
 def check(request: Request, plan: Plan) -> None:
@@ -54,6 +54,8 @@ def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module:
 def train(request: Request, plan: Plan, node: Node) -> None:
     """Train to the end and put that on record; the first node alone locks and writes the folder, which all must see.
 
+    What fairseq-train says is in the folder's train.log, of further nodes in a log of their own.
+
     Raises UserError: the folder holds another run or is busy, or training failed.
     """
     folder = CheckpointFolder(request.save_dir)
@@ -65,10 +67,10 @@ def train(request: Request, plan: Plan, node: Node) -> None:
     with lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
         done, new = _done_so_far(folder, plan), not folder.record_path.exists()
         if done < plan.updates:
-            folder.write(plan)
-            folder.add_start(environment.now(done, launch.threads(request), request.device))
             said = folder.log.stat().st_size if folder.log.exists() else 0
             with _told(request, plan, node, folder, done) as (log, view):
+                folder.write(plan)
+                folder.add_start(environment.now(done, launch.threads(request), request.device))
                 ending = launch.launch(request, plan, node, [held], log, view)
             if new and ending.code and not ending.began:
                 _forget(folder, said if log else None)
@@ -106,7 +108,9 @@ def _told(
             return
         if not node.first:
             print(f"node {node.rank} of {request.nodes} takes part, its messages: {path}", flush=True)
-        yield log, View(request.rpe, folder.path, plan.updates, done)
+            yield log, View()
+            return
+        yield log, Summary(request.rpe, folder.path, plan.updates, done)
 
 
 def _forget(folder: CheckpointFolder, said: int | None) -> None:

@@ -7,7 +7,20 @@ from fairseq_rpe.runs.log import BEGINS, Heard, fact
 
 
 class View:
-    """Is told every line of fairseq-train's, and shows what a user waits for.
+    """Is told every line of fairseq-train's, and shows nothing of it."""
+
+    def hear(self, line: str) -> None:
+        """A line of the trainer's."""
+
+    def wait(self) -> None:
+        """Nothing was said for a while."""
+
+    def close(self) -> None:
+        """The trainer has ended."""
+
+
+class Summary(View):
+    """Shows what a user waits for.
 
     Args:
         name: of the encoding; ``folder``: where its checkpoints go.
@@ -20,7 +33,6 @@ class View:
         self._progress = Progress(name, "updates", updates, done=done, ends=True)
 
     def hear(self, line: str) -> None:
-        """A line of the trainer's."""
         if BEGINS in line and not self._begun:
             self._begun = True
             self._progress.begin()
@@ -36,11 +48,9 @@ class View:
             self._progress.reach(max(self._done, self._heard.updates), ", ".join(note))
 
     def wait(self) -> None:
-        """Nothing was said for a while."""
         self._progress.tick()
 
     def close(self) -> None:
-        """The trainer has ended."""
         self._progress.close()
 
     def _validation(self) -> list[str]:

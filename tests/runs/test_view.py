@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fairseq_rpe.core import errors
 from fairseq_rpe.runs import messages, processes
-from fairseq_rpe.runs.view import View
+from fairseq_rpe.runs.view import Summary, View
 
 LINES = """\
 2026-01-01 00:00:00 | INFO | fairseq_cli.train | {'_name': None}
@@ -35,9 +35,11 @@ class Full(io.BytesIO):
         raise OSError(28, "no space")
 
 
-def relayed(script: str, log: io.BytesIO, updates: int = 60, done: int = 0, code: int = 0) -> messages.Ending:
+def relayed(
+    script: str, log: io.BytesIO, updates: int = 60, done: int = 0, code: int = 0, view: View | None = None
+) -> messages.Ending:
     child = processes.spawn([sys.executable, "-c", script], {}, subprocess.PIPE)
-    relay = messages.Relay(child, log, View("alibi", Path("run"), updates, done))
+    relay = messages.Relay(child, log, view or Summary("alibi", Path("run"), updates, done))
     assert processes.wait(child) == code
     return relay.finish(code)
 
@@ -56,6 +58,12 @@ def test_only_what_a_user_waits_for_is_seen_and_the_log_has_all(capsys):
 def test_a_run_that_goes_on_says_from_where(capsys):
     relayed(f"print({LINES.splitlines()[1]!r})", io.BytesIO(), updates=1200, done=1000)
     assert capsys.readouterr().out == "training alibi, 550,400 parameters, 1,200 updates, 1,000 of them done, into run\n"
+
+
+def test_of_a_further_node_nothing_is_seen(capsys):
+    log = io.BytesIO()
+    assert relayed(f"print({LINES!r}, end='')", log, view=View()).began
+    assert log.getvalue().decode() == LINES and capsys.readouterr() == ("", "")
 
 
 def test_of_a_failure_the_reason_is_told_and_the_log_has_the_traceback(capsys, monkeypatch):
