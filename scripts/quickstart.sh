@@ -27,4 +27,10 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/.venv/bin/fairseq-rpe" sweep "$root/data-bin/stdlib" \
     --encodings "sinusoidal alibi type1 inv_n" --lengths 64,128,256,512,768,1152 \
     --arch tiny --tokens 64 --updates 400 --out "$root/runs/quickstart" "$@"
-echo "to follow the curves: '$root/.venv/bin/tensorboard' --logdir '$root/runs/quickstart/tensorboard'"
+cat <<TEXT
+
+What next:
+  the loss curves      '$root/.venv/bin/tensorboard' --logdir '$root/runs/quickstart/tensorboard'
+  every figure         '$root/.venv/bin/fairseq-rpe' figures --sweep '$root/runs/quickstart' --data '$root/data-bin/stdlib'
+  one encoding more    '$root/scripts/quickstart.sh' --encodings "sinusoidal, alibi, type1, inv_n, kerple_log"
+TEXT

@@ -4,20 +4,26 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/setup.sh [--quiet]
+usage: scripts/setup.sh [--verbose | --quiet]
 
 Makes .venv in the repository with Python 3.11 or 3.12 and the pinned requirements, and installs
 the project into it (editable). Does nothing if that was done before with the same requirements.
 
-  --quiet   print nothing but one line when there is something to do, and errors
-  PYTHON    (environment) the Python to use instead of the first of python3.11, python3.12, python3
+Says in one line that it begins and in one that it is done.
+
+  --verbose  show each step and what pip says
+  --quiet    say nothing where there is nothing to do, nor at the end
+  PYTHON     (environment) the Python to use instead of the first of python3.11, python3.12, python3
 TEXT
 }
 
 quiet=""
+verbose=""
+pip_quiet="-qq"
 for argument in "$@"; do
     case "$argument" in
-        --quiet) quiet="-qq" ;;
+        --quiet) quiet="yes" ;;
+        --verbose) verbose="yes" pip_quiet="" ;;
         -h | --help) usage; exit 0 ;;
         *) echo "error: unknown argument '$argument': see scripts/setup.sh --help" >&2; exit 2 ;;
     esac
@@ -28,6 +34,8 @@ cd "$root"
 venv="$root/.venv"
 
 say() { if [[ -z "$quiet" ]]; then echo "$@"; fi; }
+
+detail() { if [[ -n "$verbose" ]]; then echo "$@"; fi; }
 
 digest() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
 
@@ -72,13 +80,13 @@ if [[ -f "$venv/stamp" && -x "$venv/bin/fairseq-rpe" && "$(cat "$venv/stamp")" =
 fi
 
 python="$(find_python)"
-if [[ -n "$quiet" ]]; then echo "setting up $venv, once: this takes a minute or more" >&2; fi
+echo "setting up $venv, once: this takes a minute or more" >&2
 if [[ -d "$venv" ]]; then
     # Left half-made by an interrupted run, made elsewhere, or for another Python: start afresh.
     if [[ -f "$venv/unfinished" || "$(python_version "$python")" != "$(venv_version)" ]] ||
         ! "$venv/bin/python" -c '' 2>/dev/null ||
         { [[ -f "$venv/stamp" ]] && [[ "$(cut -d' ' -f3- "$venv/stamp")" != "$root" ]]; }; then
-        say "removing the unusable $venv"
+        detail "removing the unusable $venv"
         rm -rf "$venv"
     fi
 fi
@@ -86,20 +94,20 @@ mkdir -p "$venv"
 rm -f "$venv/stamp"
 touch "$venv/unfinished"
 if [[ ! -x "$venv/bin/python" ]]; then
-    say "making $venv with $("$python" --version)"
+    detail "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi
 
 install() {
-    "$venv/bin/python" -m pip install ${quiet:+"$quiet"} --no-input --disable-pip-version-check \
+    "$venv/bin/python" -m pip install ${pip_quiet:+"$pip_quiet"} --no-input --disable-pip-version-check \
         --progress-bar off "$@"
 }
 pins="requirements/constraints.txt"
-say "installing PyTorch"
+detail "installing PyTorch"
 install -c "$pins" torch
-say "installing fairseq"
+detail "installing fairseq"
 install --require-hashes --no-deps -r requirements/fairseq.txt
-say "installing the other requirements and fairseq_rpe itself"
+detail "installing the other requirements and fairseq_rpe itself"
 install -c "$pins" -e ".[test]"
 
 stamp >"$venv/stamp.new"

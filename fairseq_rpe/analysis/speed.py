@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .. import encodings
 from ..attention import BACKENDS, Backend, Plan
 from ..core import Positions, UserError
-from ..core.table import Row, Table, number
+from ..core.table import Cell, Row, Table
 from ..encodings import Encoding
 
 LIMIT = "no bias"
@@ -55,7 +55,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Timing:
-    """One measurement; ``step`` is forward or training, ``ratio`` the time over that without a bias."""
+    """One measurement, the median of several; ``step`` is forward or training.
+
+    ``ratio``: the time over the median without a bias; ``least`` and ``most``: of the runs, in milliseconds.
+    """
 
     encoding: str
     backend: str
@@ -63,14 +66,20 @@ class Timing:
     length: int
     milliseconds: float
     ratio: float
+    least: float
+    most: float
 
 
 def measure(setting: Setting, step: str, length: int) -> tuple[list[Timing], list[str]]:
     """Every encoding with every backend in turns, and a line on each that is left out."""
     ways, left_out = _ways(setting, step == "training", length)
-    seconds = in_turns(ways, setting.repeats, setting.device)
-    limit = seconds[LIMIT, "sdpa"]
-    return [Timing(*key, step, length, round(1000 * s, 3), round(s / limit, 3)) for key, s in seconds.items()], left_out
+    times = in_turns(ways, setting.repeats, setting.device)
+    limit = statistics.median(times[LIMIT, "sdpa"])
+    timings = []
+    for key, found in times.items():
+        median, least, most = (round(1000 * of(found), 3) for of in (statistics.median, min, max))
+        timings.append(Timing(*key, step, length, median, round(statistics.median(found) / limit, 3), least, most))
+    return timings, left_out
 
 
 def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str], Way], list[str]]:
@@ -120,8 +129,8 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     return found, left_out
 
 
-def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, float]:
-    """Median seconds of each, all of them once in every turn."""
+def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, list[float]]:
+    """Seconds of each, all of them once in every turn."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times: dict[Any, list[float]] = {key: [] for key in ways}
     for _ in range(repeats):
@@ -132,11 +141,19 @@ def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, float
                 way()
                 wait()
                 times[key].append(time.perf_counter() - start)
-    return {key: statistics.median(found) for key, found in times.items()}
+    return times
 
 
 def tables(timings: Sequence[Timing]) -> list[Table]:
-    """One per step: milliseconds without a bias, then ratios to it."""
+    """One per step: milliseconds without a bias, then ratios to it; each with the least and most of its runs."""
+
+    def cell(timing: Timing | None, value: str) -> Cell:
+        if timing is None:
+            return Cell("")
+        middle = getattr(timing, value)
+        least, most = (middle * end / timing.milliseconds for end in (timing.least, timing.most))
+        return Cell(f"{middle:.2f} ({least:.2f} to {most:.2f})", middle)
+
     found = []
     for step in dict.fromkeys(t.step for t in timings):
         cells = {(t.encoding, t.backend, t.length): t for t in timings if t.step == step}
@@ -145,6 +162,6 @@ def tables(timings: Sequence[Timing]) -> list[Table]:
         for encoding, backend in dict.fromkeys(key[:2] for key in cells):
             own = [cells.get((encoding, backend, length)) for length in lengths]
             value, unit = ("milliseconds",) * 2 if encoding == LIMIT else ("ratio", backend)
-            rows.append(Row(f"{encoding}, {unit}", [number(t and getattr(t, value), ".2f") for t in own]))
+            rows.append(Row(f"{encoding}, {unit}", [cell(t, value) for t in own]))
         found.append(Table("", [step, *map(str, lengths)], rows))
     return found

@@ -5,12 +5,12 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, heads, int_list, positive_int, width
+from fairseq_rpe.cli.options import add_rpe_module, heads, int_list, positive_int, width, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.table import csv_text
 
-COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio")
+COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio", "least_ms", "most_ms")
 _ENCODINGS = "nope alibi kerple_log fire"
 
 
@@ -19,15 +19,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         "At every length all encodings and backends take turns; ratios are to torch's own causal attention "
         "without a bias in the same turns. What a backend refuses is left out and named."
     )
-    parser.add_argument("--encodings", default=_ENCODINGS, metavar='"SPEC ..."', help=f'default: "{_ENCODINGS}"')
-    parser.add_argument("--backends", default="all", metavar='"NAME ..."', help="default: all")
+    about = f'separated by blanks or commas (default: "{_ENCODINGS}")'
+    parser.add_argument("--encodings", type=words, default=_ENCODINGS, metavar='"SPEC ..."', help=about)
+    parser.add_argument("--backends", type=words, default="all", metavar='"NAME ..."', help="default: all")
     parser.add_argument("--lengths", type=int_list, default=[512, 1024, 2048], metavar="N,N,...", help="tokens")
     parser.add_argument("--batch", type=positive_int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--heads", type=heads, default=8, metavar="N", help="default: 8")
     parser.add_argument("--width", type=width, default=64, metavar="N", help="of a head (default: 64)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     parser.add_argument("--passes", choices=("forward", "training", "both"), default="both", help="default: both")
-    parser.add_argument("--repeats", type=positive_int, default=5, metavar="N", help="the median counts (default: 5)")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=5, metavar="N", help="the median counts, least and most beside it (5)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for bench.csv, bench.md and bench.png")
     add_rpe_module(parser)
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.out is not None:
         check_folder(args.out, ("bench.csv", "bench.md", "bench.png"))
-    names, specs = list(BACKENDS) if args.backends == "all" else args.backends.split(), args.encodings.split()
+    names, specs = list(BACKENDS if args.backends == ("all",) else args.backends), list(args.encodings)
     for name in names:
         if name not in BACKENDS:
             raise UserError(f"--backends: unknown '{name}'; known: {', '.join(BACKENDS)}")

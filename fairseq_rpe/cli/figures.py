@@ -6,6 +6,7 @@ from pathlib import Path
 from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder
+from fairseq_rpe.core.progress import Progress
 
 _LONGEST = 16_384
 
@@ -52,5 +53,6 @@ def run(args: argparse.Namespace) -> None:
         gallery = drawing.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
     out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
     check_folder(out)
-    for line in drawing.draw(gallery, out):
-        print(line, flush=True)
+    with Progress("figures", "kinds", len(drawing.FIGURES)) as bar:
+        for line in drawing.draw(gallery, out, bar.update):
+            bar.say(line)

@@ -10,9 +10,6 @@ from typing import Any
 from fairseq_rpe.core.errors import UserError, shown
 from fairseq_rpe.evaluation import log_to
 
-BY_ARCH = "default: by architecture"
-
-
 MOST = 10**9  # of whole numbers that have no limit of their own
 
 
@@ -67,8 +64,26 @@ def spec(text: str) -> str:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words separated by blanks, perhaps none."""
-    return tuple(text.split())
+    """Words separated by blanks or commas, perhaps none; the commas of a spec's own options are none of these."""
+    found: list[str] = []
+    for part in text.split():
+        names, colon, settings = part.rstrip(",").partition(":")
+        *whole, last = names.split(",")
+        found += filter(None, [*whole, last + colon + settings])
+    return tuple(found)
+
+
+def by_arch(name: str) -> str:
+    """The default of a setting that depends on the architecture, and perhaps on whether a task is trained."""
+    from fairseq_rpe.runs.settings import defaults_for
+
+    def of(algorithm: bool) -> str:
+        tiny, other = (getattr(defaults_for(arch, algorithm), name) for arch in ("tiny", "base"))
+        return f"{tiny} for tiny, else {other}" if tiny != other else str(tiny)
+
+    text, task = of(algorithm=False), of(algorithm=True)
+    # a generated task knows its own lengths
+    return f"default: {text}" + (f"; tasks: {task}" if task != text and name != "tokens" else "")
 
 
 def address(text: str) -> str:
@@ -102,16 +117,18 @@ def make_ready(args: argparse.Namespace) -> None:
 def add_training(parser: argparse.ArgumentParser) -> None:
     """The options that ``train`` and ``sweep`` have in common."""
     parser.add_argument("--arch", help="tiny, wiki103, base, large or a full name (default: tiny)")
-    parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({BY_ARCH})")
-    parser.add_argument("--updates", type=positive_int, metavar="N", help=BY_ARCH)
-    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=f"per process ({BY_ARCH})")
+    parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({by_arch('tokens')})")
+    parser.add_argument("--updates", type=positive_int, metavar="N", help=by_arch("updates"))
+    about = f"per process ({by_arch('batch_sentences')})"
+    parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches an update (1)")
     parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs of a node (1)")
     parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines that train a run (1)")
-    parser.add_argument("--lr", type=rate, help=f"peak learning rate ({BY_ARCH})")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
-    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=f"linear ends at 0 ({BY_ARCH})")
-    parser.add_argument("--dropout", type=fraction, help=BY_ARCH)
+    parser.add_argument("--lr", type=rate, help=f"peak learning rate ({by_arch('lr')})")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({by_arch('warmup')})")
+    about = f"linear ends at 0 ({by_arch('schedule')})"
+    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=about)
+    parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help="default: identity")
     parser.add_argument(
         "--positions-eval", type=spec, metavar="SPEC", help="default: what --positions-train names, or identity"

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithms", type=words, metavar='"SPEC ..."', help='in place of DATA: generated tasks, e.g. "copy sort"'
     )
-    parser.add_argument("--encodings", type=words, metavar='"SPEC SPEC ..."', help="separated by blanks")
+    parser.add_argument("--encodings", type=words, metavar='"SPEC SPEC ..."', help="separated by blanks or commas")
     parser.add_argument(
         "--recipe", metavar="NAME", help=f"in place of --encodings: {', '.join(recipes.names())} or FILE"
     )

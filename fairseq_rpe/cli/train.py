@@ -4,7 +4,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fairseq_rpe.cli.options import BY_ARCH, add_training, address, count, positive_int, seed, spec
+from fairseq_rpe.cli.options import add_training, address, by_arch, count, positive_int, seed, spec
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import filled
 
@@ -20,8 +20,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
-    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({BY_ARCH})")
-    parser.add_argument("--log-format", choices=("simple", "json"), default="simple", help="default: simple")
+    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({by_arch('save_every')})")
+    about = (
+        "progress (default): one line of it, and all that fairseq-train says in DIR/train.log (with --debug here too); "
+        "simple or json: its messages in that form, and here alone"
+    )
+    parser.add_argument("--log-format", choices=("progress", "simple", "json"), default="progress", help=about)
     parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
     parser.add_argument("--node-rank", type=count, metavar="R", help="which of --nodes this is (default: SLURM's)")

@@ -1,5 +1,6 @@
-"""fairseq without scikit-learn and SciPy, a third of its start."""
+"""fairseq without scikit-learn and SciPy, a third of its start, and without its advice to install tensorboardX."""
 
+import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -9,6 +10,8 @@ from typing import Any
 
 # What fairseq's criterion sentence_prediction and task audio_classification import for their scores.
 _NAMES = ("sklearn", "sklearn.metrics", "scipy.stats")
+# It asks for tensorboardX as soon as it is imported, which only speech needs; our runs write with torch's own writer.
+_SPEECH = "fairseq.tasks.text_to_speech"
 
 
 class _Later(ModuleType):
@@ -18,6 +21,10 @@ class _Later(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *args, **kwargs: getattr(import_module(self.__name__), name)(*args, **kwargs)
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    return "install tensorboardX" not in record.getMessage()
 
 
 def _import_fairseq() -> None:
@@ -30,9 +37,12 @@ def _import_fairseq() -> None:
         elif not parent:
             module.__spec__ = PathFinder.find_spec(name)  # others ask for it, to learn whether it is installed
     sys.modules.update(standing_in)
+    advice = logging.getLogger(_SPEECH)
+    advice.addFilter(_no_advice)
     try:
         import_module("fairseq")
     finally:
+        advice.removeFilter(_no_advice)
         for name in standing_in:
             del sys.modules[name]
 

@@ -24,11 +24,11 @@ from fairseq import options
 from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from torch import Tensor
-from tqdm import tqdm
 
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import check_plain, load, one_line
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Buckets, TextKey, TextRequest, TextResult
@@ -82,12 +82,12 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
     model, task = load(request.checkpoint, request, request.data, request.log)
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
-    pad = task.source_dictionary.pad()
+    pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.subset)
 
     def measure(key: TextKey, batch_tokens: int) -> TextResult:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        with tqdm(desc=f"length {key.length}", unit=" tokens", disable=None, leave=False) as bar:
+        with Progress(f"length {key.length}", "tokens", total) as bar:
             found = batches(request, task, key.length, batch_tokens)
             nats, count = by_position(model, found, key.length, pad, bar.update)
         tokens = int(count.sum())

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp, quantised, thinned
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.table import Row, Table, csv_text, words
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
@@ -76,7 +76,7 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     starts = torch.arange(request.blocks) * (total // length) // request.blocks * length
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
     device = next(model.parameters()).device
-    bar = tqdm(total=request.blocks, desc=subject.label, unit=" blocks", disable=None, leave=False)
+    bar = Progress(subject.label, "blocks", request.blocks)
     with torch.no_grad(), bar, Field(model.decoder, length, rows, request.epsilons) as found:
         for part in inputs.split(request.batch_size or max(1, BATCH_TOKENS // length)):
             model.decoder(part.to(device), features_only=True)

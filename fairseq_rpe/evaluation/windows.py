@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 from ..core import Positions, UserError, block
+from ..core.progress import Progress
 from ..encodings import Encoding
 from .perplexity import Cache, defined, losses
 
@@ -89,7 +89,7 @@ def score(
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    with tqdm(total=windows.tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
+    with Progress(title, "tokens", windows.tokens) as bar:
         for inputs, targets, *state in batches:
             inputs, targets = inputs.to(device), targets.to(device)
             if not tokens:

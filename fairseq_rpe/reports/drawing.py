@@ -106,8 +106,11 @@ def _index(found: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
     return (head or (heads + 1) // 2) - 1
 
 
-def draw(gallery: Gallery, folder: Path) -> Iterator[str]:
-    """Draw each figure as PNG and PDF; says of each, as soon as it is there, where, and last which were not drawn."""
+def draw(gallery: Gallery, folder: Path, tick: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """Draw each figure as PNG and PDF; says of each, as soon as it is there, where, and last which were not drawn.
+
+    ``tick`` is called after each kind of :data:`FIGURES`.
+    """
     trained = isinstance(gallery, TrainedGallery)
     given = {"--sweep": trained, "--data": trained and gallery.data is not None}
     skipped = []
@@ -119,6 +122,7 @@ def draw(gallery: Gallery, folder: Path) -> Iterator[str]:
         for stem, figure in figures.items():
             save(figure, *(folder / f"{stem}.{ending}" for ending in ("png", "pdf")))
             yield f"{folder / stem}.png, also as .pdf"
+        tick()
     yield from skipped
 
 

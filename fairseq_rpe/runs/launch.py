@@ -10,13 +10,15 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import IO
 
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.messages import Ending, Relay
-from fairseq_rpe.runs.settings import Plan, Request
+from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
+from fairseq_rpe.runs.view import View
 
 _FIRST_PORT, _PORTS = 20000, 10000
 # what SLURM is asked when the job has begun; the same that ``here`` finds out
@@ -123,7 +125,8 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     flags += ["--dropout", repr(s.dropout), "--seed", str(s.seed), "--max-update", str(plan.updates)]
     flags += ["--save-dir", str(request.save_dir), "--save-interval-updates", str(plan.save_every)]
     flags += ["--keep-interval-updates", "1", "--no-epoch-checkpoints", "--num-workers", "0"]
-    flags += ["--log-format", request.log_format, "--log-interval", str(request.log_interval)]
+    log_format = "json" if request.log_format == PROGRESS else request.log_format
+    flags += ["--log-format", log_format, "--log-interval", str(request.log_interval)]
     optional = {
         "--compute-dtype": s.compute_dtype,
         "--positions-eval": s.positions_eval,
@@ -168,15 +171,25 @@ def keep_memory(used: int) -> dict[str, str]:
     return {} if used else {name: value for name, value in keep.items() if name not in os.environ}
 
 
-def launch(request: Request, plan: Plan, node: Node, held: list[int]) -> Ending:
-    """Train until it ends; says how it did. ``held``: open files that the trainers keep open as well."""
+def launch(
+    request: Request,
+    plan: Plan,
+    node: Node,
+    held: list[int],
+    log: IO[bytes] | None = None,
+    view: View | None = None,
+) -> Ending:
+    """Train until it ends; says how it did. ``held``: open files that the trainers keep open as well.
+
+    ``log`` and ``view``: where the trainers' words go, see :class:`Relay`.
+    """
     used = gpus(request)
     environment = {"OMP_NUM_THREADS": threads(request)} | keep_memory(used)
     # where both go to the same place, lines keep their order
-    errors = None if _same_place() else subprocess.PIPE
+    errors = None if view is not None or _same_place() else subprocess.PIPE
     words = command(request, plan, node, used)
     child = processes.spawn(words, environment, subprocess.PIPE, held, errors)
-    relay = Relay(child)
+    relay = Relay(child, log, view)
     try:
         processes.wait(child, relay.mute)
     finally:

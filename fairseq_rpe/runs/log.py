@@ -9,6 +9,7 @@ from statistics import median
 
 _STATISTICS = re.compile(r"\| (train_inner|train|valid) \| (\{.*\})\s*$")
 TRAINS = "| fairseq_cli.train | training on "
+BEGINS = "| fairseq_cli.train | Start iterating over samples"  # of every epoch, after its batches are made
 _FACTS = {
     "parameters": r"num\. shared model params: ([\d,]+)",
     "vocabulary": r"\| dictionary: ([\d,]+) types",
@@ -52,6 +53,32 @@ def statistics(line: str) -> tuple[str, dict[str, float]] | None:
     return (kind, values) if whole and _NEEDED[kind] <= values.keys() else None
 
 
+def fact(name: str, line: str) -> str | None:
+    """What a line says of the run's parameters, vocabulary, backend or data, if it does."""
+    return match[1] if (match := re.search(_FACTS[name], line)) else None
+
+
+@dataclass
+class Heard:
+    """What the lines of a training have said so far: updates done, loss in bits per token, tokens/s, validation."""
+
+    updates: int = 0
+    loss: float | None = None
+    speed: float | None = None
+    valid: dict[str, float] = field(default_factory=dict)
+
+    def hear(self, line: str) -> str | None:
+        """Take in a line; says of what it is in numbers, as :func:`statistics` does."""
+        kind, values = statistics(line) or (None, {})
+        if kind == "train_inner":
+            self.updates, self.loss = int(values["num_updates"]), values["loss"]
+            self.speed = values.get("wps", self.speed)
+        elif kind is not None:
+            self.updates = int(values.get(f"{kind}_num_updates", self.updates))
+            self.valid = values if kind == "valid" else self.valid
+        return kind
+
+
 def read(path: Path) -> TrainLog:
     """Read a log; a missing one says nothing."""
     found = TrainLog()
@@ -63,10 +90,10 @@ def read(path: Path) -> TrainLog:
             walls.append(0.0)
             continue
         if (told := statistics(line)) is None:
-            for name, pattern in _FACTS.items():
-                if match := re.search(pattern, line):
+            for name in _FACTS:
+                if (text := fact(name, line)) is not None:
                     counted = name in ("parameters", "vocabulary")
-                    setattr(found, name, int(match[1].replace(",", "")) if counted else match[1])
+                    setattr(found, name, int(text.replace(",", "")) if counted else text)
             continue
         kind, values = told
         prefix = "" if kind == "train_inner" else f"{kind}_"

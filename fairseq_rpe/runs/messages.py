@@ -3,6 +3,7 @@
 import codecs
 import os
 import re
+import selectors
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import IO, TextIO
 
 from fairseq_rpe.core.errors import DEBUG
 from fairseq_rpe.runs.log import TRAINS
+from fairseq_rpe.runs.view import View
 
 _RANK = re.compile(r"\[rank\d+\]: ")
 _ERROR = re.compile(r"(error: |\w*(Error|Exception|Interrupt)\b)")
@@ -24,6 +26,7 @@ _LAST_WORDS = re.compile(r"(\[rank\d+\]: )?(Traceback \(most recent call last\):
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \| [A-Z]+ \| ")
 _KEPT = 10_000  # lines that are held back, or looked at for the reason of a failure
 _WAIT_SECONDS = 5.0
+_TICK_SECONDS = 1.0
 
 
 def cause(lines: Iterable[str]) -> str:
@@ -58,9 +61,14 @@ class Relay:
 
     What looks like its last words, a traceback or an error, is held back until it is known how the child ended: of a
     failure one line is told. With FAIRSEQ_RPE_DEBUG set all is passed on at once.
+
+    Args:
+        log: takes all that the child says as well.
+        view: is told it in the place of stdout and stderr.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], log: IO[bytes] | None = None, view: View | None = None) -> None:
+        self._log, self._view = log, view
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._traced = self._began = False
         self._held: deque[tuple[TextIO, str]] = deque(maxlen=_KEPT)
@@ -79,6 +87,8 @@ class Relay:
         for thread in self._threads:
             # a grandchild may hold the pipe open
             thread.join(_WAIT_SECONDS)
+        if self._view is not None:
+            self._view.close()
         while code == 0 and self._held:
             stream, line = self._held.popleft()
             stream.write(line)
@@ -100,7 +110,7 @@ class Relay:
     def _read(self, pipe: IO[bytes], stream: TextIO) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         rest, holds = "", False
-        while chunk := os.read(pipe.fileno(), 1 << 16):
+        while chunk := self._chunk(pipe.fileno()):
             *whole, rest = (rest + decoder.decode(chunk)).split("\n")
             for line in whole:
                 holds = self._pass_on(line + "\n", stream, holds)
@@ -109,11 +119,35 @@ class Relay:
             self._pass_on(rest + "\n", stream, holds)
             stream.flush()
 
+    def _chunk(self, handle: int) -> bytes:
+        if self._view is not None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(handle, selectors.EVENT_READ)
+                while not selector.select(_TICK_SECONDS):
+                    if not self._muted:
+                        self._view.wait()
+        return os.read(handle, 1 << 16)
+
+    def _note(self, line: str) -> None:
+        """Add a line to the log; one that can take no more does not stop the training."""
+        if self._log is not None:
+            try:
+                self._log.write(line.encode())
+            except OSError as error:
+                self._log = None
+                why = os.strerror(error.errno or 0)
+                print(f"the log cannot be written ({why}): training goes on without it", file=sys.stderr)
+
     def _pass_on(self, line: str, stream: TextIO, holds: bool) -> bool:
         self._lines.append(line)
+        self._note(line)
         self._began = self._began or TRAINS in line
         holds = holds or _LAST_WORDS.match(line) is not None
         self._traced = self._traced or "Traceback (most recent call last):" in line
+        if self._view is not None:
+            if not self._muted:
+                self._view.hear(line)
+            return holds
         if holds and DEBUG not in os.environ and not _LOGGED.match(line):
             self._held.append((stream, line))
         elif not self._muted:

@@ -59,6 +59,7 @@ class CheckpointFolder:
         self.lock = path / ".lock"
         self.record_path = path / "run.json"
         self.environment = path / "environment.json"
+        self.log = path / "train.log"
 
     def record(self) -> RunRecord | None:
         """What is on record of the run, nothing if it never began."""

@@ -13,6 +13,7 @@ from fairseq_rpe.core.spec import nearest
 
 ARCH_PREFIX = "transformer_rpe_lm_"
 IDENTITY = "identity"
+PROGRESS = "progress"  # the log format in which fairseq's words go to a file
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Request:
     positions_eval: str | None = None
     seed: int = 1
     tensorboard: Path | None = None
-    log_format: str = "simple"
+    log_format: str = PROGRESS
     log_interval: int = 25
     arch: str | None = None
     rpe_share: str | None = None

@@ -1,18 +1,23 @@
 """One training run from its folder's state to its end; the same request goes on where an earlier one was stopped."""
 
-from collections.abc import Iterable
+import contextlib
+import datetime
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.attention import choose
-from fairseq_rpe.core.errors import UserError, need_fairseq
+from fairseq_rpe.core.errors import DEBUG, UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.messages import Ending
-from fairseq_rpe.runs.settings import Plan, Request
+from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
+from fairseq_rpe.runs.view import Summary, View
 
 
 def check(request: Request, plan: Plan) -> None:
@@ -27,7 +32,8 @@ def check(request: Request, plan: Plan) -> None:
         )
     choose(request.attention_backend)
     launch.gpus(request)
-    check_folder(request.save_dir, (folder.last.name, folder.record_path.name), "--save-dir")
+    names = (folder.last.name, folder.record_path.name)
+    check_folder(request.save_dir, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--save-dir")
     if request.tensorboard is not None:
         check_folder(request.tensorboard, flag="--tensorboard")
 
@@ -49,32 +55,73 @@ def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module:
 def train(request: Request, plan: Plan, node: Node) -> None:
     """Train to the end and put that on record; the first node alone locks and writes the folder, which all must see.
 
+    What fairseq-train says is in the folder's train.log, of further nodes in a log of their own.
+
     Raises UserError: the folder holds another run or is busy, or training failed.
     """
     folder = CheckpointFolder(request.save_dir)
     if not node.first:
         if checkpoints.newest(folder)[0] < plan.updates:
-            _check(launch.launch(request, plan, node, []))
+            with _told(request, plan, node, folder, 0) as (log, view):
+                _check(launch.launch(request, plan, node, [], log, view))
         return
     with lock(folder.lock, f"another process is training in {folder.path}: wait for it or stop it") as held:
         done, new = _done_so_far(folder, plan), not folder.record_path.exists()
         if done < plan.updates:
-            folder.write(plan)
-            folder.add_start(environment.now(done, launch.threads(request), request.device))
-            ending = launch.launch(request, plan, node, [held])
+            said = folder.log.stat().st_size if folder.log.exists() else 0
+            with _told(request, plan, node, folder, done) as (log, view):
+                folder.write(plan)
+                folder.add_start(environment.now(done, launch.threads(request), request.device))
+                ending = launch.launch(request, plan, node, [held], log, view)
             if new and ending.code and not ending.began:
-                _forget(folder)
+                _forget(folder, said if log else None)
             _check(ending)
         ended = checkpoints.load(folder.last).updates
+        quiet = request.log_format == PROGRESS
         if ended != plan.updates:
-            raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: its messages above say why")
+            where = f"in {folder.log}" if quiet else "above"
+            raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: its messages {where} say why")
         folder.write(plan, Finished(ended, file_digest(folder.last)))
+        if quiet:
+            print(f"{ended:,} updates are done: {folder.last}, fairseq-train's own messages: {folder.log}")
 
 
-def _forget(folder: CheckpointFolder) -> None:
-    """Take back what was put on record of a run whose training never began."""
+@contextlib.contextmanager
+def _told(
+    request: Request, plan: Plan, node: Node, folder: CheckpointFolder, done: int
+) -> Iterator[tuple[IO[bytes] | None, View | None]]:
+    """The file that takes fairseq-train's messages and what is shown in their place, where that is wanted.
+
+    With FAIRSEQ_RPE_DEBUG set they are passed on as well. Of several nodes only the first one's say how far it is.
+    """
+    if request.log_format != PROGRESS:
+        yield None, None
+        return
+    path = folder.log if node.first else folder.path / f"train-node{node.rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # unbuffered: whoever follows the file sees what there is
+    with open(path, "ab", buffering=0) as log:
+        if log.tell():
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            log.write(f"\n---- started again {now}, after update {done} ----\n".encode())
+        if DEBUG in os.environ:
+            yield log, None
+            return
+        if not node.first:
+            print(f"node {node.rank} of {request.nodes} takes part, its messages: {path}", flush=True)
+            yield log, View()
+            return
+        yield log, Summary(request.rpe, folder.path, plan.updates, done)
+
+
+def _forget(folder: CheckpointFolder, said: int | None) -> None:
+    """Take back what was put on record of a run whose training never began; ``said``: bytes that its log had before."""
     folder.record_path.unlink()
     folder.environment.unlink()
+    if said:
+        os.truncate(folder.log, said)
+    elif said is not None:
+        folder.log.unlink()
 
 
 def _check(ending: Ending) -> None:

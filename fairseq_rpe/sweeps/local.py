@@ -1,20 +1,21 @@
 """The runs of a sweep on this machine: several at a time, each with its share of cores and GPUs, under one bar."""
 
+from __future__ import annotations
+
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import DEBUG
 from fairseq_rpe.core.files import read_json_lines
+from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.runs import processes
-from fairseq_rpe.runs.log import statistics
+from fairseq_rpe.runs.log import Heard
 from fairseq_rpe.runs.messages import last_error
+from fairseq_rpe.sweeps import costs
 from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
 
 _POLL_SECONDS = 0.2
@@ -37,14 +38,12 @@ def places(device: str, nproc: int, jobs: int | None) -> list[dict[str, str]]:
     return made
 
 
-@dataclass
-class Following:
+class Following(Heard):
     """What the log of a training says of its progress, from ``start`` on."""
 
-    log: Path
-    start: int = 0
-    updates: int = 0
-    loss: float | None = None
+    def __init__(self, log: Path, start: int = 0) -> None:
+        super().__init__()
+        self.log, self.start = log, start
 
     def read(self) -> None:
         """Read what was logged since the last look, whole lines only."""
@@ -54,9 +53,28 @@ class Following:
         whole = text[: text.rfind(b"\n") + 1]
         self.start += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            kind, values = statistics(line) or ("", {})
-            if kind == "train_inner":
-                self.updates, self.loss = int(values["num_updates"]), values["loss"]
+            self.hear(line)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run costs: each of its updates, and each of its results in turn."""
+
+    updates: int
+    update: float
+    results: list[float]
+
+    @classmethod
+    def of(cls, cell: Cell) -> Work:
+        return cls(cell.plan.updates, costs.training(cell), costs.evaluations(cell))
+
+    def done(self, updates: int, results: int) -> float:
+        """So much after some updates and results."""
+        return min(updates, self.updates) * self.update + sum(self.results[:results])
+
+    @property
+    def whole(self) -> float:
+        return self.done(self.updates, len(self.results))
 
 
 @dataclass
@@ -74,13 +92,11 @@ class _Active:
     def trains(self) -> bool:
         return self.stages[0].name == TRAINING
 
-    @property
-    def done(self) -> int:
-        """Updates and evaluated lengths."""
+    def done(self, work: Work) -> float:
+        """Of its work."""
         if self.trains:
-            return self.following.updates
-        results = len(read_json_lines(self.cell.folder.results))
-        return self.cell.plan.updates + min(self.cell.rows, results)
+            return work.done(self.following.updates, 0)
+        return work.done(self.cell.plan.updates, len(read_json_lines(self.cell.folder.results)))
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start the next stage."""
@@ -110,11 +126,11 @@ def execute(
     free = list(range(len(places)))
     active: list[_Active] = []
     failures: list[str] = []
-    # units of work: one per update and one per evaluated length
-    whole = {cell.name: cell.plan.updates + cell.rows for cell in cells}
-    done = {cell.name: whole[cell.name] for cell in cells if cell not in pending}
-    calm = 0.5 if sys.stderr.isatty() else 30.0
-    with processes.sigterm_raises(), tqdm(total=sum(whole.values()), unit="", mininterval=calm) as bar:
+    work = {cell.name: Work.of(cell) for cell in cells}
+    whole = sum(one.whole for one in work.values())
+    done = {cell.name: work[cell.name].whole for cell in cells if cell not in pending}
+    first = shown = round(100 * sum(done.values()) / whole, 1)
+    with processes.sigterm_raises(), Progress("sweep", "%", 100, done=first, ends=True) as bar:
         try:
             while waiting or active:
                 while waiting and free:
@@ -138,12 +154,14 @@ def execute(
                         job.start(places[job.place])
                         continue
                     else:
-                        done[job.cell.name] = whole[job.cell.name]
+                        done[job.cell.name] = work[job.cell.name].whole
                     active.remove(job)
                     free.append(job.place)
-                done |= {job.cell.name: job.done for job in active}
-                bar.set_description_str(" | ".join(job.describe() for job in active), refresh=False)
-                bar.update(max(0, sum(done.values()) - bar.n))
+                done |= {job.cell.name: job.done(work[job.cell.name]) for job in active}
+                # a resumed run repeats what it did after its last checkpoint
+                shown = max(shown, round(100 * sum(done.values()) / whole, 1))
+                bar.reach(shown, " | ".join(job.describe() for job in active))
+                bar.tick()
         finally:
             processes.stop_all([job.child for job in active if job.child])
     return failures

@@ -20,7 +20,7 @@ def rows_of(folder):
 
 
 def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
-    names = ["--backends", "reference sdpa", "--encodings", "nope alibi fire"]
+    names = ["--backends", "reference sdpa", "--encodings", "nope, alibi fire"]
     assert main(["bench", "--lengths", "17,32", *names, *SMALL, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     head, rows = rows_of(tmp_path)
@@ -34,7 +34,7 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
             for r in rows
             if r["encoding"] == speed.LIMIT and r["pass"] == row["pass"] and r["length"] == row["length"]
         )
-        assert float(row["milliseconds"]) > 0
+        assert 0 < float(row["least_ms"]) <= float(row["milliseconds"]) <= float(row["most_ms"])
         assert float(row["ratio"]) == pytest.approx(float(row["milliseconds"]) / float(limit["milliseconds"]), rel=0.1)
     assert (tmp_path / "bench.md").read_text().strip() in said and "no bias, milliseconds" in said
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -44,8 +44,16 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
 def test_turns_alternate():
     seen = []
     ways = {name: lambda name=name: seen.append(name) for name in ("a", "b")}
-    assert set(speed.in_turns(ways, 3, "cpu")) == {"a", "b"}
+    times = speed.in_turns(ways, 3, "cpu")
+    assert set(times) == {"a", "b"} and all(len(of) == 3 for of in times.values())
     assert seen == ["a", "b"] * 3
+
+
+def test_the_spread_stands_beside_the_median():
+    limit = speed.Timing(speed.LIMIT, "sdpa", "forward", 64, milliseconds=2.0, ratio=1.0, least=1.5, most=4.0)
+    alibi = speed.Timing("alibi", "sdpa", "forward", 64, milliseconds=3.0, ratio=1.5, least=2.0, most=5.0)
+    [table] = speed.tables([limit, alibi])
+    assert [row.cells[0].text for row in table.rows] == ["2.00 (1.50 to 4.00)", "1.50 (1.00 to 2.50)"]
 
 
 def test_what_does_not_fit_is_named_and_left_out(tmp_path, capsys, monkeypatch):

@@ -205,9 +205,15 @@ def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
     last = folder / LAST
     last.write_bytes(last.read_bytes()[:-1000])
     assert not checkpoints.is_intact(last)
-    shown = run_here(*command, "--updates", "12", *SMALL)
+    said = run_here(*command, "--updates", "12", *SMALL)
+    log = (folder / "train.log").read_text()
     if updates < 12:
-        assert f"@ {updates} updates" in shown.stdout + shown.stderr
+        assert f"@ {updates} updates" in log and f"after update {updates} ----\n" in log
+        begun, *_, done = said.stdout.splitlines()
+        what = rf"training \S+, [\d,]+ parameters, 12 updates, {updates} of them done, into {folder}"
+        assert re.fullmatch(what, begun), said.stdout
+        assert done.startswith("12 updates are done: ") and "INFO" not in said.stderr and "Warning" not in said.stderr
+    assert "INFO" in log and "Warning" in log and "tensorboardX" not in log
     assert_equal_models(folder, trained)
 
 
@@ -245,7 +251,8 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
         assert row["encoding"] == "kerple_log" and row["tokens"] == tokens and row["subset"] == "test"
         assert row["checkpoint"] == files.file_digest(trained / LAST)
         assert row["ppl"] == pytest.approx(2 ** row["loss_base2"]) and row["ppl"] > 1
-    assert f"scored tokens: {tokens} of {tokens}" in (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert f"scored tokens: {tokens} of {tokens}" in log and "tensorboardX" not in log
     # the whole point of the count: the same number as fairseq's own command gives
     flags = ["--user-dir", files.PACKAGE, "--path", trained / LAST, "--gen-subset", "test"]
     flags += ["--tokens-per-sample", "100", "--sample-break-mode", "none", "--cpu"]

@@ -100,13 +100,21 @@ def test_setup_installs_pinned_things_in_order_once(copy):
     assert torch.endswith("-c requirements/constraints.txt torch")
     assert fairseq.endswith("--require-hashes --no-deps -r requirements/fairseq.txt")
     assert rest.endswith("-c requirements/constraints.txt -e .[test]")
+    assert all(" install -qq " in one for one in (torch, fairseq, rest))
+    assert done.stderr == f"setting up {copy}/.venv, once: this takes a minute or more\n"
+    assert done.stdout == f"{copy}/.venv is ready\n"
 
     assert call(copy / "scripts/setup.sh", "--quiet").stdout == ""
     assert calls(copy) == []
     with open(copy / "requirements/constraints.txt", "a") as file:
         file.write("# changed\n")
-    assert call(copy / "scripts/setup.sh", "--quiet").returncode == 0
+    done = call(copy / "scripts/setup.sh", "--quiet")
+    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "ready" not in done.stdout
     assert len(calls(copy)) == 3  # installed again, the environment itself is kept
+    with open(copy / "requirements/constraints.txt", "a") as file:
+        file.write("# changed again\n")
+    assert "installing fairseq\n" in call(copy / "scripts/setup.sh", "--verbose").stdout
+    assert not any("-qq" in one for one in calls(copy))
 
 
 def test_interrupted_setup_is_redone_from_the_start(copy):
@@ -163,7 +171,9 @@ def test_quickstart_prepares_then_sweeps(copy):
     swept = done.stdout[done.stdout.index("[sweep]") :]
     assert f"[{copy}/data-bin/stdlib]" in swept and "[sinusoidal alibi type1 inv_n]" in swept
     assert "[64,128,256,512,768,1152]" in swept and "[--jobs][1]" in swept
-    assert f"--logdir '{copy}/runs/quickstart/tensorboard'" in swept
+    _, _, after = swept.partition("What next:\n")
+    assert len(after.splitlines()) == 3 and f"--logdir '{copy}/runs/quickstart/tensorboard'" in after
+    assert f"figures --sweep '{copy}/runs/quickstart'" in after and "quickstart.sh' --encodings" in after
 
 
 def test_every_requirement_is_pinned_and_torch_is_no_cuda_default():

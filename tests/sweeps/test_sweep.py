@@ -279,6 +279,25 @@ def test_progress_reads_only_whole_lines(tmp_path):
     assert (following.updates, following.loss) == (50, 6.5)
 
 
+def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
+    """An update is three passes over its batch; an evaluation one over the text, the dearer the longer its blocks."""
+    argv = sweep_command(corpus, tmp_path, "alibi", 100, "--lengths", "64,2000")[: -len(SMALL)]
+    [cell] = cells.make(resolved(build_parser("sweep").parse_args(argv)), "digest")
+    tokens, at_32 = corpus_files.count_tokens(corpus, "test"), 1 + 32 / 2000
+    work = local.Work.of(cell)
+    assert work.update == pytest.approx(3 * 4 * 32 * at_32)
+    assert work.results == pytest.approx([tokens * at_32, tokens * (1 + 64 / 2000), tokens * 2])
+    assert work.done(50, 0) == pytest.approx(50 * work.update)
+    assert work.done(100, 2) + work.results[2] == pytest.approx(work.whole) == work.done(999, 9)
+
+
+def test_the_bar_of_generated_tasks(tmp_path):
+    argv = ["sweep", "--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", str(tmp_path)]
+    [cell] = cells.make(resolved(build_parser("sweep").parse_args(argv)), None)
+    results = local.Work.of(cell).results
+    assert len(results) == cell.rows and results == sorted(results) and results[0] > 0
+
+
 def test_state_of_an_older_sweep_is_extended(swept):
     state = json.loads((swept[0] / "sweep.json").read_text())
     assert state["encodings"] == ["alibi", "broken"] and state["lengths"] == [32, 64, 128] and state["seeds"] == [1]

@@ -1,0 +1,34 @@
+"""What a run costs, roughly, in tokens that a model reads with little context: what a sweep's bar goes by."""
+
+from fairseq_rpe.algorithms import build
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.results import AnswerKey, TextKey
+from fairseq_rpe.sweeps.cells import Cell
+
+_BACKWARD = 3  # a forward and a backward pass, over a forward one
+_ATTENTION = 2000  # tokens of context at which attention costs as much as the rest of a small model
+
+
+def training(cell: Cell) -> float:
+    """Of one update: its tokens, forward and backward."""
+    s = cell.plan.settings
+    return _BACKWARD * _reading(s.batch_sentences * s.update_freq * s.nproc * s.tokens, s.tokens)
+
+
+def evaluations(cell: Cell) -> list[float]:
+    """Of each result, in the order in which they are measured."""
+    keys = [key for evaluation in cell.evaluations for key in evaluation.keys]
+    texts = {key.subset for key in keys if isinstance(key, TextKey)}
+    tokens = {split: corpus.count_tokens(cell.request.data, split) for split in texts}
+    return [_reading(tokens[k.subset], k.length) if isinstance(k, TextKey) else _answers(k) for k in keys]
+
+
+def _answers(key: AnswerKey) -> float:
+    task = build(key.algorithm)
+    # as many examples of each length from 2 on
+    lengths, size = task.longest(key.split) - 1, task.tokens(key.length)
+    return _reading(getattr(task.config, key.split) / lengths * size, size)
+
+
+def _reading(tokens: float, context: int) -> float:
+    return tokens * (1 + context / _ATTENTION)
