@@ -554,7 +554,7 @@ sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to eva
 sweep {data} --encodings '' {sweep}  -> --encodings is empty: name at least one, e.g. --encodings "alibi type1"
 sweep {data} --encodings 'alibi alibi' {sweep}  -> --encodings names one twice: leave one out
 sweep {data} --encodings typ1 {sweep}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
-sweep {data} --encodings 'alibi, rope' {sweep}  -> unknown encoding 'alibi,' (did you mean 'alibi'?); known: alibi, fire
+sweep {data} --encodings 'alibi, alibi' {sweep}  -> --encodings names one twice: leave one out
 sweep {zoo}/absent --encodings alibi {sweep}  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 sweep {zoo}/folder_bin --encodings alibi {sweep}  -> folder_bin has no test.bin: it is not a binarised data folder with
 sweep {zoo}/loop --encodings alibi {sweep}  -> data folder loop does not exist: make one, e.g. with fairseq-rpe

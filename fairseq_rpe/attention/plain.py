@@ -1,6 +1,6 @@
 """Attention with any encoding for programs that have nothing but torch: a function, and a module with a cache."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -134,8 +134,7 @@ def _positions(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int)
                 f"positions of {tuple(given.q.shape)} queries and {tuple(given.k.shape)} keys, where attention has "
                 f"{(batch, n)} and {(batch, m)}: give those of these tokens"
             )
-        # numbers of an encoding are made in the dtype of positions
-        return given if given.k.is_floating_point() else replace(given, q=given.q.float(), k=given.k.float())
+        return given
     if given.shape not in ((m,), (1, m), (batch, m)):
         raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(given.shape)}")
     if given.dtype in (torch.bool, torch.float16, torch.bfloat16) or given.is_complex():

@@ -1,4 +1,4 @@
-"""fairseq without scikit-learn and SciPy, a third of its start, and without its advice to install tensorboardX."""
+"""A quicker start: without scikit-learn, SciPy and torch's compiler until they are used; no advice on tensorboardX."""
 
 import logging
 import sys
@@ -8,6 +8,9 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
+import torch
+
+_COMPILER = "torch._dynamo"
 # What fairseq's criterion sentence_prediction and task audio_classification import for their scores.
 _NAMES = ("sklearn", "sklearn.metrics", "scipy.stats")
 # It asks for tensorboardX as soon as it is imported, which only speech needs; our runs write with torch's own writer.
@@ -47,5 +50,25 @@ def _import_fairseq() -> None:
             del sys.modules[name]
 
 
+class _Compiler(ModuleType):
+    """In the place of ``torch._dynamo``, which optimizers and custom operators ask to leave their functions alone.
+
+    They do so when they are first called, and each training would load the compiler for that. Whoever asks it for
+    anything else gets the compiler itself, from then on.
+    """
+
+    def disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        if sys.modules.get(_COMPILER) is self:
+            del sys.modules[_COMPILER]
+        return getattr(import_module(_COMPILER), name)
+
+
 if "fairseq" not in sys.modules:
     _import_fairseq()
+if _COMPILER not in sys.modules:
+    sys.modules[_COMPILER] = torch._dynamo = _Compiler(_COMPILER)

@@ -112,6 +112,29 @@ def test_scores_of_other_tasks_are_imported_when_they_are_called():
     assert done.stdout == "same\n" and "tensorboardX" not in done.stderr
 
 
+def test_the_compiler_is_loaded_when_something_is_compiled():
+    """An optimizer alone would load all of it, to be left alone by it."""
+    code = (
+        "import fairseq_rpe.models, sys, torch\n"
+        "loaded = lambda: any(name.startswith('torch._dynamo.') for name in sys.modules)\n"
+        "weight = torch.nn.Parameter(torch.ones(3))\n"
+        "optimizer = torch.optim.Adam([weight], lr=0.5)\n"
+        "optimizer.zero_grad()\n"
+        "assert not loaded()\n"
+        "seen = []\n"
+        "backend = lambda graph, inputs: seen.append(len(list(graph.graph.nodes))) or graph.forward\n"
+        "made = torch.compile(lambda x: 2 * x + 1, backend=backend)\n"
+        "assert made(torch.ones(2)).tolist() == [3.0, 3.0]\n"
+        "assert loaded() and seen and torch._dynamo is sys.modules['torch._dynamo'] and torch._dynamo.__file__\n"
+        "import torch._dynamo.config\n"
+        "weight.sum().backward(); optimizer.step()\n"
+        "assert torch.allclose(weight, torch.tensor(0.5))\n"
+        "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(1))]})\n"
+        "print('compiled')"
+    )
+    assert run(sys.executable, "-c", code).stdout == "compiled\n"
+
+
 def test_whoever_asks_for_them_while_fairseq_starts_learns_that_they_are_there(monkeypatch):
     for name in ("sklearn", "sklearn.metrics", "scipy.stats"):
         monkeypatch.delitem(sys.modules, name, raising=False)
