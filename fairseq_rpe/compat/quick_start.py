@@ -57,8 +57,10 @@ class _Compiler(ModuleType):
     anything else gets the compiler itself, from then on.
     """
 
-    def disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        return function
+    def disable(self, function: Callable[..., Any] | None = None, *how: Any, **named: Any) -> Any:
+        if function is not None and named == {"wrapping": False}:  # as torch itself asks, and nobody else
+            return function
+        return self.__getattr__("disable")(function, *how, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":

@@ -15,7 +15,7 @@ from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.preparation import PrepareOptions
 from fairseq_rpe.data.sourcefiles import Entry, digest_entries, find_entries
 
-MOST_FEW = 1000  # documents among which a split that a hash left empty is filled otherwise
+_MOST_FEW = 1000  # documents among which a split that a hash left empty is filled otherwise
 _MOST_SHARE = 0.15  # of all text, that a document chosen for valid or test may be
 _OVERLAP = 16  # characters of a border at most, for one that lies in two blocks
 # Where a document is cut: at an empty line, else at the end of a line, else between two words.
@@ -144,15 +144,15 @@ class DividedDocuments:
         if self._few is not None or self._options.valid:
             return None
         [reader] = self._readers.values()
-        found = [document for document in islice(reader, MOST_FEW + 1) if not document.blank]
-        if len(found) > MOST_FEW:
+        found = [document for document in islice(reader, _MOST_FEW + 1) if not document.blank]
+        if len(found) > _MOST_FEW:
             return None
         shares = self._options.valid_fraction, self._options.test_fraction
         order = sorted(found, key=lambda document: unit_hash("few", self._options.seed, document.digest))
         total = sum(document.characters for document in found)
         fit = [d for d in order if min(shares) / 5 <= d.characters / total <= max(_MOST_SHARE, *shares)]
-        parts = [_cut(document, *shares) for document in found]
-        if len(fit) < 2 and any(len(cut) > 1 for cut in parts):
+        parts = [_cut(document, *shares) for document in found] if len(fit) < 2 else []
+        if any(len(cut) > 1 for cut in parts):
             self._few = [part for cut in parts for part in cut]
             which = "each is" if all(len(cut) > 1 for cut in parts) else "the long ones are"
             ends = ", ".join(f"{100 * share:.3g} %" for share in (1 - sum(shares), *shares))

@@ -121,6 +121,7 @@ def test_the_compiler_is_loaded_when_something_is_compiled():
         "optimizer = torch.optim.Adam([weight], lr=0.5)\n"
         "optimizer.zero_grad()\n"
         "assert not loaded()\n"
+        "assert torch.compiler.disable()(abs)(-2) == torch.compiler.disable(abs)(-2) == 2 and loaded()\n"
         "seen = []\n"
         "backend = lambda graph, inputs: seen.append(len(list(graph.graph.nodes))) or graph.forward\n"
         "made = torch.compile(lambda x: 2 * x + 1, backend=backend)\n"
