@@ -130,29 +130,36 @@ def check_folder(folder: Path, names: Iterable[str] = (), flag: str = "--out") -
 
 
 def _try_out(flag: str, path: Path, folder: Path, name: str) -> None:
-    """Make ``folder`` if need be and a file of some bytes in it, and remove what was made."""
-    made: list[Path] = []
+    """Write a file of some bytes in ``folder`` and remove it; where there is no such folder yet, in one made beside.
+
+    The folder itself is not made: others may be trying the same one at the same time, and each would remove the
+    other's.
+    """
     try:
+        there, missing = Path(), []
         for part in (*reversed(folder.parents), folder):
             try:
                 if not stat.S_ISDIR(os.stat(part).st_mode):
                     raise UserError(f"{flag} {shown(path)}: {shown(part)} is a file, not a folder: name another one")
+                there = part
             except FileNotFoundError:
                 if part.is_symlink():
                     where = f"{flag} {shown(path)}: {shown(part)}"
                     raise UserError(f"{where} is a link to nothing, not a folder: name another one") from None
-                part.mkdir()
-                made.append(part)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=name) as file:
+                missing.append(part)
+        with contextlib.ExitStack() as stack:
+            if missing:
+                try:
+                    there = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=there, prefix=name)))
+                except OSError as error:
+                    error.filename = str(missing[0])  # what could not be made
+                    raise
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=there, prefix=name))
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
         raise UserError(_refusal(flag, path, error, name)) from None
-    finally:
-        for part in reversed(made):
-            with contextlib.suppress(OSError):
-                part.rmdir()
 
 
 def _refusal(flag: str, path: Path, error: Exception, temporary: str = "") -> str:
@@ -190,8 +197,7 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
         UserError: ``busy``, when somebody else holds the lock.
     """
     made = [part for part in (path, *path.parents) if not part.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
+    handle = _opened_for_lock(path)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,6 +216,17 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
             raise
     finally:
         os.close(handle)
+
+
+def _opened_for_lock(path: Path) -> int:
+    for tries in range(5):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # somebody who was refused has just removed the folder that they had made
+            if tries == 4:
+                raise
+    raise AssertionError
 
 
 def _remove(made: list[Path]) -> None:

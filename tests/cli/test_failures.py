@@ -214,6 +214,28 @@ def test_a_place_is_tried_out_and_left_as_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_trying_a_place_out_makes_no_folder_that_another_trial_could_lose(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append((tmp_path / "a").exists()))
+    files.check_folder(tmp_path / "a/b")
+    files.check_file("--out", tmp_path / "a/c.csv")
+    assert seen == [False, False]
+
+
+def test_a_lock_outlives_the_removal_of_its_folder_by_another(tmp_path, monkeypatch):
+    opened = []
+
+    def removed_first(path: Path, *rest: int) -> int:
+        if not opened.append(path) and len(opened) == 1:
+            (tmp_path / "a").rmdir()
+        return real(path, *rest)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", removed_first)
+    with files.lock(tmp_path / "a/.lock", "busy"):
+        assert len(opened) == 2 and (tmp_path / "a/.lock").is_file()
+
+
 def test_a_lock_leaves_nothing_beside_a_refusal(tmp_path):
     with pytest.raises(errors.UserError), files.lock(tmp_path / "a/b/.lock", "busy"):
         raise errors.UserError("no")
