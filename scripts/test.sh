@@ -6,7 +6,7 @@ if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
     cat <<'TEXT'
 usage: scripts/test.sh [PYTEST ARGUMENTS]
 
-Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; processes, a
+Sets up .venv if needed, then runs ruff, mypy, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; processes, a
 thread each, share the tests by file: one more than there are cores, up to four (-n 0: one process).
 TEXT
     exit 0
@@ -15,11 +15,17 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh --quiet
 export PATH="$PWD/.venv/bin:$PATH"
-# too large for everybody's set-up; torch's builds for CUDA bring their own
-if [[ "$(uname -s)" == Linux ]] && ! python -c "import triton" 2>/dev/null; then
-    python -m pip install -q --no-input --disable-pip-version-check -c requirements/constraints.txt "triton==3.9.0"
+# too large for everybody's set-up; torch's builds for CUDA bring their own triton
+missing=()
+if [[ "$(uname -s)" == Linux ]] && ! python -c "import triton" 2>/dev/null; then missing+=("triton==3.9.0"); fi
+for name in build mypy twine; do
+    if [[ ! -x ".venv/bin/${name/#build/pyproject-build}" ]]; then missing+=("$name"); fi
+done
+if ((${#missing[@]})); then
+    python -m pip install -q --no-input --disable-pip-version-check -c requirements/constraints.txt "${missing[@]}"
 fi
 ruff check .
+mypy -n 2
 shellcheck scripts/*.sh .ci/run
 # a process per core, and one for those that wait: tests are small, and threads that wait for each other cost more
 # than they give

@@ -5,7 +5,7 @@ a strided view (row stride 1, column stride 1) of one vector, and sums along dia
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class ToeplitzBias:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Of the tensors that the bias was made of, once all blocks are collected."""
-        return (self.sums[:, : self.n].flip(1).to(self.table.dtype),)
+        return (None if self.table is None else self.sums[:, : self.n].flip(1).to(self.table.dtype),)
 
 
 def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
@@ -215,7 +215,7 @@ def _own_backward(
             for few in _parts(batch, max(1, fit // heads)):
                 at, seen = (few, some), (few, some, slice(stop))
                 g, qs, ks, vs = (_merged(x.to(lse.dtype)) for x in (gb[at], qb[at], k[seen], v[seen]))
-                weights, grads = buffers.of(*lb[at].shape, stop)
+                weights, grads = buffers.of(lb[at].shape, stop)
                 p, ds = weights[..., :stop], grads[..., :stop]
                 torch.sub(added, lb[at][..., None], out=p)
                 _merged(p).baddbmm_(qs, ks.mT, beta=LOG2E, alpha=LOG2E).exp2_()
@@ -256,8 +256,12 @@ class _Buffers:
             sizes.append(group * (rows.stop - rows.start) * (2 * rows.stop - rows.start))
         self.room = [like.new_empty(max(sizes)) for _ in range(2)]
 
-    def of(self, batch: int, heads: int, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Twice (B, h, R, M + R), the second zero from column M on; rows of 2^k numbers would share few cache lines."""
+    def of(self, shape: Sequence[int], cols: int) -> tuple[Tensor, Tensor]:
+        """Of shape (B, h, R), twice (B, h, R, M + R), the second zero from column M on.
+
+        Rows of 2^k numbers would share few cache lines.
+        """
+        batch, heads, rows = shape
         size = batch * heads * rows * (cols + rows)
         scores, grads = (x[:size].view(batch, heads, rows, cols + rows) for x in self.room)
         grads[..., cols:].zero_()

@@ -34,7 +34,7 @@ class CurveBias(ToeplitzBias):
         self.far = torch.cat([far.flip(0), far.new_zeros(n)])
         self.at: tuple[int, int] | None = None
         self.room = far.new_empty(0)
-        self.sums = [torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near)]
+        self.parts = [torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near)]
         self.dx: Tensor | None = None
 
     def _locate(self, start: int, stop: int) -> None:
@@ -70,7 +70,9 @@ class CurveBias(ToeplitzBias):
             self.dx = grads.new_zeros(grads.shape[2:])
         ds, piece, place = grads.sum(0)[..., :stop], self.piece, self.place
         line_at = torch.empty_like(place)
-        for d, value, slope, line in zip(ds, self.sums[0][heads], self.sums[1][heads], self.slope[heads], strict=True):
+        for d, value, slope, line in zip(
+            ds, self.parts[0][heads], self.parts[1][heads], self.slope[heads], strict=True
+        ):
             # row by row first: one long sum of float32 numbers would lose digits
             value += d.new_zeros(len(d), len(value)).scatter_add_(1, piece, d).sum(0)
             slope += d.new_zeros(len(d), len(value)).scatter_add_(1, piece, d * place).sum(0)
@@ -78,9 +80,9 @@ class CurveBias(ToeplitzBias):
 
     def _flush(self) -> None:
         """What the block behind gives to far and near."""
-        if self.dx is None:
+        if self.dx is None or self.at is None:
             return
-        (start, stop), (_, _, far, near) = self.at, self.sums
+        (start, stop), (_, _, far, near) = self.at, self.parts
         seen = distances(self.far, self.n, start, stop)
         near[start:stop] += (self.dx[:, :stop] * seen).sum(1).flip(0)
         first = self.n - stop
@@ -89,6 +91,6 @@ class CurveBias(ToeplitzBias):
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         self._flush()
-        value, slope, far, near = self.sums
+        value, slope, far, near = self.parts
         found = value[:, :-1], slope[:, :-1], far[: self.n].flip(0), near
         return *(x.to(dtype) for x, dtype in zip(found, self.dtypes, strict=True)), None, None

@@ -37,7 +37,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     # past the limit, fullgraph makes torch raise an error where it would fall back to O(n²) memory in silence; "duck
     # shapes" would compile sizes that happen to be equal (a batch of 2, 2 blocks) as one, and anew where they differ
-    with torch._dynamo.config.patch(recompile_limit=COMPILATIONS), shapes.patch(use_duck_shape=False):
+    settings = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
+    with settings, shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # torch gives it one late
         out = _compiled(q.device.type)(q, k, v, score_mod=score_mod(plan, q.shape[0]), block_mask=_mask(plan, q, k))
     return out.to(given)
 

@@ -62,4 +62,5 @@ def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor
     if plan.rotate is not None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
         k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
+    assert plan.backend is not None
     return plan.backend(q, k, v, plan, dropout)

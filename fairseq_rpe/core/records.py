@@ -9,13 +9,16 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from .errors import UserError
 from .files import DELETE_LINE, RESTORE, read_json_lines
 from .spec import nearest
 
-Record = TypeVar("Record")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ def read_lines(kind: type[Record], path: Path, what: str) -> list[Record]:
 def _record(kind: type[Record], given: object, source: str, what: str, strict: bool) -> Record:
     if not isinstance(given, Mapping):
         raise UserError(f"{source}: {what} is no table")
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind, include_extras=True)
     values = {}
     for key, value in given.items():
@@ -133,7 +136,7 @@ def _value(hint: Any, value: object, source: str, key: str, what: str, strict: b
         for name in value:
             _value(str, str(name), source, "a name", f"{key} of {what}", strict)
         return {str(k): _value(inner[1], item, source, k, f"{key} of {what}", strict) for k, item in value.items()}
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _record(hint, value, source, f"{key} of {what}", strict)
     if hint is float:
         found = _float(value, strict)

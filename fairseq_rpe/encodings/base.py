@@ -133,7 +133,7 @@ class DistanceBias(Encoding):
         """(R,) distances >= 0 in tokens, float -> (H, R) log-bias, in ``d``'s dtype and differentiable."""
         return self.of_head(d, *(x[:, None] for x in self.numbers(d))).expand(self.heads, -1)
 
-    def of_head(self, d: Tensor, *numbers: Tensor) -> Tensor:
+    def of_head(self, d: Tensor, *numbers: Any, **none: Any) -> Tensor:
         """The log-bias at d of the head that has these ``numbers``: arithmetic of scalars that broadcasts."""
         raise NotImplementedError
 

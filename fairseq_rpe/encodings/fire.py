@@ -1,8 +1,10 @@
 """FIRE: a learned function of the distance relative to the query's position."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,12 @@ from ..core import Curve, LogWeight, Pair, Positions, option
 from .base import PairBias, register
 from .segments import Stage, straight_pieces
 
-_ACTIVATIONS = {"none": None, "relu": F.relu, "gelu": F.gelu, "leaky_relu": F.leaky_relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "leaky_relu": F.leaky_relu,
+}
 
 
 @register("fire")
@@ -77,7 +84,8 @@ class Fire(PairBias):
     def stages(self) -> list[Stage]:
         """Weight, bias and activation of each layer of f."""
         names = [self.config.activation] * (len(self.mlp) - 1) + [self.config.output_activation]
-        return [(layer.weight, layer.bias, _ACTIVATIONS[a]) for layer, a in zip(self.mlp, names, strict=True)]
+        layers = (cast(nn.Linear, layer) for layer in self.mlp)
+        return [(layer.weight, layer.bias, _ACTIVATIONS[a]) for layer, a in zip(layers, names, strict=True)]
 
     def form(self, pos: Positions) -> Pair:
         if self.config.exact or not pos.contiguous:

@@ -13,8 +13,11 @@ class Maskable(nn.Module):
     """What every encoding has for other attention; its bias is what ``form`` says."""
 
     heads: int
-    rotates: bool
     remap: Callable[[Tensor, Positions], Tensor] | None
+
+    @property
+    def rotates(self) -> bool:
+        raise NotImplementedError
 
     def form(self, pos: Positions) -> Form | None:
         raise NotImplementedError

@@ -29,6 +29,7 @@ def restore(state: State) -> list[Encoding]:
 
 
 def _restored(state: State, make: Callable[[], Encoding], values: Mapping[str, Tensor]) -> Encoding:
+    wrong: str | None
     with _Limit(sum(t.numel() for t in values.values()) + _SCRATCH) as limit:
         try:
             encoding = make()

@@ -47,7 +47,7 @@ class Transform:
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
-    fractional: ClassVar[bool] = False
+    fractional: bool = False
     evaluation: str = "identity"
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
@@ -118,14 +118,14 @@ def check_longest(lengths: Tensor, limit: int, name: str, key: str, unit: int | 
         )
 
 
-def below(limits: Tensor, generator: torch.Generator) -> Tensor:
+def below(limits: Tensor, generator: torch.Generator | None) -> Tensor:
     """One uniform draw from 0 … limit-1 for each of ``limits`` (int64, >= 1), same shape."""
     limits = limits.cpu()
     u = torch.rand(limits.shape, dtype=torch.float64, generator=generator)
     return (u * limits).long().minimum(limits - 1)
 
 
-def subset(size: int, limit: int, generator: torch.Generator) -> Tensor:
+def subset(size: int, limit: int, generator: torch.Generator | None) -> Tensor:
     """``size`` distinct numbers of 0 … limit-1 in ascending order, every subset equally likely. O(size) memory.
 
     A sparse subset grows by draws with replacement, of which repetitions are dropped; nothing in that distinguishes one

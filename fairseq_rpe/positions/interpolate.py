@@ -42,14 +42,17 @@ class Interpolate(Transform):
     paper = "Chen et al. 2023 (arXiv 2306.15595)"
 
     def setup(self) -> None:
+        self.length: int | None = None  # that auto compares with
+        if self.config.ratio != "auto":
+            return
         self.length = self.config.train or self.train_length
-        if self.config.ratio == "auto" and self.length is None:
+        if self.length is None:
             raise UserError(
                 "'interpolate' needs a training length, unknown here: give train=LENGTH or a ratio such as ratio=1/4"
             )
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        if self.config.ratio == "auto":
+        if self.length is not None:
             ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
         else:
             ratios = torch.tensor([self.config.ratio], dtype=torch.float64)

@@ -39,7 +39,7 @@ class Pose(Transform):
             shift = shift + skip
         return Moved(moved, 1.0, False)
 
-    def _starts(self, sizes: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _starts(self, sizes: Tensor, generator: torch.Generator | None) -> list[Tensor]:
         """(B,) first token of the second chunk, of the third …; the row's length where a chunk is empty."""
         if self.config.chunks == 2:
             return [1 + below((sizes + 1) // 2, generator)]

@@ -38,7 +38,8 @@ class Randomized(Transform):
     random = True
 
     def setup(self) -> None:
-        self.max, self.counted = self.config.max or 2048, ("max", None)
+        self.max: int = self.config.max or 2048
+        self.counted: tuple[str, int | None] = ("max", None)
         if self.config.times is None:
             return
         if self.config.max is not None:

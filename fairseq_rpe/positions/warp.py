@@ -81,14 +81,17 @@ class Warp(Transform):
 
     def setup(self) -> None:
         self.alphas = torch.tensor(_numbers(self.config.alpha), dtype=torch.float64)
-        if self.config.length == "train" and self.train_length is None:
-            raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
+        self.whole: int | None = None  # tokens of every row, where they are not its own
+        if self.config.length == "train":
+            if self.train_length is None:
+                raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
+            self.whole = self.train_length
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        if self.config.length == "train" and int(lengths.max()) > self.train_length:
+        if self.whole is not None and int(lengths.max()) > self.whole:
             raise UserError(
                 f"'warp:length=train': a row of {int(lengths.max())} tokens is longer than the training length "
-                f"{self.train_length}: use length=row"
+                f"{self.whole}: use length=row"
             )
         rows = len(lengths)
         u = torch.rand(rows, dtype=torch.float64, generator=generator)
@@ -102,8 +105,8 @@ class Warp(Transform):
         moved = at * scale.to(at)[:, None]
         if tail.any():
             chosen = tail.nonzero()[:, 0].to(at.device)
-            if self.config.length == "train":
-                lengths = torch.full_like(lengths, self.train_length)
+            if self.whole is not None:
+                lengths = torch.full_like(lengths, self.whole)
             # in double: near 0 the CDF is a small difference of numbers near 1
             ends = lengths.to(at.device)[chosen].clamp_min(1).double()[:, None]
             moved[chosen] = (ends * SKEWS[self.config.skew](at[chosen].double() / ends)).to(at.dtype)

@@ -108,7 +108,7 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     """The flags of fairseq-train, except where it runs."""
     s = plan.settings
     if request.algorithm:
-        flags = ["--task", "rpe_algorithmic", "--algorithm", s.data, "--criterion", "answer_cross_entropy"]
+        flags = ["--task", "rpe_algorithmic", "--algorithm", s.data or "", "--criterion", "answer_cross_entropy"]
     else:
         flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
         flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]

@@ -46,9 +46,12 @@ _PAPER = Defaults(
 _SIZES = ("tiny", "wiki103", "base", "large")
 # Generated tasks know their training length themselves. A thousand updates learn to copy 20 items, two thousand more
 # sharpen it; the published setting is that of the index-warping paper.
-_TASK = {"tokens": 0, "batch_sentences": 64, "schedule": "linear"}
-_TINY_TASK = replace(_TINY, **_TASK, updates=3000, lr=1e-3, warmup=200, save_every=500)
-_PAPER_TASK = replace(_PAPER, **_TASK, updates=40000, lr=3e-5, warmup=2400)
+_TINY_TASK = replace(
+    _TINY, tokens=0, batch_sentences=64, schedule="linear", updates=3000, lr=1e-3, warmup=200, save_every=500
+)
+_PAPER_TASK = replace(
+    _PAPER, tokens=0, batch_sentences=64, schedule="linear", updates=40000, lr=3e-5, warmup=2400
+)
 
 
 def full_name(arch: str) -> str:
@@ -213,11 +216,25 @@ class Settings:
         return next((f"{key} is {there.get(key)!r} there, {here.get(key)!r} here" for key in found), "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Settings):
+    """The settings of a run that can start: everything that a count or a cost depends on is there."""
+
+    rpe: str
+    arch: str
+    tokens: int
+    batch_sentences: int
+    update_freq: int
+    nproc: int
+    rpe_share: str
+    positions_train: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """A resolved run: a run with other ``settings`` is another run."""
 
-    settings: Settings
+    settings: Resolved
     updates: int
     save_every: int
 
@@ -241,7 +258,7 @@ def plan(request: Request, data_digest: str) -> Plan:
         task = build(request.algorithm)
         data, tokens = task.spec, task.tokens(task.longest("train"))
     linear = chosen("schedule") == "linear"
-    settings = Settings(
+    settings = Resolved(
         rpe=request.rpe.strip(),
         arch=full_name(request.arch or "tiny"),
         data=data,

@@ -2,8 +2,9 @@
 
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
@@ -78,7 +79,7 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
     before = folder.state() if folder.state_path.exists() else None
     plan, of_tasks = cells[0].plan, ("data", "tokens") if sweep.algorithms else ()
     # what the runs do not share
-    own = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *of_tasks))
+    own: dict[str, Any] = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *of_tasks))
     settings = SweepSettings(**{**vars(plan.settings), **own}, updates=plan.updates, subset=sweep.subset)
     if before is not None:
         if other := settings.difference(replace(before.settings, **own)):
@@ -117,5 +118,5 @@ def noted(record: State, left: Mapping[Cell, list[Stage]]) -> State:
     return replace(record, commands=known)
 
 
-def _added(known: Sequence[str], more: object) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*known, *more]))  # type: ignore[misc]
+def _added(known: Sequence[str], more: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*known, *more]))

@@ -129,15 +129,15 @@ def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | Non
     if method.positions_eval:
         common += ["--positions", method.positions_eval]
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
-    same = {"checkpoint": "", "positions": method.positions_eval}
     if task:
         command = [*_PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
-        answers = (AnswerKey(algorithm=task, split=sweep.subset, length=n, **same) for n in lengths)
-        return Evaluation(command, tuple(answers))
+        key = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, positions=method.positions_eval, length=1)
+        return Evaluation(command, tuple(replace(key, length=n) for n in lengths))
     command = [*_PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
     command += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    texts = (TextKey(data=data_digest or "", subset=sweep.subset, length=n, **same) for n in lengths)
-    return Evaluation(command, tuple(texts))
+    digest, transform = data_digest or "", method.positions_eval
+    text = TextKey(checkpoint="", data=digest, subset=sweep.subset, positions=transform, length=1)
+    return Evaluation(command, tuple(replace(text, length=n) for n in lengths))
 
 
 def _lengths(sweep: Sweep, cell: Cell) -> list[int]:

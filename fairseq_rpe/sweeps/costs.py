@@ -18,8 +18,8 @@ def training(cell: Cell) -> float:
 def evaluations(cell: Cell) -> list[float]:
     """Of each result, in the order in which they are measured."""
     keys = [key for evaluation in cell.evaluations for key in evaluation.keys]
-    texts = {key.subset for key in keys if isinstance(key, TextKey)}
-    tokens = {split: corpus.count_tokens(cell.request.data, split) for split in texts}
+    texts, data = {key.subset for key in keys if isinstance(key, TextKey)}, cell.request.data
+    tokens = {split: corpus.count_tokens(data, split) for split in texts} if data is not None else {}
     return [_reading(tokens[k.subset], k.length) if isinstance(k, TextKey) else _answers(k) for k in keys]
 
 

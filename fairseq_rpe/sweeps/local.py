@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fairseq_rpe.core import devices
@@ -86,7 +86,10 @@ class _Active:
     place: int
     child: subprocess.Popen[bytes] | None = None
     log_start: int = 0
-    following: Following | None = None
+    following: Following = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.following = Following(self.stages[0].log, self.log_start)
 
     @property
     def trains(self) -> bool:
@@ -107,6 +110,10 @@ class _Active:
             self.following = Following(log, self.log_start)
             # a log is where tracebacks are looked for
             self.child = processes.spawn(self.stages[0].command, {**environment, DEBUG: "1"}, log=file)
+
+    def poll(self) -> int | None:
+        """The exit status of what was started last; None while it runs."""
+        return None if self.child is None else self.child.poll()
 
     def describe(self) -> str:
         if self.trains and self.following.loss is not None:
@@ -142,7 +149,7 @@ def execute(
                 for job in list(active):
                     if job.trains:
                         job.following.read()
-                    code = job.child.poll()
+                    code = job.poll()
                     if code is None:
                         continue
                     if code:

@@ -26,7 +26,8 @@ from .tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     """Attention without pruning: (B, H, n, D)."""
-    form, tensors = plan.form, ()
+    form = plan.form
+    tensors: tuple[Tensor, ...] = ()
     if isinstance(form, Curve):
         pieces = pieces_of(form, plan)
         tensors = pieces.value, pieces.slope, form.far, form.near, pieces.ends, pieces.middle
@@ -109,7 +110,10 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors:
 
     In place of a tensor that is not there goes q, which is then not read.
     """
-    width, bias, table, at_q, at_k = q.shape[3], NONE.value, None, None, None
+    width, bias = q.shape[3], NONE.value
+    table: Tensor | None = None
+    at_q: Tensor | None = None
+    at_k: Tensor | None = None
     if len(tensors) == 6:
         value, slope, far, near, ends, middle = tensors
         steps = (value.shape[1] - 1).bit_length()
@@ -117,13 +121,14 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors:
         at_q, at_k = near.float().contiguous(), F.pad(far.float(), (0, TABLE_MARGIN))[None]
     elif tensors:
         bias = DISTANCE.value if len(tensors) == 1 else POSITIONS.value
-        table, at_q, at_k = (*tensors, None, None)[:3]
+        if bias == POSITIONS.value:
+            _, at_q, at_k = tensors
         margin = TABLE_MARGIN if at_q is None else 0
-        table = F.pad(table.float() * LOG2E, (0, margin)).contiguous()
+        table = F.pad(tensors[0].float() * LOG2E, (0, margin)).contiguous()
     if padding is not None:
         padding = padding.contiguous().view(torch.uint8)
-    found = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "padding": padding}
-    found = {name: q if x is None else x for name, x in found.items()}
+    given = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "padding": padding}
+    found: dict[str, Any] = {name: q if x is None else x for name, x in given.items()}
     found |= zip(("q_b", "q_h", "q_n", "k_b", "k_h", "k_n"), (*q.stride()[:3], *k.stride()[:3]), strict=True)
     # elements from a sequence's positions to the next one's; 0 where all share them
     strides = (0 if x is None or len(x) == 1 else x.shape[1] for x in (at_q, at_k))

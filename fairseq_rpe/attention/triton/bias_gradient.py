@@ -133,7 +133,7 @@ def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list
     if bias >= CURVE.value and needed[2]:
         found[2] = _distance_sums(shared).sum(0) / LOG2E
     given = zip(found, tensors, needed, strict=True)
-    return [x.to(like.dtype) if wanted else None for x, like, wanted in given]
+    return [x.to(like.dtype) if wanted and x is not None else None for x, like, wanted in given]
 
 
 def _distance_sums(shared: dict[str, Any]) -> Tensor:

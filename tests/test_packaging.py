@@ -1,0 +1,102 @@
+"""What is published: a source archive with everything in it, and a wheel made from that which works anywhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import run
+
+pytest.importorskip("build.env", reason="needs the extra check")
+pytest.importorskip("twine", reason="needs the extra check")
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP = ("fairseq_rpe", "tests", "scripts", "docs", "requirements", "benchmarks")
+
+# Everything here must be the installed package's own: its data files, its options, what it computes.
+OUTSIDE = """
+import sys, torch, fairseq_rpe
+from importlib.metadata import version
+assert fairseq_rpe.__file__.startswith(sys.argv[1]), fairseq_rpe.__file__
+assert version("fairseq_rpe") == fairseq_rpe.__version__
+from fairseq_rpe import attend, build
+q, k, v = torch.randn(3, 1, 4, 9, 16, generator=torch.manual_seed(0))
+weights = (q @ k.mT / 4 + build("alibi", 4, 64).mask(9)).softmax(-1)
+torch.testing.assert_close(attend(q, k, v, "alibi"), weights @ v)
+from fairseq_rpe.sweeps import recipes
+assert all(recipes.load(name).title for name in recipes.names())
+from fairseq_rpe.cli.main import main
+assert main(["list"]) == 0
+"""
+
+
+def is_source(path: Path) -> bool:
+    return not any(part == "__pycache__" or (part.startswith(".") and part != ".ci") for part in path.parts)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The two archives, the wheel built from the source archive."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in TOP:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, source)
+    for name in (".ci/run", "data-bin/README.md"):
+        (source / name).parent.mkdir()
+        shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    return out
+
+
+def test_the_source_archive_has_everything(built):
+    [path] = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        there = {str(Path(*Path(name).parts[1:])) for name in archive.getnames()}
+    wanted = {str(p.relative_to(ROOT)) for top in TOP for p in (ROOT / top).rglob("*") if p.is_file()}
+    wanted = {name for name in wanted if is_source(Path(name))}
+    assert "docs/quickstart.png" in wanted and "scripts/quickstart.sh" in wanted and len(wanted) > 300
+    more = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "setup.py", "pyproject.toml", ".ci/run"}
+    assert wanted | more | {"data-bin/README.md"} <= there
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built):
+    [path] = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        [about] = [name for name in names if name.endswith("/METADATA")]
+        metadata = archive.read(about).decode()
+    package = {str(p.relative_to(ROOT)) for p in (ROOT / "fairseq_rpe").rglob("*") if p.is_file()}
+    assert {name for name in names if ".dist-info/" not in name} == {p for p in package if is_source(Path(p))}
+    assert "fairseq_rpe/py.typed" in names
+    assert re.search(r"^Requires-Python: (>=3.11,<3.13|<3.13,>=3.11)$", metadata, re.MULTILINE)
+    for line in ("License: MIT", "Classifier: Typing :: Typed", "Provides-Extra: fairseq"):
+        assert line in metadata.splitlines()
+    unconditional = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
+    assert not any("fairseq" in line for line in unconditional)
+
+
+def test_twine_has_nothing_to_say(built):
+    done = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir())
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_the_wheel_works_outside_the_repository(built, tmp_path):
+    [wheel] = built.glob("*.whl")
+    place = tmp_path / "site"
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check")
+    run(*pip, "--target", place, wheel)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE, str(place)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "alibi" in done.stdout
