@@ -1,8 +1,8 @@
 """The attention that Hugging Face transformers calls: registered once, and told by the model where its tokens are.
 
-A forward pass goes: transformers asks for a mask, which here is :class:`Tokens`, how many queries and keys there are and
-which are padding. It hands that to each layer's attention as it would a mask. The first layer settles positions, and
-every layer makes, or shares, the plan of its encoding and carries it out.
+A forward pass goes like this. transformers asks for a mask, which here is :class:`Tokens`: how many queries and keys
+there are, and which are padding. It hands that to each layer's attention as it would a mask. The first layer settles
+positions, and every layer makes, or shares, the plan of its encoding and carries it out.
 """
 
 from typing import Any
@@ -41,9 +41,9 @@ _OTHER = {
 class Adapter(nn.Module):
     """What a model is given: its encodings, learned parameters included, and where its positions are moved.
 
-    ``encodings``: one for all layers, or one per layer; ``positions``: the transform of evaluation, None: there is none.
-    It is a part of the model, so that its parameters are in
-    ``parameters()`` and ``state_dict()``, move with it, and stay in float32.
+    ``encodings``: one for all layers, or one per layer; ``positions``: the transform in evaluation, None: there is
+    none. It is a part of the model: its parameters are in ``parameters()`` and ``state_dict()`` and move with the
+    model, but stay in float32.
     """
 
     undo: tuple[Any, ...]  # what the model had before; see ``use_encoding``
@@ -185,8 +185,8 @@ def attention(
     tokens, heads, width = attention_mask, query.shape[1], query.shape[3]
     if (query.shape[2], key.shape[2]) != (tokens.n, tokens.m):
         raise UserError(
-            f"{query.shape[2]} queries and {key.shape[2]} keys, where the pass has {tokens.n} and {tokens.m}: keys that "
-            "are no tokens (prefix tuning) have no positions"
+            f"{query.shape[2]} queries and {key.shape[2]} keys, where the pass has {tokens.n} and {tokens.m}: keys "
+            "that are no tokens (prefix tuning) have no positions"
         )
     tokens.settle(adapter, more.get("position_ids"), module.training)
     if heads != key.shape[1]:

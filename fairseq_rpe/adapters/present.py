@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from ..core import UserError
 
 if find_spec("transformers") is None:
-    raise UserError('the package transformers is not installed: pip install "transformers>=5" or -e ".[transformers]"')
+    raise UserError('the package transformers is not installed: pip install -e ".[transformers]"')
 
 from transformers import __version__, utils
 

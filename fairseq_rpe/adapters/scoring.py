@@ -89,7 +89,9 @@ def evaluate(
         found = result_of(key, nats, count)
         check_scored(found, len(text))
         seconds, peak = round(time.monotonic() - begin, 3), round(peak_mb(device.type), 1)
-        return replace(with_units(found, units), encoding=encoding, seconds=seconds, engine="transformers", peak_mb=peak)
+        return replace(
+            with_units(found, units), encoding=encoding, seconds=seconds, engine="transformers", peak_mb=peak
+        )
 
     training = model.training
     model.eval()

@@ -85,7 +85,9 @@ def use_encoding(
         spec, made = _spec_of(encoding), [encoding]
     _check_fit(made[0], heads, head, config.hidden_size)
     chosen = choose(backend, remaps=made[0].remap is not None)
-    rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    rank = (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
     moves = Moves(positions_train, positions, length, seed, rank)
     _check_moves(moves, made[0], spec)
     moved = None if moves.active(False) is None else positions or moves.train.evaluation
@@ -174,9 +176,7 @@ def _completed(spec: str, config: Any) -> str:
     return normalise(f"{name}:" + ",".join(f"{key}={value}" for key, value in given.items()) if given else name)
 
 
-def _built(
-    spec: str, share: str, heads: int, head: int, width: int, length: int | None, layers: int
-) -> list[Encoding]:
+def _built(spec: str, share: str, heads: int, head: int, width: int, length: int | None, layers: int) -> list[Encoding]:
     """One encoding for the model, or one per layer."""
     if share not in SHARES:
         raise UserError(f"share is one of {', '.join(SHARES)}, not '{share}'")
