@@ -120,6 +120,16 @@ def test_types_that_are_known_keep_their_numbers(kind):
     assert row.loss_base2 * np.log(2) == pytest.approx(loss, rel=1e-5)
 
 
+def test_the_training_length_is_the_configs():
+    """Of a model that was stretched before, the one before that; ``length`` says another."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    own = llama(yarn)
+    ours = with_encoding(own, "rope:scaling=yarn,factor=4")
+    assert ours.base_model.fairseq_rpe.encodings[0].length == 16
+    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
+    assert with_encoding(own, "nope", length=7).base_model.fairseq_rpe.encodings[0].length == 7
+
+
 def test_wide_heads():
     config = transformers.AutoConfig.for_model("gemma", **SIZES, num_key_value_heads=1, head_dim=16)
     own = random_model(config)
@@ -337,6 +347,12 @@ def test_positions_that_are_moved():
     model, ids = llama(), text(tokens=40)
     a = logits(with_encoding(model, "rope", positions="interpolate:ratio=0.5"), ids)
     torch.testing.assert_close(a, logits(with_encoding(model, "rope:scaling=linear,factor=2"), ids), rtol=0, atol=1e-4)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    moved = with_encoding(model, "fire", positions="interpolate:ratio=auto,train=16")
+    got = logits(moved, ids, attention_mask=mask)[1, 9:]
+    torch.testing.assert_close(got, logits(moved, ids[1:, 9:])[0], rtol=0, atol=1e-4)
+    assert evaluate(moved, ids[0], [40])[0].positions.startswith("interpolate")
     random = with_encoding(model, "rope", positions_train="randomized:max=200")
     assert torch.equal(logits(random, ids), logits(random, ids))
     assert not torch.equal(logits(random.train(), ids), logits(random, ids))
