@@ -66,6 +66,8 @@ setup(
         "hub": HUB,
         "corpora": CORPORA,
         "slurm": SLURM,
+        # 140 MB with what it needs; without it the tests of its adapter are skipped
+        "transformers": ["transformers>=5.23"],
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
         "docs": ["playwright>=1.50"],

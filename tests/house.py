@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {*SCIENCE, *GLUE},
     "runs": _RUNS,
     "evaluation": {*_RUNS, "runs"},
+    "adapters": {*SCIENCE, "data", "modules", "evaluation"},
     "sweeps": {*_RUNS, "runs", "evaluation"},
     "reports": {*_RUNS, "runs", "evaluation", "sweeps"},
     "cli": {*_RUNS, "runs", "evaluation", "sweeps", "reports"},

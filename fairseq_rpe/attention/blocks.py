@@ -24,6 +24,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 
 
+def by_rows(x: Tensor) -> Tensor:
+    """The same numbers, those of a row neighbours in memory: torch's kernel reads others without a word."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
     """(…, 2n) vector, entry x for distance n-1-x -> (…, R, stop) view of a block with reversed rows."""
     shape, strides = (*vector.shape[:-1], stop - start, stop), (*vector.stride()[:-1], 1, 1)
@@ -83,7 +88,7 @@ def _parts(stop: int, part: int, start: int = 0) -> Iterator[slice]:
 class BlockAttention(torch.autograd.Function):
     """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
-    q, k, v: (B, H, n, D); ``make`` and its tensors give the bias; dropout and its seed as in
+    q, k, v: (B, H, n, D), :func:`by_rows`; ``make`` and its tensors give the bias; dropout and its seed as in
     ``dropout.keep_block``. The backward pass makes the weights again from the saved log-sum-exp, in float32 or better.
     Gradients of gradients are not available.
     """
@@ -110,7 +115,7 @@ class BlockAttention(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         bias = ctx.make(q.shape[2], q, *tensors)
         learned = any(ctx.needs_input_grad[6:])
-        saved = grad, q, k, v, out, lse
+        saved = by_rows(grad), q, k, v, out, lse
         if q.device.type == "cpu" and ctx.dropout == 0 and not learned:
             dq, dk, dv = _fused_backward(saved, bias)
         else:
@@ -208,7 +213,10 @@ def _own_backward(
         start, stop = rows.start, rows.stop
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
         gb, qb, ob, lb = (x[:, :, rows].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
-        minus_delta, qb, dqb = (gb * ob).sum(-1, keepdim=True).neg_(), qb.mul_(scale), torch.empty_like(qb)
+        minus_delta, qb = (gb * ob).sum(-1, keepdim=True).neg_(), qb.mul_(scale)
+        dqb = torch.empty(
+            qb.shape, dtype=qb.dtype, device=qb.device
+        )  # contiguous whatever the layout of q: see _merged
         fit = _fit(rows, q.device)
         for some in _parts(heads, fit):
             added = bias.block(start, stop, some)

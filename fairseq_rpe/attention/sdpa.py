@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core import Curve, Toeplitz, UserError, block
-from .blocks import BlockAttention, ToeplitzBias
+from .blocks import BlockAttention, ToeplitzBias, by_rows
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
@@ -36,6 +36,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         raise UserError("this encoding changes the scores, which the sdpa backend does not see: use 'reference'")
     n, m = q.shape[2], k.shape[2]
     made = _structured(plan, n, m)
+    if made is not None:
+        q, k, v = by_rows(q), by_rows(k), by_rows(v)
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)
         if q.device.type != "cpu":

@@ -193,6 +193,7 @@ class Rotary(Encoding):
     bounded = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
     rotary_fraction: float = 1.0
+    whole: bool = False
 
     def setup(self) -> None:
         self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
@@ -209,7 +210,7 @@ class Rotary(Encoding):
         raise NotImplementedError
 
     def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor | None:
-        """Factors (B or 1, n or 1, P) of the turned pairs, or (B or 1, n or 1, 1) of the whole head; None: 1."""
+        """Factors (B or 1, n or 1, P or 1) of the turned pairs, with ``whole`` (..., 1) of the whole head; None: 1."""
         return None
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
@@ -234,6 +235,6 @@ class Rotary(Encoding):
             amplitude = self.amplitude(where, pos, key)
             if amplitude is not None:
                 cos, sin = cos * amplitude, sin * amplitude
-                whole = amplitude[:, None] if amplitude.shape[-1] == 1 else None
+                whole = amplitude[:, None] if self.whole else None
             kept = self._kept[key] = (at, pos, (cos[:, None], sin[:, None], whole))
         return kept[2]

@@ -18,7 +18,7 @@ READS = {
     "ntk": ("factor",),
     "dynamic_ntk": ("factor", "original_length"),
     "ntk_by_parts": _RAMP,
-    "yarn": (*_RAMP, "temperature"),
+    "yarn": (*_RAMP, "temperature", "scaled"),
     "truncated": ("factor", "original_length"),
 }
 _ALWAYS = ("base", "scaling", "resonance", "rotary_fraction", "interleaved")
@@ -36,8 +36,8 @@ class Rope(Rotary):
       alone: it shrinks back, where code that only ever enlarges its base depends on the order of calls.
     - ntk_by_parts: (1-γ)·θ/κ + γ·θ. The paper's γ is linear in the turns within L, its code's in the pair's index
       between the two betas, rounded outwards. The default is the code. Peng et al. 2023 (arXiv 2309.00071).
-    - yarn: ntk_by_parts, and q and k times 0.1·ln κ + 1. Public code scales the turned part alone; here the whole
-      head is scaled, which is the paper's temperature for partial rotary as well.
+    - yarn: ntk_by_parts, and q and k times 0.1·ln κ + 1. Public code scales the turned part alone (``scaled=turned``);
+      by default the whole head is scaled, which is the paper's temperature for partial rotary as well.
     - truncated: with b = 2π/(κ·L), θ where θ >= b, b/16 where b/8 <= θ < b, 0 below (the paper leaves the edges
       open; this is its code). It needs fine-tuning. Pal et al. 2023 (arXiv 2308.10882).
     - resonance: wavelengths 2π/θ rounded, each angle taken from within one period. Wang et al. 2024 (2403.00071).
@@ -67,6 +67,11 @@ class Rope(Rotary):
         temperature: float | Literal["auto"] = option(
             "auto", "yarn: factor sqrt(1/t) of queries and of keys; auto: 0.1·ln κ + 1", above=0
         )
+        scaled: str = option(
+            "head",
+            "yarn: what the temperature scales: the whole head, or the turned part as in public code",
+            choices=("head", "turned"),
+        )
         resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
         rotary_fraction: float = option(1.0, "part of a head that turns, from its first element", above=0, maximum=1)
         interleaved: bool = option(False, "turn pairs (2s, 2s+1) instead of (s, s + d/2)")
@@ -77,6 +82,7 @@ class Rope(Rotary):
     def setup(self) -> None:
         cfg = self.config
         self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
+        self.whole = cfg.scaled == "head"
         super().setup()
         self.original = cfg.original_length or self.length or 0
         reads = (*_ALWAYS, *READS[cfg.scaling], *(("original_length",) if cfg.factor == "auto" else ()))

@@ -3,16 +3,10 @@
 A block has positions 0 … L-1; the target at position p is predicted from p + 1 inputs.
 """
 
-import contextlib
-import itertools
 import logging
-import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fairseq_rpe import compat  # before fairseq, which then starts quicker
@@ -31,13 +25,13 @@ from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import check_plain, load, one_line
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, Buckets, TextKey, TextRequest, TextResult
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextRequest, TextResult
+from fairseq_rpe.evaluation.tally import check_scored, peak_mb, result_of, with_units
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 
 logger = logging.getLogger(__name__)
-MOST_BITS = sys.float_info.max_exp  # per token; the perplexity of more is no float
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
 Engine = Callable[[TextKey, int], TextResult]  # the int: tokens of a batch
 Cache = dict[str, dict[str, Tensor]]  # fairseq's incremental state: keys, values and padding by layer
@@ -58,17 +52,11 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
             found = engine(key, request.max_tokens or max(key.length, BATCH_TOKENS))
         scored = f"{found.tokens} of {tokens}"
         logger.info("length %d, engine %s: scored tokens: %s", key.length, request.engine, scored)
-        if found.tokens != tokens:
-            raise UserError(
-                f"length {key.length}: {scored} tokens were scored, so the result is not kept: "
-                "the model must accept this length, and the data hold no padding"
-            )
+        check_scored(found, tokens)
         return replace(
-            found,
+            with_units(found, units),
             encoding=checkpoint.encoding,
             seconds=round(time.monotonic() - start, 3),
-            bits_per_byte=units.bits_per_byte(found.loss_base2) if units else None,
-            word_ppl=units.word_ppl(found.loss_base2) if units else None,
             engine=request.engine,
             peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
         )
@@ -90,12 +78,7 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
         with Progress(f"length {key.length}", "tokens", total) as bar:
             found = batches(request, task, key.length, batch_tokens)
             nats, count = by_position(model, found, key.length, pad, bar.update)
-        tokens = int(count.sum())
-        loss = defined(nats.sum()) / tokens / math.log(2)
-        ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
-        if loss >= MOST_BITS:
-            raise too_large(loss)
-        return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=buckets(nats, count))
+        return result_of(key, nats, count)
 
     return measure
 
@@ -140,14 +123,6 @@ def by_position(
     return nats.cpu(), count
 
 
-def buckets(nats: Tensor, count: Tensor) -> Buckets:
-    """The loss at positions 0, 1, 2 … 3, 4 … 7 and so on to the end of a full block."""
-    edges = [0, *(1 << k for k in range((len(nats) - 1).bit_length())), len(nats)]
-    sizes = [b - a for a, b in itertools.pairwise(edges)]
-    nats, count = (torch.stack([p.sum() for p in part.split(sizes)]) for part in (nats, count))
-    return Buckets(*map(tuple, ([b - 1 for b in edges[1:]], (nats / count / math.log(2)).tolist(), count.tolist())))
-
-
 def losses(model: Any, inputs: Tensor, targets: Tensor, state: Cache | None = None) -> Tensor:
     """Negative log-likelihoods in nats (B·s,) of targets (B, s), predicted at the last s of inputs (B, n)."""
     features = model.decoder(inputs, incremental_state=state, features_only=True)[0][:, -targets.shape[1] :]
@@ -164,21 +139,6 @@ def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
         scores = model.get_normalized_probs((x[None], None), log_probs=True, sample={"target": y[None].contiguous()})
         found.append(-scores.float().gather(-1, y[None, :, None]).flatten())
     return torch.cat(found)
-
-
-def defined(nats: Tensor) -> float:
-    """A sum of losses, refused where a target has probability 0 or NaN."""
-    if not torch.isfinite(nats):
-        raise UserError("the model gives a target token probability 0 or NaN: its perplexity is not defined")
-    return float(nats)
-
-
-def too_large(loss: float) -> UserError:
-    """Of a loss in bits per token whose perplexity is beyond any float."""
-    return UserError(
-        f"the perplexity is too large for a number, with a loss of {loss:.0f} bits per token: "
-        "the model has not learned, train it with a smaller --lr"
-    )
 
 
 def _fairseq_engine(request: TextRequest) -> Engine:
@@ -213,14 +173,3 @@ def _fairseq_engine(request: TextRequest) -> Engine:
         return TextResult(**vars(key), tokens=tokens, loss_base2=float(found["loss"]), ppl=float(found["perplexity"]))
 
     return measure
-
-
-def peak_mb(device: str) -> float:
-    """MiB: the most that this process has had in memory so far; on a GPU, of the GPU's."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    with contextlib.suppress(OSError, IndexError):
-        # not getrusage: after an exec it starts from what the parent had
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

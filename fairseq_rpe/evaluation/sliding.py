@@ -14,8 +14,8 @@ from fairseq_rpe.core.records import Count, Positive, filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.perplexity import MOST_BITS, too_large
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides, Result, resumed
+from fairseq_rpe.evaluation.tally import MOST_BITS, too_large
 from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there

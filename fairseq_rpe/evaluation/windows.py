@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..core import Positions, UserError, block
 from ..core.progress import Progress
 from ..encodings import Encoding
-from .perplexity import Cache, defined, losses
+from .perplexity import Cache, losses
+from .tally import defined
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Batch = tuple[Tensor, Tensor]  # inputs and targets

@@ -7,13 +7,14 @@ from pathlib import Path
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
 from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number, words
-from fairseq_rpe.encodings import names
+from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.reports.findings import Perplexities, asked
 from fairseq_rpe.reports.page import Block, Text
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 NONE = "none"
+DELTA = 0.05
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
 
@@ -66,7 +67,11 @@ def _predicted(method: Method, paths: Sequence[Path]) -> Prediction:
         return Prediction(NONE, why="positions are moved")
     if method.rpe.partition(":")[0] not in names():
         return Prediction(NONE, why="not loaded: give --rpe-module")
-    encodings = [encoding for path in paths for encoding in checkpoints.load(path).learned()]
+    return of_encodings([encoding for path in paths for encoding in checkpoints.load(path).learned()])
+
+
+def of_encodings(encodings: Sequence[Encoding]) -> Prediction:
+    """The prediction of all layers of a model, or of its seeds, with these encodings as they were trained."""
     decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
     of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
     return Prediction(of_all, decisions.count(CONVERGES), len(decisions))

@@ -5,12 +5,11 @@ from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.figures import style
 from fairseq_rpe.reports import definition, page, tensorboard
 from fairseq_rpe.reports.chapters import exact_match, literature, perplexities, training
+from fairseq_rpe.reports.definition import DELTA
 from fairseq_rpe.reports.findings import Perplexities, collect
 from fairseq_rpe.reports.kept import Places
 from fairseq_rpe.reports.page import Part, Section
 from fairseq_rpe.sweeps.state import State, SweepFolder
-
-DELTA = 0.05
 
 
 def check(folder: SweepFolder, delta: float | None) -> State:

@@ -70,6 +70,27 @@ def test_attend_equals_the_reference(spec):
         assert_same(a, b, tolerance)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("spec", ["nope", "alibi", "kerple_log", "t5_bias", "fire", "rope"])
+def test_gradients_do_not_depend_on_the_layout(spec, dropout):
+    """Heads behind tokens in memory, as in RelativeAttention; behind rows as well, as in fairseq; and one by one."""
+    encoding, layouts = made(spec), [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)]
+    for n in (21, 300):
+        inputs, found = qkv(n), []
+        for order in layouts:
+            back = sorted(range(4), key=order.__getitem__)
+            laid = [x.detach().permute(order).contiguous().permute(back).requires_grad_() for x in inputs]
+            encoding.zero_grad()
+            torch.manual_seed(3)
+            out = attend(*laid, encoding, dropout=dropout)
+            seeds = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+            out.backward(seeds.permute(order).contiguous().permute(back))
+            grads = {str(i): x.grad for i, x in enumerate((*laid, *encoding.parameters()))}
+            found.append({"out": out.detach(), **{name: grad.clone() for name, grad in grads.items()}})
+        for other in found[1:]:
+            assert_same(found[0], other)
+
+
 @pytest.mark.parametrize("spec", ADDED)
 def test_attend_is_softmax_with_the_mask(spec):
     encoding = made(spec)

@@ -108,6 +108,19 @@ def test_yarn_temperature(options, at, factor):
     torch.testing.assert_close(got, torch.full_like(got, factor**2), rtol=1e-9, atol=0)
 
 
+def test_yarn_of_public_code_scales_the_turned_part_alone():
+    """Also where that is a single pair."""
+    x, pos = vectors(1, 8, 5, 64, dtype=torch.float64)[0], Positions.arange(5, dtype=torch.float64)
+    for fraction in (0.25, 1 / 32):
+        spec = f"rope:scaling=yarn,factor=4,rotary_fraction={fraction}"
+        made = (build(f"{spec},scaled={part}", 8, 512, 512) for part in ("head", "turned"))
+        whole, turned = (encoding.rotate(x, pos.k, pos) for encoding in made)
+        rotated = int(64 * fraction)
+        assert torch.equal(turned[..., rotated:], x[..., rotated:])
+        torch.testing.assert_close(turned[..., :rotated], whole[..., :rotated], rtol=0, atol=0)
+        assert not torch.equal(whole[..., rotated:], x[..., rotated:])
+
+
 def test_truncated():
     got = theta("scaling=truncated,factor=4")
     assert torch.equal(got[:21], theta()[:21])

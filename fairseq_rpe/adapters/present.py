@@ -1,0 +1,28 @@
+"""The package transformers, found and made usable; to be imported before it."""
+
+import importlib
+import sys
+from importlib.util import find_spec
+
+from ..core import UserError
+
+if find_spec("transformers") is None:
+    raise UserError('the package transformers is not installed: pip install -e ".[transformers]"')
+
+from transformers import __version__, utils
+
+if int(__version__.partition(".")[0]) < 5:
+    raise UserError(f"transformers {__version__} has other attention than this adapter knows: install transformers>=5")
+
+
+def _without_broken_audio() -> None:
+    """Its models load torchaudio, which fairseq asks for, and which fails to load beside another build of torch."""
+    if find_spec("torchaudio") is None or "transformers.audio_utils" in sys.modules:
+        return
+    try:
+        importlib.import_module("torchaudio")
+    except (ImportError, OSError):
+        utils.is_torchaudio_available = utils.import_utils.is_torchaudio_available = lambda: False
+
+
+_without_broken_audio()

@@ -1,0 +1,233 @@
+"""Models of Hugging Face transformers with any encoding of this package."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from .interface import (  # first: it finds the package
+    NAME,
+    TYPES,
+    Adapter,
+    NoRotation,
+    before_first_layer,
+    before_model,
+    check_type,
+)
+
+# isort: split
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..attention import choose
+from ..core import UserError
+from ..core.spec import canonical, parse, show
+from ..encodings import Encoding, build, names, normalise
+from ..encodings.base import registry
+from ..modules.moves import Moves
+from .scoring import evaluate
+
+__all__ = ["TYPES", "evaluate", "restore", "use_encoding"]
+
+SHARES = ("auto", "model", "layer")
+
+
+def use_encoding(
+    model: PreTrainedModel,
+    encoding: Encoding | str,
+    *,
+    length: int | None = None,
+    share: str = "auto",
+    positions: str = "",
+    positions_train: str = "identity",
+    seed: int = 1,
+    backend: str = "auto",
+) -> PreTrainedModel:
+    """Change a model in place: its own rotation goes, and ``encoding`` acts in its attention, or at its input.
+
+    What an encoding does is as in :func:`fairseq_rpe.attend`: softmax(s·q·kᵀ + bias) v, with q and k turned first where
+    it turns them; s is the model's own factor, mostly 1/sqrt(D) for heads of width D. Of ``rope`` what the spec leaves
+    open is the model's: ``base`` its rope_theta, ``rotary_fraction`` its partial_rotary_factor, and YaRN scales the
+    turned part, as transformers does. Scaling is never taken from the config.
+
+    Args:
+        model: of a type in ``TYPES``, with a head or without, on one device.
+        encoding: a spec, such as ``"rope:scaling=yarn,factor=4"``, or an encoding, which all layers then share.
+        length: training length in tokens, for a spec that reads it; None: original_max_position_embeddings of the
+            config's rope_parameters, or its max_position_embeddings.
+        share: one encoding for the ``model``, one per ``layer``, or ``auto``: what the encoding's paper does.
+        positions, positions_train: position transforms in evaluation and in training, as ``--positions-eval`` and
+            ``--positions-train``; ``seed``: of random ones, in training a new draw for every forward pass.
+        backend: as in ``attend``.
+
+    Returns:
+        The same model. What it learns of positions is in ``model.base_model.fairseq_rpe``, a part of the model.
+
+    Raises:
+        UserError: a model, config or encoding that cannot be served; in a forward pass, what attention here does not
+            do (sliding windows, packed texts, attention weights, caches of fixed size). Nothing is left out in silence.
+    """
+    base, layers = _parts(model)
+    config = base.config
+    _check_config(config)
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if length is None:
+        length = (config.rope_parameters or {}).get("original_max_position_embeddings", config.max_position_embeddings)
+    if isinstance(encoding, str):
+        spec = _completed(encoding, config)
+        made = _built(spec, share, heads, head, config.hidden_size, length, len(layers))
+    else:
+        if share not in ("auto", "model"):
+            raise UserError(f"share='{share}' with an encoding that is made already: give its spec, or leave share out")
+        spec, made = _spec_of(encoding), [encoding]
+    _check_fit(made[0], heads, head, config.hidden_size)
+    chosen = choose(backend, remaps=made[0].remap is not None)
+    rank = (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
+    moves = Moves(positions_train, positions, length, seed, rank)
+    _check_moves(moves, made[0], spec)
+    moved = None if moves.active(False) is None else positions or moves.train.evaluation
+    adapter = Adapter(made, spec, moves, moved, chosen).to(_device(model))
+    if isinstance(getattr(base, NAME, None), Adapter):
+        restore(model)
+    _install(model, base, layers, adapter)
+    return model
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo :func:`use_encoding`: the model's own rotation and attention are back, the encoding is gone from it.
+
+    Raises UserError: the model has no encoding of ours.
+    """
+    base, layers = _parts(model)
+    adapter = getattr(base, NAME, None)
+    if not isinstance(adapter, Adapter):
+        raise UserError("this model has no encoding of ours: there is nothing to restore")
+    rotation, attention, hooks = adapter.undo
+    for hook in hooks:
+        hook.remove()
+    for module in (layers[0], *_attentions(layers)):
+        delattr(module, NAME)
+    delattr(base, NAME)
+    base.rotary_emb = rotation
+    model.set_attn_implementation(attention)
+    return model
+
+
+def _parts(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
+    """The model without its head, and its layers; refused where they are not known."""
+    kind, base = check_type(model), model.base_model
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(list(_attentions(layers))) != len(layers):
+        raise UserError(f"this version of transformers builds '{kind}' in another way than was checked: use 5.23")
+    if not isinstance(getattr(base, "rotary_emb", None), nn.Module):
+        raise UserError(f"'{kind}' has no rotation where this version of transformers is known to have it: use 5.23")
+    return base, layers
+
+
+def _attentions(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    for layer in layers:
+        yield from (m for m in layer.modules() if hasattr(m, "scaling") and hasattr(m, "layer_idx"))
+
+
+def _check_config(config: Any) -> None:
+    if {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
+        raise UserError("layers of this model see a window of the text: set layer_types to 'full_attention' each")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise UserError(
+            f"this model sees a window of {config.sliding_window} tokens: set sliding_window=None in its config"
+        )
+    if not getattr(config, "is_causal", True):
+        raise UserError("this model sees the future, and encodings here are causal: set is_causal=True in its config")
+    if config.output_attentions:
+        raise UserError("attention weights are never built: set output_attentions=False in the model's config")
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type == "meta":
+        shown = ", ".join(sorted(map(str, devices)))
+        raise UserError(f"the model lies on {shown}: put all of it on one device first")
+    return devices.pop()
+
+
+def _completed(spec: str, config: Any) -> str:
+    """Of ``rope``, with what the model itself says where the spec says nothing."""
+    name, given = parse(spec)
+    if name != "rope":
+        return normalise(spec)
+    normalise(spec)  # a wrong option is refused as it was written
+    own = config.rope_parameters or {}
+    kind = own.get("rope_type", "default")
+    if kind != "default" and "scaling" not in given:
+        raise UserError(
+            f"the model's own rotation is scaled ({kind}), and '{spec}' would drop that: name a scaling, if need be "
+            "scaling=none"
+        )
+    known: dict[str, Any] = {"base": own.get("rope_theta")}
+    known["rotary_fraction"] = own.get("partial_rotary_factor")
+    if given.get("scaling") == "yarn" and known["rotary_fraction"] not in (None, 1):
+        known["scaled"] = "turned"
+    given = {**{key: show(value) for key, value in known.items() if value is not None}, **given}
+    return normalise(f"{name}:" + ",".join(f"{key}={value}" for key, value in given.items()) if given else name)
+
+
+def _built(spec: str, share: str, heads: int, head: int, width: int, length: int | None, layers: int) -> list[Encoding]:
+    """One encoding for the model, or one per layer."""
+    if share not in SHARES:
+        raise UserError(f"share is one of {', '.join(SHARES)}, not '{share}'")
+    make = partial(build, spec, heads, heads * head, length)
+    first = make()
+    if first.embeds and width != heads * head:
+        make = partial(build, spec, heads, width, length)
+        first = make()
+    share = first.shares[0] if share == "auto" else share
+    if share not in first.shares:
+        raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(first.shares)}")
+    return [first] if share == "model" else [first, *(make() for _ in range(layers - 1))]
+
+
+def _spec_of(encoding: Encoding) -> str:
+    own = type(encoding)
+    return canonical(next((n for n in names() if registry.resolve(n)[0] is own), own.__name__), encoding.config)
+
+
+def _check_fit(encoding: Encoding, heads: int, head: int, width: int) -> None:
+    wanted = width if encoding.embeds else heads * head
+    if encoding.heads != heads or ((encoding.embeds or encoding.rotates) and encoding.width != wanted):
+        raise UserError(
+            f"the encoding is for {encoding.heads} heads and width {encoding.width}, the model has {heads} and "
+            f"{wanted}: build it with heads={heads}, width={wanted}"
+        )
+
+
+def _check_moves(moves: Moves, encoding: Encoding, spec: str) -> None:
+    for name, transform in (("positions_train", moves.active(True)), ("positions", moves.active(False))):
+        if transform is not None and encoding.positions == "none":
+            raise UserError(f"{name}: '{spec}' reads no positions, so moving them does nothing: leave it out")
+        if transform is not None and transform.fractional and encoding.positions == "whole":
+            raise UserError(f"{name}: '{spec}' knows whole positions only and this transform makes fractions")
+
+
+def _install(model: PreTrainedModel, base: Any, layers: nn.ModuleList, adapter: Adapter) -> None:
+    # the config says which attention is called, and models that are built from one config share it
+    shared, own = base.config, copy.deepcopy(base.config)
+    for module in model.modules():
+        if module.__dict__.get("config") is shared:
+            module.config = own
+    before = shared._attn_implementation
+    hooks = (
+        base.register_forward_pre_hook(before_model, with_kwargs=True),
+        layers[0].register_forward_pre_hook(before_first_layer, with_kwargs=True),
+    )
+    adapter.undo = (base.rotary_emb, before, hooks)
+    for layer, module in enumerate(_attentions(layers)):
+        setattr(module, NAME, (adapter, layer))  # in a tuple, so that it is no part of this module as well
+    setattr(layers[0], NAME, (adapter, 0))
+    setattr(base, NAME, adapter)
+    base.rotary_emb = NoRotation()
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,102 @@
+"""The report of a sweep, written for perplexities that were measured elsewhere: of models that no sweep has trained."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import atomic_write, check_folder
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.evaluation.results import TextResult
+from fairseq_rpe.figures import style
+from fairseq_rpe.reports import definition, page
+from fairseq_rpe.reports.chapters import perplexities
+from fairseq_rpe.reports.definition import DELTA, NONE, Prediction
+from fairseq_rpe.reports.findings import Finding, Perplexities
+from fairseq_rpe.reports.kept import Places
+from fairseq_rpe.reports.page import Part, Section
+from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
+
+
+def write_report(
+    rows: Mapping[str, Sequence[TextResult]],
+    folder: Path | str,
+    trained_at: int,
+    *,
+    encodings: Mapping[str, Sequence[Encoding]] | None = None,
+    delta: float = DELTA,
+    title: str = "",
+) -> Section:
+    """Write table, figure and page on several models that were scored on one text; what they say is on ``text``.
+
+    The files are a sweep's: results.csv, results.md, ppl.png and .pdf, extrapolation.csv, report.html.
+
+    Args:
+        rows: the results of each model by its name, in the order to be shown.
+        folder: where they are written; made if it is not there.
+        trained_at: tokens of the models' training, by which ratios and Definition 0.1 go.
+        encodings: of models, as they were trained; the verdict on Σ exp(bias) then stands beside what was measured.
+        delta: δ of Definition 0.1, relative.
+        title: of the page.
+
+    Raises:
+        UserError: there are no results, or they are of different texts, of one length twice, or of a sweep's folder.
+    """
+    folder = Path(folder)
+    found = Perplexities(_findings(rows, trained_at), trained_at)
+    at = _places(folder)
+    state = _state(rows, trained_at, title)
+    said = {
+        name: definition.of_encodings(list(own))
+        if state.method(name).leaves_positions
+        else Prediction(NONE, why="positions are moved")
+        for name, own in (encodings or {}).items()
+    }
+    judged = definition.judge(found, said)
+    made = perplexities.findings(state, [], found, definition.blocks(judged, trained_at, delta))
+    parts = [*made.parts, Part("measurements", "Every measurement", [made.every])]
+    section = Section(
+        name=folder.resolve().name,
+        title=title,
+        lead=made.lead,
+        facts=[("split", str(state.settings.subset)), ("training length", f"{trained_at:,} tokens")],
+        parts=[part for part in parts if part.blocks],
+        text=f"{made.markdown}\nresults: {at.results}\nfigure:  {at.figures[0]}\npage:    {at.page}",
+    )
+    style.save(made.figure, *at.figures)
+    page.write([section], at.page)
+    atomic_write(at.others[0], definition.csv(judged, delta))
+    atomic_write(at.table, made.markdown)
+    atomic_write(at.results, found.csv())
+    return section
+
+
+def _findings(rows: Mapping[str, Sequence[TextResult]], trained_at: int) -> list[Finding[TextResult]]:
+    texts = {(one.data, one.subset, one.tokens) for own in rows.values() for one in own}
+    if len(texts) != 1:
+        what = "results are of different texts or splits" if texts else "there are no results"
+        raise UserError(f"{what}, so there is nothing to compare: evaluate each model on the same text first")
+    found = []
+    for name, own in rows.items():
+        by_length = {one.length: one for one in own}
+        if len(by_length) < len(own):
+            raise UserError(f"'{name}' has two results of one length: give each model a name of its own")
+        base = by_length.get(trained_at)
+        found += [Finding(name, 1, one, one.ppl / base.ppl if base else None) for _, one in sorted(by_length.items())]
+    return found
+
+
+def _state(rows: Mapping[str, Sequence[TextResult]], trained_at: int, title: str) -> State:
+    """What a sweep would have on record of these models."""
+    firsts = {name: own[0] for name, own in rows.items() if own}
+    methods = {name: Method(name, one.encoding or name, positions_eval=one.positions) for name, one in firsts.items()}
+    settings = SweepSettings(tokens=trained_at, subset=next(iter(firsts.values())).subset)
+    return State(settings, tuple(firsts), (1,), methods=methods, title=title)
+
+
+def _places(folder: Path) -> Places:
+    sweep = SweepFolder(folder)
+    if sweep.state_path.exists():
+        raise UserError(f"{folder} is the folder of a sweep, whose report this would replace: name another one")
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Places(sweep, State(SweepSettings(), (), ()))

@@ -1,0 +1,482 @@
+"""Models of Hugging Face transformers with our encodings: the package's own numbers, and those of our decoder."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ALL_SPECS, make_model
+
+from fairseq_rpe import build
+from fairseq_rpe.core import UserError
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("the package transformers is not installed", allow_module_level=True)
+
+from fairseq_rpe.adapters.transformers import TYPES, evaluate, restore, use_encoding
+
+# isort: split
+
+import transformers
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+TYPES_OF_TEXT, LENGTH = 60, 64
+SIZES = {
+    "vocab_size": TYPES_OF_TEXT,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+# what of ours is which rope_type of theirs
+SCALINGS = {
+    "rope": {"rope_type": "default"},
+    "rope:scaling=linear,factor=4": {"rope_type": "linear", "factor": 4.0},
+    "rope:scaling=dynamic_ntk,factor=2": {"rope_type": "dynamic", "factor": 2.0},
+    "rope:scaling=yarn,factor=4": {"rope_type": "yarn", "factor": 4.0},
+    "rope:scaling=yarn,factor=4,temperature=1.5": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+}
+
+
+def random_model(config, spread: float = 0.25):
+    """With weights so large that positions show in every logit."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=spread)
+    return model
+
+
+def neox(fraction: float = 1.0, rope: dict | None = None, **changes):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": fraction, **(rope or {})}
+    return random_model(GPTNeoXConfig(**{**SIZES, "rope_parameters": rope, **changes}))
+
+
+def llama(rope: dict | None = None, **changes):
+    rope = {"rope_type": "default", "rope_theta": 500.0, **(rope or {})}
+    return random_model(LlamaConfig(**{**SIZES, "num_key_value_heads": 2, "rope_parameters": rope, **changes}))
+
+
+def text(rows: int = 2, tokens: int = 150) -> torch.Tensor:
+    return torch.randint(4, TYPES_OF_TEXT, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model, ids: torch.Tensor, **more) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **more).logits
+
+
+def with_encoding(model, spec, **more):
+    """A copy of a model, with an encoding of ours."""
+    return use_encoding(copy.deepcopy(model), spec, **more)
+
+
+# -- the package's own numbers
+
+
+@pytest.mark.parametrize(
+    "make", [lambda rope: neox(rope=rope), lambda rope: neox(0.5, rope), llama], ids=["neox", "partial", "llama"]
+)
+@pytest.mark.parametrize("spec", SCALINGS)
+def test_equals_the_models_own_rotation(make, spec):
+    own = make(SCALINGS[spec])
+    ours = with_encoding(own, spec)
+    ids = text()
+    a, b = logits(own, ids), logits(ours, ids)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert (logits(with_encoding(own, "nope"), ids) - a).abs().max() > 0.1  # positions matter here
+    lengths = (32, LENGTH, 150)
+    # dynamic NTK of theirs never shrinks back, so the lengths go up
+    found = [[row.ppl for row in evaluate(model, ids.flatten(), lengths)] for model in (own, ours)]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_types_that_are_known_keep_their_numbers(kind):
+    """Grouped keys, normalised queries, heads that are not width / heads wide, and rotations of a part."""
+    config = transformers.AutoConfig.for_model(
+        kind, **SIZES, **({} if kind == "gpt_neox" else {"num_key_value_heads": 2}), head_dim=8
+    )
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = None
+    own = random_model(config)
+    ids = text(tokens=70)
+    a = logits(own, ids)
+    torch.testing.assert_close(logits(with_encoding(own, "rope"), ids), a, rtol=0, atol=2e-4)
+    assert (logits(with_encoding(own, "alibi"), ids) - a).abs().max() > 0.05
+    loss = torch.nn.functional.cross_entropy(a[0, :-1], ids[0, 1:]).item()
+    row = evaluate(own, ids[0, 1:], [69], start=int(ids[0, 0]))[0]
+    assert row.loss_base2 * np.log(2) == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_training_length_is_the_configs():
+    """Of a model that was stretched before, the one before that; ``length`` says another."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    own = llama(yarn)
+    ours = with_encoding(own, "rope:scaling=yarn,factor=4")
+    assert ours.base_model.fairseq_rpe.encodings[0].length == 16
+    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
+    assert with_encoding(own, "nope", length=7).base_model.fairseq_rpe.encodings[0].length == 7
+
+
+def test_wide_heads():
+    config = transformers.AutoConfig.for_model("gemma", **SIZES, num_key_value_heads=1, head_dim=16)
+    own = random_model(config)
+    torch.testing.assert_close(logits(with_encoding(own, "rope"), text()), logits(own, text()), rtol=0, atol=2e-4)
+    assert use_encoding(own, "sinusoidal").base_model.fairseq_rpe.encodings[0].width == 32
+
+
+# -- our decoder's numbers
+
+
+def same_weights(ours, spec: str):
+    """A GPT-NeoX with the weights of our decoder: layer norms first, no parallel residual, embeddings not scaled."""
+    config = GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="gelu")
+    theirs, decoder = neox_of(config), ours.decoder
+    base = theirs.gpt_neox
+
+    def put(there: torch.nn.Module, here: torch.nn.Module) -> None:
+        there.load_state_dict(here.state_dict())
+
+    put(base.embed_in, decoder.embed_tokens)
+    put(base.final_layer_norm, decoder.layer_norm)
+    theirs.lm_head.weight.data.copy_(decoder.output_projection.weight)
+    for there, here in zip(base.layers, decoder.layers, strict=True):
+        attention = here.self_attn
+        put(there.input_layernorm, here.self_attn_layer_norm)
+        put(there.post_attention_layernorm, here.final_layer_norm)
+        put(there.attention.dense, attention.out_proj)
+        put(there.mlp.dense_h_to_4h, here.fc1)
+        put(there.mlp.dense_4h_to_h, here.fc2)
+        for name in ("weight", "bias"):  # of each head q, then k, then v
+            parts = [
+                getattr(p, name).unflatten(0, (4, 8)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+            ]
+            getattr(there.attention.query_key_value, name).data.copy_(torch.cat(parts, dim=1).flatten(0, 1))
+    # rope of this config turns a quarter of a head by default, our decoder's all of it
+    if spec.startswith("rope") and "rotary_fraction" not in spec:
+        spec += f"{',' if ':' in spec else ':'}rotary_fraction=1"
+    share = "model" if len(decoder.encodings) == 1 else "layer"
+    adapted = use_encoding(theirs, spec, share=share)
+    put(adapted.base_model.fairseq_rpe.encodings, decoder.encodings)
+    return adapted
+
+
+def neox_of(config):
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def decoder_with(task, spec: str, **changes):
+    made = make_model(task, spec, activation_fn="gelu", no_scale_embedding=True, **changes)
+    torch.manual_seed(3)
+    for name, weight in made.named_parameters():
+        if "encodings" in name:
+            weight.data.add_(0.1 * torch.randn_like(weight))
+        elif weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return made
+
+
+@pytest.mark.parametrize("spec", [s for s in ALL_SPECS if s != "learned"] + ["learned:max_positions=150"])
+def test_equals_our_decoder(task, spec):
+    ours = decoder_with(task, spec)
+    theirs = same_weights(ours, spec)
+    ids = text()
+    with torch.no_grad():
+        torch.testing.assert_close(logits(theirs, ids), ours.decoder(ids)[0], rtol=0, atol=1e-4)
+
+
+def data_folder(path: Path, tokens: int = 500) -> Path:
+    from fairseq_rpe.data import folder
+
+    path.mkdir()
+    folder.write_dictionary(path / "dict.txt", [f"w{i}" for i in range(TYPES_OF_TEXT - 4)])
+    sizes = np.array([tokens - 130, 130], "<i4")
+    (path / "sizes").write_bytes(sizes.tobytes())
+    with open(path / "sizes", "rb") as file:
+        folder.write_index(path / "test.idx", file, "<u2")
+    text(1, tokens)[0].numpy().astype("<u2").tofile(path / "test.bin")
+    return path
+
+
+@pytest.mark.parametrize("spec", ["alibi", "fire"])
+def test_perplexities_equal_our_evaluation(task, spec, tmp_path):
+    """The same blocks and the same result, position by position, from our loader and decoder."""
+    from fairseq_rpe.evaluation.perplexity import batches, by_position
+    from fairseq_rpe.evaluation.results import TextRequest, read
+    from fairseq_rpe.evaluation.tally import buckets
+
+    data, lengths = data_folder(tmp_path / "data"), (16, 64, 130, 500)
+    ours = decoder_with(task, spec)
+    request = TextRequest(checkpoint=tmp_path, data=data, lengths=lengths)
+    theirs = same_weights(ours, spec)
+    rows = evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl")
+    for row in rows:
+        nats, count = by_position(ours, batches(request, task, row.length, 2048), row.length, 1, lambda _: None)
+        own = buckets(nats, count)
+        assert row.tokens == int(count.sum()) == 500 and row.positions_loss.tokens == own.tokens
+        assert row.positions_loss.loss_base2 == pytest.approx(own.loss_base2, rel=1e-5)
+        assert row.ppl == pytest.approx(float((nats.sum() / 500).exp()), rel=1e-4)
+    assert read(type(rows[0]), tmp_path / "eval.jsonl") == rows
+    assert evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl") == rows  # nothing is measured twice
+    assert {row.encoding for row in rows} == {spec} and {row.engine for row in rows} == {"transformers"}
+    with torch.no_grad():
+        theirs.lm_head.weight.mul_(2)
+    changed = evaluate(theirs, data, [16], out=tmp_path / "eval.jsonl")[0]
+    assert changed.checkpoint != rows[0].checkpoint and changed.ppl != rows[0].ppl
+
+
+# -- what a forward pass may ask for
+
+
+@pytest.mark.parametrize("spec", ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "kerple_log", "learned"])
+def test_decoding_equals_a_whole_pass(spec):
+    model = use_encoding(llama(), spec)
+    ids = text(tokens=20)
+    whole, parts, cache = logits(model, ids), [], None
+    with torch.no_grad():
+        for part in ids.split((9, 1, 4, 6), dim=1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-4)
+    made = model.generate(ids, max_new_tokens=6, do_sample=False)
+    greedy = ids
+    for _ in range(6):
+        greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], dim=1)
+        if (greedy[:, 20:] == 2).any():
+            break
+    assert torch.equal(made[:, : greedy.shape[1]], greedy)
+
+
+@pytest.mark.parametrize("spec", ["alibi", "fire", "rope", "rope:scaling=dynamic_ntk", "learned", "sinusoidal"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(spec, side):
+    """A padded row gives what it gives alone, also where positions are not distances, and in generation."""
+    model = use_encoding(neox(), spec, length=32)
+    ids = text(tokens=30)
+    mask = torch.ones_like(ids)
+    padded = slice(0, 7) if side == "left" else slice(23, 30)
+    mask[1, padded] = 0
+    real = mask[1].bool()
+    got, alone = logits(model, ids, attention_mask=mask), logits(model, ids[1:, real])
+    torch.testing.assert_close(got[1, real], alone[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(got[0], logits(model, ids)[0] if "dynamic" in spec else got[0], rtol=0, atol=1e-4)
+    if side == "left" and spec != "learned":
+        short = ids[:, :16]
+        made = model.generate(short, attention_mask=mask[:, :16], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        own = model.generate(short[1:, 7:], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert torch.equal(made[1, 16 : 16 + own.shape[1] - 9], own[0, 9:])
+
+
+def test_position_ids_may_say_what_is_so():
+    model = use_encoding(neox(), "fire")
+    ids = text(tokens=10)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    plain = logits(model, ids, attention_mask=mask)
+    for position_ids in (torch.arange(10)[None], (mask.cumsum(1) - 1).clamp_min(0), (mask.cumsum(1) - 1).abs()):
+        assert torch.equal(logits(model, ids, attention_mask=mask, position_ids=position_ids), plain)
+
+
+def test_training_reaches_the_encoding_and_checkpointing_changes_nothing():
+    ids = text(tokens=24)
+    found = []
+    for checkpointing in (None, {"use_reentrant": True}, {"use_reentrant": False}):
+        torch.manual_seed(5)
+        model = use_encoding(llama(attention_dropout=0.1), "kerple_log", share="layer").train()
+        learned = model.base_model.fairseq_rpe.encodings
+        assert len(learned) == 2 and {id(p) for p in learned.parameters()} <= {id(p) for p in model.parameters()}
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        torch.manual_seed(6)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert any("fairseq_rpe.encodings.1" in name for name in found[0])
+    for name, grad in found[0].items():
+        assert grad.abs().sum() > 0, name
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_checkpointing_with_one_encoding_for_all_layers():
+    grads = []
+    for checkpointing in (False, True):
+        model = use_encoding(neox(), build("fire", 4, 32)).train()
+        torch.manual_seed(5)
+        for p in model.base_model.fairseq_rpe.parameters():
+            torch.nn.init.normal_(p)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model(text(), labels=text(), use_cache=False).loss.backward()
+        grads.append([p.grad for p in model.base_model.fairseq_rpe.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_is_of_training_alone():
+    model = use_encoding(neox(attention_dropout=0.5), "alibi")
+    assert torch.equal(logits(model, text()), logits(model, text()))
+    assert not torch.equal(logits(model.train(), text()), logits(model, text()))
+
+
+def test_half_precision():
+    exact = use_encoding(llama(), "fire")
+    half = copy.deepcopy(exact).bfloat16()
+    assert {p.dtype for p in half.base_model.fairseq_rpe.parameters()} == {torch.float32}
+    a, b = logits(exact, text()), logits(half, text())
+    assert b.dtype == torch.bfloat16 and (a - b).abs().mean() < 0.05 * a.std()
+    with torch.autocast("cpu", torch.bfloat16):
+        b = logits(exact, text())
+    assert (a - b).abs().mean() < 0.05 * a.std()
+
+
+def test_positions_that_are_moved():
+    """Half of every position is interpolation by 2, in a pass and while decoding; a random draw stays in training."""
+    model, ids = llama(), text(tokens=40)
+    a = logits(with_encoding(model, "rope", positions="interpolate:ratio=0.5"), ids)
+    torch.testing.assert_close(a, logits(with_encoding(model, "rope:scaling=linear,factor=2"), ids), rtol=0, atol=1e-4)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    moved = with_encoding(model, "fire", positions="interpolate:ratio=auto,train=16")
+    got = logits(moved, ids, attention_mask=mask)[1, 9:]
+    torch.testing.assert_close(got, logits(moved, ids[1:, 9:])[0], rtol=0, atol=1e-4)
+    assert evaluate(moved, ids[0], [40])[0].positions.startswith("interpolate")
+    random = with_encoding(model, "rope", positions_train="randomized:max=200")
+    assert torch.equal(logits(random, ids), logits(random, ids))
+    assert not torch.equal(logits(random.train(), ids), logits(random, ids))
+
+
+# -- what use_encoding does to a model, and undoes
+
+
+def test_one_model_is_changed_and_nothing_else():
+    config = GPTNeoXConfig(**SIZES)
+    torch.manual_seed(0)
+    first, second = (transformers.GPTNeoXForCausalLM(config).eval() for _ in range(2))
+    before, there = logits(second, text()), logits(first, text())
+    assert use_encoding(first, "alibi") is first
+    assert torch.equal(logits(second, text()), before)
+    changed = logits(first, text())
+    assert torch.equal(logits(copy.deepcopy(first), text()), changed)
+    assert not torch.equal(logits(use_encoding(first, "type1"), text()), changed)
+    assert torch.equal(logits(use_encoding(first, "alibi"), text()), changed)
+    assert torch.equal(logits(restore(copy.deepcopy(first)), text()), there)
+    assert torch.equal(logits(restore(first), text()), there)
+    assert not any("fairseq_rpe" in name for name in (*first.state_dict(), *dict(first.named_modules())))
+    with pytest.raises(UserError, match="nothing to restore"):
+        restore(first)
+
+
+def test_what_is_learned_is_saved_and_comes_back(tmp_path):
+    model = use_encoding(neox(), "t5_bias:init_std=1")
+    model.save_pretrained(tmp_path)
+    torch.save(model.base_model.fairseq_rpe.state_dict(), tmp_path / "positions.pt")
+    again = transformers.GPTNeoXForCausalLM.from_pretrained(tmp_path)
+    use_encoding(again, "t5_bias:init_std=1").base_model.fairseq_rpe.load_state_dict(
+        torch.load(tmp_path / "positions.pt")
+    )
+    assert torch.equal(logits(again.eval(), text()), logits(model, text()))
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: use_encoding(torch.nn.Linear(2, 2), "alibi"), "no model of transformers"),
+        (lambda: use_encoding(random_model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)), "alibi"), "'gpt2'"),
+        (lambda: use_encoding(neox(), "albi"), "did you mean 'alibi'"),
+        (lambda: use_encoding(neox(), "rope:scalin=yarn"), "no option 'scalin'"),
+        (lambda: use_encoding(neox(), "alibi", share="all"), "share is one of"),
+        (lambda: use_encoding(neox(), "rope", share="layer"), "can only be shared by: model"),
+        (lambda: use_encoding(neox(), build("alibi", 8, 32)), "is for 8 heads"),
+        (lambda: use_encoding(neox(), build("alibi", 4, 32), share="layer"), "give its spec"),
+        (lambda: use_encoding(neox(), "nope", positions="interpolate:ratio=0.5"), "reads no positions"),
+        (lambda: use_encoding(neox(), "learned", positions="interpolate:ratio=0.5"), "whole positions only"),
+        (lambda: use_encoding(neox(), "alibi", backend="fast"), "fast"),
+        (lambda: use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), "rope"), r"is scaled \(linear\)"),
+        (
+            lambda: use_encoding(random_model(transformers.MistralConfig(**SIZES, num_key_value_heads=2)), "alibi"),
+            "4096",
+        ),
+        (lambda: use_encoding(transformers.GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)).to("meta"), "alibi"), "on meta"),
+    ],
+)
+def test_models_and_encodings_that_cannot_be(make, words):
+    with pytest.raises(UserError, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"output_attentions": True}, "attention weights are never built"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])}, "packed texts"),
+        ({"position_ids": torch.arange(3, 13)[None], "attention_mask": torch.ones(2, 10)}, "packed texts"),
+        ({"attention_mask": torch.ones(2, 7)}, "of shape \\(2, 7\\), not \\(2, 10\\)"),
+        ({"attention_mask": torch.zeros(2, 1, 10, 10)}, "as \\(batch, tokens\\)"),
+    ],
+)
+def test_passes_that_cannot_be(more, words):
+    model = use_encoding(neox(), "alibi")
+    with pytest.raises(UserError, match=words) as caught:
+        logits(model, text(tokens=10), **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_caches_and_attention_that_cannot_be():
+    model = use_encoding(neox(), "alibi")
+    with pytest.raises(UserError, match="DynamicCache"):
+        model.generate(text(tokens=5), max_new_tokens=3, cache_implementation="static")
+    moved = use_encoding(neox(), "alibi", positions="randomized:max=100")
+    with pytest.raises(UserError, match="random positions would move"):
+        moved.generate(text(tokens=5), max_new_tokens=3)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="as use_encoding set it"):
+        logits(model, text())
+    bare = neox()
+    bare.set_attn_implementation("fairseq_rpe")
+    with pytest.raises(UserError, match="has no encoding"):
+        logits(bare, text())
+
+
+@pytest.mark.parametrize(
+    ("data", "lengths", "more", "words"),
+    [
+        ([5, 6, 7], [4], {}, "not between 1 and the 3 tokens"),
+        ([5, 60], [1], {}, "the id 60 and the model has 60 types"),
+        ([[5, 6]], [1], {}, "in one row"),
+        ([0.5, 1.5], [1], {}, "not torch.float32"),
+        ([5, 6, 7], [3], {"max_tokens": 2}, "less than length 3"),
+        ("nowhere", [3], {}, "does not exist"),
+    ],
+)
+def test_texts_that_cannot_be_scored(data, lengths, more, words):
+    with pytest.raises(UserError, match=words) as caught:
+        evaluate(neox(), data, lengths, **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_page_is_true(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = PAGE.read_text(encoding="utf-8")
+    listed = re.search(r"^Models of these types.*?: (.*?)\.", page, re.DOTALL | re.MULTILINE)
+    assert tuple(re.findall(r"`(\w+)`", listed[1])) == TYPES
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {})

@@ -1,0 +1,66 @@
+"""The report on perplexities that no sweep has measured: a sweep's files, from results alone."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from fairseq_rpe import build
+from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation.results import TextResult
+from fairseq_rpe.reports.measured import write_report
+
+LENGTHS = (64, 128, 256)
+
+
+def results(ppl, data="d", lengths=LENGTHS, **more) -> list[TextResult]:
+    of = {"checkpoint": "c", "data": data, "subset": "test", "tokens": 1000, "loss_base2": 3.0, **more}
+    return [TextResult(length=n, ppl=p, **of) for n, p in zip(lengths, ppl, strict=True)]
+
+
+def test_files_and_numbers(tmp_path):
+    rows = {"ALiBi": results((10.0, 9.9, 9.8), encoding="alibi"), "rope": results((9.5, 19.0, 38.0), encoding="rope")}
+    encodings = {name: [build(own[0].encoding, 4, 32)] for name, own in rows.items()}
+    section = write_report(rows, tmp_path / "out", 64, encodings=encodings, title="Two models")
+    names = {"results.csv", "results.md", "ppl.png", "ppl.pdf", "report.html", "extrapolation.csv"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    with open(tmp_path / "out/results.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [(r["encoding"], int(r["length"]), float(r["ppl"])) for r in found] == [
+        (name, one.length, one.ppl) for name, own in rows.items() for one in own
+    ]
+    assert [float(r["ratio"]) for r in found] == pytest.approx([1.0, 0.99, 0.98, 1.0, 2.0, 4.0])
+    page = (tmp_path / "out/report.html").read_text()
+    assert "Two models" in page and "Does it extrapolate?" in page and "converges" in page and "diverges" in page
+    assert "| ALiBi" in section.text and "report.html" in section.text
+    with open(tmp_path / "out/extrapolation.csv", newline="") as file:
+        said = {row["encoding"]: (row["prediction"], row["extrapolates"]) for row in csv.DictReader(file)}
+    assert said == {"ALiBi": ("converges", "yes"), "rope": ("diverges", "no")}
+
+
+def test_moved_positions_have_no_verdict(tmp_path):
+    rows = {"moved": results((10.0, 9.9, 9.8), encoding="alibi", positions="interpolate:ratio=0.5")}
+    text = write_report(rows, tmp_path, 64, encodings={"moved": [build("alibi", 4, 32)]}).text
+    assert "positions are moved" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({}, "there are no results"),
+        ({"a": []}, "there are no results"),
+        ({"a": results((1, 2, 3)), "b": results((1, 2, 3), data="e")}, "different texts"),
+        ({"a": results((1, 2, 3), lengths=(64, 64, 128))}, "two results of one length"),
+    ],
+)
+def test_results_that_cannot_be_compared(rows, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        write_report(rows, tmp_path / "out", 64)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweeps_report_is_not_replaced(tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(UserError, match="is the folder of a sweep"):
+        write_report({"a": results((1, 2, 3))}, tmp_path, 64)
