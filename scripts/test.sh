@@ -16,13 +16,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh --quiet
 export PATH="$PWD/.venv/bin:$PATH"
 # too large for everybody's set-up; torch's builds for CUDA bring their own triton
-missing=()
-if [[ "$(uname -s)" == Linux ]] && ! python -c "import triton" 2>/dev/null; then missing+=("triton==3.9.0"); fi
-for name in build mypy twine; do
-    if [[ ! -x ".venv/bin/${name/#build/pyproject-build}" ]]; then missing+=("$name"); fi
-done
+mapfile -t missing < <(python -c '
+import sys
+from importlib.metadata import distributions
+there = {one.name.lower() for one in distributions()}
+wanted = ["build", "mypy", "transformers", "twine", *(["triton==3.9.0"] if sys.platform == "linux" else [])]
+sys.stdout.writelines(name + "\n" for name in wanted if name.partition("=")[0] not in there)
+')
 if ((${#missing[@]})); then
-    python -m pip install -q --no-input --disable-pip-version-check -c requirements/constraints.txt "${missing[@]}"
+    # compiling all of them ahead takes longer than the few that are loaded
+    python -m pip install -q --no-compile --no-input --disable-pip-version-check \
+        -c requirements/constraints.txt "${missing[@]}"
 fi
 ruff check .
 mypy -n 2

@@ -214,9 +214,7 @@ def _own_backward(
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
         gb, qb, ob, lb = (x[:, :, rows].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
         minus_delta, qb = (gb * ob).sum(-1, keepdim=True).neg_(), qb.mul_(scale)
-        dqb = torch.empty(
-            qb.shape, dtype=qb.dtype, device=qb.device
-        )  # contiguous whatever the layout of q: see _merged
+        dqb = qb.new_empty(qb.shape)  # contiguous whatever the layout of q: see _merged
         fit = _fit(rows, q.device)
         for some in _parts(heads, fit):
             added = bias.block(start, stop, some)
