@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def draw(path: Path, figure_path: Path) -> None:
             panel = drawn.setdefault(f"{quantity}\n{kind}", {})
             for r in rows:
                 if r["pass"] == kind and (r["form"], r["way"]) != limit:
-                    title = f"{r['form']}\n{r['encoding'].split()[0]}", r["encoding"]
+                    title = f"{r['form']}\n{textwrap.fill(r['encoding'], 16)}", r["encoding"]
                     points = panel.setdefault(title, {}).setdefault(_label(r["way"]), [])
                     points.append((int(r["length"]), float(r[ratio])))
     save(beside_each_other(drawn, colours, said), figure_path)

@@ -83,7 +83,7 @@ def beside_each_other(
     handles = [Line2D([], [], color="0.3", **how[way], label=way) for way in ways]
     legend_of_all(figure, handles=handles, ncols=4)
     figure.supylabel("multiple of attention without a bias", fontsize=NAME)
-    figure.suptitle(textwrap.fill(about, round(15 * wide)), fontsize=TICK)
+    figure.suptitle(textwrap.fill(about, round(16 * wide)), fontsize=TICK)
     return figure
 
 
@@ -125,7 +125,7 @@ def of_windows(rows: Sequence[Timed], stride: int, published: float, trained: Se
     right.axhline(published, color="0.5", linewidth=1, linestyle=DASHES[2])
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, -3), "textcoords": "offset points"}
     below: dict[str, Any] = {"horizontalalignment": "right", "verticalalignment": "top", "fontsize": TICK}
-    right.annotate(f"published mean: {published}", (0.98, published), **place, **below, color="0.35")
+    right.annotate(f"published: {published}", (0.98, published), **place, **below, color="0.35")
     handles = [Line2D([], [], **look.drawn() | {"linestyle": ""}, label=label) for label, look in shown.items()]
     for number, (mode, dashes) in enumerate(modes.items()):
         name = f"{mode}, stride {stride}" if number else mode
