@@ -87,9 +87,11 @@ def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set(yscale="log", xlim=(1, length), ylim=(min(epsilons) / 3, 1))
-    for epsilon in epsilons:
-        above: dict[str, Any] = {"xytext": (3, 2), "textcoords": "offset points", "fontsize": TICK - 1, "color": "0.35"}
-        made[0].annotate(f"ε = {epsilon:g}", (1, epsilon), **above)
+    beside: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "verticalalignment": "center"}
+    for axes in made:
+        if axes.get_subplotspec().is_last_col():
+            for epsilon in epsilons:
+                axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **beside, fontsize=TICK - 1, color="0.35")
     figure.suptitle(f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)", fontsize=NAME)
     _below(made, "nearest keys j (tokens)")
     figure.supylabel("attention beyond the nearest j keys", fontsize=NAME)
