@@ -1,6 +1,6 @@
 """The figures of a sweep: perplexity or exact answers over length, loss over training and over the position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -115,13 +115,14 @@ def _means(points: Band) -> dict[int, float]:
     return {n: sum(values) / len(values) for n, values in points.items()}
 
 
-def _seeds(bands: Any) -> str:
+def _seeds(bands: Collection[Band]) -> str:
     """What error bars say, where there are any."""
     counts = sorted({len(values) for points in bands for values in points.values()})
     if not counts or counts[-1] == 1:
         return ""
     many = " or ".join(map(str, counts)) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
-    return f"mean of {many} seeds, and least to largest"
+    least_to_largest = "shaded" if max(map(len, bands)) > _FEW else "bars"
+    return f"mean of {many} seeds; {least_to_largest}: least to largest"
 
 
 def _top(means: Mapping[str, Mapping[int, float]]) -> float | None:

@@ -56,9 +56,9 @@ def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
     left.xaxis.set_minor_formatter(NullFormatter())
     titled(left, "All positions (thick: mean over one wave)" if averaged else "All positions")
     left.set_xlabel("position p (tokens)")
-    left.set_ylabel(f"|sensitivity| of {setting.unit}, per token")
+    left.set_ylabel(f"|sensitivity| per token\nof {setting.unit}")
     titled(right, "The last tokens, linear")
-    right.set(ylabel=f"sensitivity of {setting.unit}, per token")
+    right.set(ylabel=f"sensitivity per token\nof {setting.unit}")
     _counted_from_the_end(right)
     legend_below(figure, right)
     return figure
@@ -107,7 +107,7 @@ def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
         titled(axes, f"training length {one.train_length}, c = {one.reach}")
         axes.set_xlabel("test length / training length")
         axes.set_ylim(bottom=0)
-    columns[0].set_ylabel(f"total difference of {setting.unit}")
+    columns[0].set_ylabel(f"total difference\nof {setting.unit}")
     legend_below(figure, columns[0])
     return figure
 

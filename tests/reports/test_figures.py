@@ -99,7 +99,7 @@ def test_perplexity_is_the_mean_with_bars_over_the_seeds():
     spans = [sorted(point[1] for point in bar) for bar in bars.get_segments()]
     assert spans == [pytest.approx([50, 52]), pytest.approx([40, 46])]
     assert bars.get_colors()[0][:3].tolist() == pytest.approx(to_rgb(style.looks(["alibi"])["alibi"].colour))
-    assert axes.get_title() == "mean of 1 or 2 seeds, and least to largest"
+    assert axes.get_title() == "mean of 1 or 2 seeds; bars: least to largest"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "128"]
     assert axes.get_legend() is None and {text.get_text() for text in axes.texts} == {"alibi", "rope", "trained at 64"}
 
@@ -189,7 +189,7 @@ def test_exact_match_has_a_panel_for_each_task():
     curves = {"copy": {"rope": {2: [100.0, 50.0], 9: [25.0, 25.0]}}, "sort": {"rope": {2: [80.0]}, "nope": {2: [0.0]}}}
     figure = sweep_curves.exact_match(curves, {"copy": 5, "sort": 4})
     copy, sort = panels(figure)
-    assert (copy.get_title(), sort.get_title()) == ("copy\nmean of 2 seeds, and least to largest", "sort")
+    assert (copy.get_title(), sort.get_title()) == ("copy\nmean of 2 seeds; bars: least to largest", "sort")
     drawn = {name: points for name, points in lines(copy).items() if not name.startswith("_")}
     assert drawn == {"rope": {2: 75.0, 9: 25.0}} and lines(sort) == {"rope": {2: 80.0}, "nope": {2: 0.0}}
     assert copy.lines[0].get_color() == sort.lines[0].get_color() != sort.lines[-1].get_color()
@@ -207,6 +207,7 @@ def test_markers_of_lines_that_lie_on_each_other_do_not():
 
 def test_many_points_are_shaded_rather_than_barred():
     [axes] = sweep_curves.exact_match({"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": 9}).axes
+    assert axes.get_title().endswith("mean of 2 seeds; shaded: least to largest")
     [band] = axes.collections
     assert {y for _, y in band.get_paths()[0].vertices} == {9, 11}
 
