@@ -60,8 +60,8 @@ def spread(wanted: Sequence[float], apart: float) -> list[float]:
 
     They lie in [0, 1] if there is room. Isotonic regression by pooling adjacent violators.
 
-    >>> spread([0.5, 0.5, 0.9], 0.1)
-    [0.45, 0.55, 0.9]
+    >>> spread([0.5, 0.5, 1.0], 0.25)
+    [0.375, 0.625, 1.0]
     """
     pools: list[list[float]] = []
     for k, place in enumerate(wanted):

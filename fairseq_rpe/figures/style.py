@@ -21,15 +21,18 @@ from ..core.files import replace_with
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Relatives share a colour and differ by marker; so do ways to move positions, which are compared with the encodings.
+# Relatives share a colour and differ by marker and dashes; so do ways to move positions, which are compared with the
+# encodings: after as many - as keep their dashes apart from rope's and each other's.
 _FAMILIES = (
     "sinusoidal sandwich learned, alibi window, type1 type2, inv_n inv_nlnn, kerple_log kerple_power, rope xpos, "
-    "fire t5_bias nope, interpolation interpolate, warping warp, randomized pose shape cape random_padding offset"
+    "fire t5_bias nope, - interpolation interpolate, - - - warping warp, "
+    "randomized pose shape cape random_padding offset"
 )
 _KNOWN = {
     name: (colour, marker)
     for colour, family in enumerate(_FAMILIES.split(", "))
     for marker, name in enumerate(family.split())
+    if name != "-"
 }
 _PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.6}  # two dashes of each style
 COLUMN, PAGE = 4.8, 7.2  # widest figures in inches, so that print at 3.4 and 6.9 leaves their letters legible
@@ -52,7 +55,7 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
     """A look for each spec or label; two never share one while there are looks left.
 
     >>> looks(["type1", "type2"])["type2"][:2]
-    ('#009E73', 's')
+    ('#009E73', 'D')
     """
     count = len(PALETTE)
     fixed = {spec: place for spec in specs if (place := _KNOWN.get(spec)) is not None}
@@ -65,7 +68,9 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
         places = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
         fixed[spec] = next((place for place in places if place not in taken), places[0])
         taken.add(fixed[spec])
-    return {spec: Look(PALETTE[c], MARKERS[m], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
+    # also without colours, families differ
+    marks = {spec: MARKERS[(c + m) % len(MARKERS)] for spec, (c, m) in fixed.items()}
+    return {spec: Look(PALETTE[c], marks[spec], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
 
 
 def panels(

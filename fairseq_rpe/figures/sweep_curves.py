@@ -73,7 +73,7 @@ def exact_match(curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, 
         axes.set_visible(False)
     handles = {name: handle for axes in made for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     order = [name for name in (*names, "training range") if name in handles]
-    legend_of_all(figure, handles=[handles[name] for name in order], labels=order, ncols=min(4, len(order)))
+    legend_of_all(figure, handles=[handles[name] for name in order], labels=order, ncols=2 if columns == 1 else 4)
     return figure
 
 

@@ -307,6 +307,24 @@ def test_ways_to_move_positions_do_not_wear_an_encodings_colour():
     assert not encodings_own & {moved[name].colour for name in ("interpolation", "warping", "randomized")}
 
 
+def test_what_is_compared_is_told_apart_without_colours():
+    for names in (
+        ("rope", "interpolation", "warping"),
+        ("sinusoidal", "alibi", "type1", "inv_n"),
+        ("type1", "type2", "kerple_log", "kerple_power", "fire", "t5_bias", "inv_n"),
+    ):
+        assert len({(look.marker, str(look.dashes)) for look in style.looks(names).values()}) == len(names)
+
+
+def test_a_legend_fits_into_its_figure():
+    curves = {name: {n: [50.0] for n in range(2, 60)} for name in ("rope", "interpolation", "warping")}
+    profiles = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "kerple_power", "t5_bias")}
+    for figure in (sweep_curves.exact_match({"copy": curves}, {"copy": 20}), drawings.compared(profiles, 3)):
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1
+
+
 def test_nothing_to_draw_is_said():
     with pytest.raises(UserError, match="nothing to draw"):
         drawings.heat_maps({}, 1, 1)
