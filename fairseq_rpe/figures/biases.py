@@ -70,7 +70,7 @@ def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> 
 def of_heads(profile: Tensor, title: str) -> Figure:
     """The log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
     heads, n = profile.shape
-    figure, (axes,) = panels(1, 1, (COLUMN, 3.2 + 0.2 * -(-heads // 4)))
+    figure, (axes,) = panels(1, 1, (5.6, 3.4 + 0.2 * -(-heads // 4)))
     for head, values in enumerate(profile.double().cpu()):
         look = {"color": PALETTE[head % len(PALETTE)], "linestyle": DASHES[head // len(PALETTE) % len(DASHES)]}
         axes.plot(range(n), values, **look, linewidth=1.6, label=f"head {head + 1}")

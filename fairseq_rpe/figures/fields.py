@@ -33,10 +33,11 @@ def theoretical(curves: Curves, keys: int | None = None, title: str = "Theoretic
         for i, (x, y) in enumerate(heads):
             own = {"label": "_", "linewidth": 0.9, "alpha": 0.6} if i else {"label": name, "linewidth": 1.9}
             axes.plot(x, y, **how, **own, drawstyle="steps-mid" if keys else "default")
-        x, y = heads[0]
-        least = int(x.argmin())
-        label = name if len(heads) == 1 else f"{name}, head 1"
-        ends.append(End(label, x[least].item(), y[least].item(), shown[name].colour))
+        # there may be no head, or a field for none of the ε
+        points = [(float(e), float(n)) for of in heads[:1] for e, n in zip(*of, strict=True)]
+        if points:
+            label = name if len(heads) == 1 else f"{name}, head 1"
+            ends.append(End(label, *min(points), shown[name].colour))
     thin = ", thin: other heads" if any(len(heads) > 1 for heads in curves.values()) else ""
     axes.set_xlabel("ε, part of the weight that is left out")
     if keys:

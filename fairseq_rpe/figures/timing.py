@@ -55,7 +55,7 @@ def beside_each_other(
     ``rows``: name -> (title, key of ``colours``) -> way -> (length in tokens, multiple). A way has its line and marker
     in every panel, what is timed its colour. ``about`` is the title.
     """
-    titles = list(dict.fromkeys(title for panel in rows.values() for title in panel))
+    titles = list(dict.fromkeys(title for panel in rows.values() for title in panel)) or [("nothing was timed", "")]
     ways = list(dict.fromkeys(way for panel in rows.values() for of in panel.values() for way in of))
     how = {way: WAYS[number % len(WAYS)] for number, way in enumerate(ways)}
     lengths = sorted({n for panel in rows.values() for of in panel.values() for own in of.values() for n, _ in own})
