@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator
 
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.core import UserError
 from fairseq_rpe.core.table import Row, Table, words
-from fairseq_rpe.figures.style import PALETTE
+from fairseq_rpe.figures.style import looks, save
+from fairseq_rpe.figures.timing import beside_each_other
 
 QUANTITIES = {"ratio": ("time", "ms", "milliseconds"), "peak_ratio": ("peak memory", "peak_mib", "MiB")}
-LOOKS = ("-", "o"), (":", "s"), ("--", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P")
 Rows = list[dict[str, Any]]
 
 
@@ -55,44 +52,20 @@ def markdown(path: Path) -> str:
 
 
 def draw(path: Path, figure_path: Path) -> None:
-    """Multiples of attention without a bias over the length, both axes logarithmic: a colour a form, a line a way."""
+    """Multiples of attention without a bias over the length, both axes logarithmic: a panel a form, a line a way."""
     said, rows = read(path)
-    passes, lengths = _unique(rows, "pass"), sorted({int(r["length"]) for r in rows})
-    pairs = [pair for pair in _pairs(rows) if pair != _pairs(rows)[0]]
-    forms, ways = dict.fromkeys(f for f, _ in pairs), dict.fromkeys(w for _, w in pairs)
-    colours = dict(zip(forms, PALETTE, strict=False))
-    looks = dict(zip(ways, LOOKS * 2, strict=False))
-    figure = Figure(figsize=(4.6 * len(passes) + 2.6, 8.2), layout="constrained")
-    grid = figure.subplots(2, len(passes), squeeze=False, sharex=True, sharey="row")
-    for across, (ratio, (quantity, _, _)) in zip(grid, QUANTITIES.items(), strict=True):
-        for axes, kind in zip(across, passes, strict=True):
-            axes.axhline(1.0, color="0.6", linewidth=1)
-            for form, way in pairs:
-                own = [r for r in rows if (r["pass"], r["form"], r["way"]) == (kind, form, way)]
-                dashes, marker = looks[way]
-                points = [int(r["length"]) for r in own], [float(r[ratio]) for r in own]
-                axes.plot(*points, color=colours[form], linestyle=dashes, marker=marker, markersize=4, linewidth=1.4)
-            axes.set(xscale="log", yscale="log", title=f"{quantity}, {kind}")
-            axes.set_xticks(lengths, list(map(str, lengths)), rotation=30)
-            axes.tick_params(labelbottom=True, labelleft=True)
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.minorticks_off()
-            axes.grid(alpha=0.25)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("multiple of attention without a bias")
-    for axes in grid[-1]:
-        axes.set_xlabel("tokens")
-    names = {r["form"]: r["form"] if r["form"] == "none" else f"{r['form']}: {r['encoding']}" for r in rows}
-    handles = [Line2D([], [], color=colours[form], linewidth=3, label=names[form]) for form in forms]
-    handles += [
-        Line2D([], [], color="0.2", linestyle=look[0], marker=look[1], markersize=4, label=_label(way))
-        for way, look in looks.items()
-    ]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, handlelength=4)
-    figure.suptitle(said, fontsize=7)
-    figure_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(figure_path, dpi=150)
+    limit = _pairs(rows)[0]
+    colours = {r["encoding"]: look.colour for r in rows for look in looks([r["encoding"].split()[0]]).values()}
+    drawn: dict[str, dict[tuple[str, str], dict[str, list[tuple[int, float]]]]] = {}
+    for ratio, (quantity, _, _) in QUANTITIES.items():
+        for kind in _unique(rows, "pass"):
+            panel = drawn.setdefault(f"{quantity}\n{kind}", {})
+            for r in rows:
+                if r["pass"] == kind and (r["form"], r["way"]) != limit:
+                    title = f"{r['form']}\n{textwrap.fill(r['encoding'], 16)}", r["encoding"]
+                    points = panel.setdefault(title, {}).setdefault(_label(r["way"]), [])
+                    points.append((int(r["length"]), float(r[ratio])))
+    save(beside_each_other(drawn, colours, said), figure_path)
 
 
 def _unique(rows: Rows, column: str) -> list[str]:

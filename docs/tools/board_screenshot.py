@@ -40,12 +40,14 @@ def full_size(page: sync_api.Page) -> None:
 
 
 def plain_custom(page: sync_api.Page) -> None:
-    """No smoothing and no outliers, and then each chart fits its curves."""
+    """No smoothing and no outliers, and then each chart fills its row and fits its curves."""
     page.locator("paper-checkbox", has_text="outliers").click()
     page.locator("paper-slider").first.evaluate("slider => { slider.value = 0; }")
     page.wait_for_timeout(500)
-    for button in page.locator("paper-icon-button[icon=settings-overscan]").all():
-        button.dispatch_event("click")
+    for icon in ("fullscreen", "settings-overscan"):
+        for button in page.locator(f"paper-icon-button[icon={icon}]").all():
+            button.dispatch_event("click")
+        page.wait_for_timeout(500)
 
 
 # name -> address, texts that must be on the page, what to do before the picture
@@ -53,7 +55,7 @@ TABS: dict[str, tuple[str, tuple[str, ...], Callable[[sync_api.Page], None] | No
     "scalars": ("?tagFilter=rpe%2F&runFilter=encodings&smoothing=0#timeseries", ("rpe/", "head1"), plain_charts),
     "images": ("#images&tagFilter=exp_bias", ("exp_bias/",), full_size),
     "hparams": ("#hparams", ("Hyperparameters", "evaluation/", "encoding"), None),
-    "custom": ("#custom_scalars", ("Learned parameters",), plain_custom),
+    "custom": ("#custom_scalars", ("loss in training", "of each head"), plain_custom),
 }
 
 

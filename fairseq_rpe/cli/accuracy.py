@@ -5,6 +5,7 @@ import functools
 import json
 
 from fairseq_rpe.cli.options import add_checkpoint, int_list, positive_int
+from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.records import filled
 
 
@@ -26,6 +27,8 @@ def run(args: argparse.Namespace) -> None:
 
     request = filled(AnswerRequest, args)
     checkpoint = checkpoints.load(request.checkpoint)
-    begin = functools.partial(measuring, request, checkpoint)
-    for result in resumed(AnswerResult, args.out, request.keys(algorithm_of(checkpoint)), begin):
-        print(json.dumps(result.record()), flush=True)
+    algorithm = algorithm_of(checkpoint)
+    with Progress(algorithm.spec, "tokens") as bar:
+        begin = functools.partial(measuring, request, checkpoint, bar)
+        for result in resumed(AnswerResult, args.out, request.keys(algorithm), begin):
+            bar.say(json.dumps(result.record()))

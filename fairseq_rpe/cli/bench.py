@@ -70,5 +70,5 @@ def run(args: argparse.Namespace) -> None:
 
         atomic_write(args.out / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")
         atomic_write(args.out / "bench.md", text)
-        save(of_attention(timings, about), args.out / "bench.png", dpi=150)
+        save(of_attention(timings, about), args.out / "bench.png")
         print(f"figure: {args.out / 'bench.png'}")

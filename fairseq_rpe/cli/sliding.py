@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
     atomic_write(args.out / _CSV, csv_text(sliding.COLUMNS, map(attrgetter(*sliding.COLUMNS), rows)))
     atomic_write(args.out / _MARKDOWN, text)
     points = [timing.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
-    save(timing.of_windows(points, args.stride, sliding.PUBLISHED), args.out / _PNG, args.out / _PDF)
+    trained = sorted({subject.train_length for subject in subjects})
+    figure = timing.of_windows(points, args.stride, sliding.PUBLISHED, trained)
+    save(figure, args.out / _PNG, args.out / _PDF)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")

@@ -41,10 +41,15 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self) -> None:
-        """What went before was preparation: the time that is left is reckoned from now on."""
+    def begin(self, total: int | None = None) -> None:
+        """What went before was preparation: the time that is left is reckoned from now on.
+
+        ``total``: how many there are to do, where that was not known before.
+        """
         self._start = time.monotonic()
+        self._total = self._total if total is None else total
         if self._bar is not None:
+            self._bar.total = self._total
             self._bar.unpause()
 
     def update(self, more: float = 1) -> None:

@@ -1,5 +1,6 @@
 """Exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
 
+import functools
 import hashlib
 import os
 import time
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fairseq_rpe import algorithms, positions
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.evaluation.loading import load
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerRequest, AnswerResult
@@ -41,9 +43,11 @@ def interpolated(spec: str, trained: int, length: int) -> str:
 
 
 def measuring(
-    request: AnswerRequest, checkpoint: Checkpoint, wanted: Sequence[AnswerKey]
+    request: AnswerRequest, checkpoint: Checkpoint, bar: Progress, wanted: Sequence[AnswerKey]
 ) -> Callable[[AnswerKey], AnswerResult]:
     """Load the model and the examples of a split, to be asked one number of items after the other.
+
+    ``bar`` is told of the tokens that are written, of all that ``wanted`` asks for.
 
     Raises UserError if the checkpoint cannot be used, or a number of items has no example or no positions.
     """
@@ -80,24 +84,29 @@ def measuring(
         right = 0
         for part in rows.split(request.batch_size):
             prompts, answers = data.prompts(part.tolist())
-            written = greedy(model, prompts.to(device), answers.shape[1])
+            written = greedy(model, prompts.to(device), answers.shape[1], functools.partial(bar.update, len(part)))
             right += int(torch.eq(written.cpu(), answers).all(1).sum())
         counts = {"examples": len(rows), "right": right, "accuracy": right / len(rows)}
         took = round(time.monotonic() - start, 3)
         return AnswerResult(**vars(key), **counts, encoding=checkpoint.encoding, transform=transform, seconds=took)
 
+    total = 0
     for key in wanted:
-        if not (data.items == key.length).any():
+        rows = torch.from_numpy(data.items == key.length).nonzero().flatten().tolist()
+        if not rows:
             raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
         place(key.length)
+        total += len(rows) * data.prompts(rows[:1])[1].shape[1]
+    bar.begin(total)
     return measure
 
 
 @torch.no_grad()
-def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
+def greedy(model: Any, prompts: Tensor, steps: int, tick: Callable[[], object] = lambda: None) -> Tensor:
     """The likeliest next token, ``steps`` >= 1 times, past the end of the sentence as well: (B, steps) int64.
 
-    ``model``: a ``transformer_rpe_lm`` in evaluation mode; ``prompts``: (B, P) int64 without padding, P >= 1.
+    ``model``: a ``transformer_rpe_lm`` in evaluation mode; ``prompts``: (B, P) int64 without padding, P >= 1;
+    ``tick`` is called after each token.
     """
     rows, state = prompts, dict[str, Any]()
     for _ in range(steps):
@@ -105,4 +114,5 @@ def greedy(model: Any, prompts: Tensor, steps: int) -> Tensor:
         scores = model.decoder.output_layer(features[:, -1])
         scores[:, model.decoder.padding_idx] = -torch.inf
         rows = torch.cat([rows, scores.argmax(-1, keepdim=True)], dim=1)
+        tick()
     return rows[:, prompts.shape[1] :]

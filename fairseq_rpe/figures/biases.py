@@ -12,13 +12,14 @@ import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from torch import Tensor
 
 from ..core import UserError
-from .style import DASHES, PALETTE, legend_beside, looks, panels
+from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, legend_below, looks, panels, titled
 
 _COLUMNS = 4
 _FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart
@@ -33,13 +34,13 @@ def heat_maps(maps: Mapping[str, Tensor], step: int, head: int) -> Figure:
     neighbouring rows and columns; ``head``: from 1, for the title.
     """
     scale = _scale(LogNorm(_FLOOR, 1.0))
-    figure, shown = _few_columns(len(maps), (2.1, 2.2))
+    figure, shown = _few_columns(len(maps), 1.0)
     for axes, (name, bias) in zip(shown, maps.items(), strict=True):
         kept = bias.double().masked_fill(~_past(len(bias)), -torch.inf)
         weights = (kept - kept.amax(-1, keepdim=True)).exp().clamp_min(_FLOOR)
-        _map(axes, weights, step, scale, name, nbins=4, labelsize="x-small")
+        _map(axes, weights, step, scale, name, nbins=3)
     about = "exp(bias − largest bias of the row)"
-    figure.colorbar(scale, ax=shown, shrink=0.6, extend="min", pad=0.01, label=about)
+    _bar(figure, shown, scale, about, extend="min")
     title = f"Weight that the bias alone gives to each key, head {head}"
     return _named(figure, "key (tokens)", "query (tokens)", title)
 
@@ -58,10 +59,10 @@ def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> 
     scale = _scale(Normalize(0.0, top if top > 0 else 1.0))
 
     columns = count if count <= 2 else -(-count // 2)
-    figure, shown = _tiles(count, columns, (3.0, 3.0), (0.8, 0.4))
+    figure, shown = _tiles(count, columns, (2.6, 2.6), (0.8, 0.4))
     for axes, head, value in zip(shown, heads, values, strict=True):
-        _map(axes, value, step, scale, f"head {head + 1}", nbins=5, labelsize="small")
-    figure.colorbar(scale, ax=shown, label="exp(bias)", shrink=0.9)
+        _map(axes, value, step, scale, f"head {head + 1}", nbins=5)
+    _bar(figure, shown, scale, "exp(bias)")
     every = f", one in {step} shown" if step > 1 else ""
     return _named(figure, f"key (tokens{every})", f"query (tokens{every})", title)
 
@@ -69,14 +70,14 @@ def maps_of_heads(bias: Tensor, title: str, heads: Sequence[int], step: int) -> 
 def of_heads(profile: Tensor, title: str) -> Figure:
     """The log-bias (H, n) of each head over the distances 0 … n-1 in tokens."""
     heads, n = profile.shape
-    figure, (axes,) = panels(1, 1, (6.4, 4.0))
+    figure, (axes,) = panels(1, 1, (5.6, 3.4 + 0.2 * -(-heads // 4)))
     for head, values in enumerate(profile.double().cpu()):
         look = {"color": PALETTE[head % len(PALETTE)], "linestyle": DASHES[head // len(PALETTE) % len(DASHES)]}
         axes.plot(range(n), values, **look, linewidth=1.6, label=f"head {head + 1}")
-    axes.set(title=title, xlabel="distance (tokens)", ylabel="bias (nats)")
-    axes.title.set_fontsize("medium")
+    axes.set(xlabel="distance (tokens)", ylabel="bias (nats)")
+    titled(axes, title)
     axes.margins(x=0)
-    legend_beside(axes, ncols=1 + (heads - 1) // 12)
+    legend_below(figure, axes, 4)
     return figure
 
 
@@ -88,7 +89,7 @@ def profiles(values: Mapping[str, Tensor]) -> Figure:
     heads, n = next(iter(values.values())).shape
     doubles = {name: profile.double() for name, profile in values.items()}
     below = {k: (bias - bias.amax(-1, keepdim=True)).clamp_min(2 * _LOWEST) for k, bias in doubles.items()}
-    figure = _over_distance(below, range(n), _HEADS_MAP, (1, heads))
+    figure = _over_distance(below, range(n), _HEADS_MAP, range(1, heads + 1))
     figure.axes[0].set_ylim(_LOWEST, 0.4)
     return _named(figure, "distance (tokens)", "bias − largest bias (nats)")
 
@@ -98,17 +99,19 @@ def compared(values: Mapping[str, Tensor], head: int) -> Figure:
 
     ``values``: name -> (n,) log-bias over the distances 0 … n-1; ``head``: from 1, for the title.
     """
-    figure, (axes,) = panels(1, 1, (7.6, 4.4))
+    figure, (axes,) = panels(1, 1, (COLUMN, 3.4 + 0.2 * -(-len(values) // 3)))
     shown = looks(list(values))
-    for name, profile in values.items():
+    for number, (name, profile) in enumerate(values.items()):
         x = torch.arange(1, len(profile) + 1)
         weights = (profile.double() - profile.max()).exp()
-        axes.plot(x, weights, **shown[name].drawn(), linewidth=1.4, markevery=0.09, label=name)
+        # evenly along the axis, and beside those of the line before
+        marks = [round(2 ** (k + number / len(values))) - 1 for k in range(1, 64) if 2 ** (k + 1) <= len(profile)]
+        axes.plot(x, weights, **shown[name].drawn(), linewidth=1.4, markevery=marks, label=name)
     axes.set(xscale="log", yscale="log", ylim=(_FLOOR / 10, 2))
     axes.set(xlabel="distance + 1 (tokens)", ylabel="exp(bias − largest bias)")
-    axes.set_title(f"Weight by distance that the bias alone gives, head {head}", fontsize="medium")
+    titled(axes, f"Weight by distance that the bias alone gives, head {head}")
     axes.margins(x=0)
-    legend_beside(axes)
+    legend_below(figure, axes)
     return figure
 
 
@@ -118,16 +121,15 @@ def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
     ``biases``: query position i -> (layers, H, i + 1) bias over key positions 0 … i; ``name``: of the encoding.
     """
     layers, heads, _ = next(iter(biases.values())).shape
-    size = (0.9 + 2.6 * layers, 0.7 + 2.0 * len(biases))
-    figure, made = panels(len(biases), layers, (max(5.2, size[0]), size[1]), sharey=True, sharex="row")
+    size = min(PAGE, max(COLUMN, 1.2 + 1.9 * layers)), 0.7 + 1.5 * len(biases)
+    figure, made = panels(len(biases), layers, size, sharey=True, sharex="row")
     for axes, (query, layer) in zip(made, product(biases, range(layers)), strict=True):
         for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
             axes.plot(range(query + 1), biases[query][layer, head].double(), color=colour, linewidth=1.3)
         where = f", layer {layer}" if layers > 1 else ""
-        axes.set_title(f"query {query}{where}", fontsize="small")
+        titled(axes, f"query {query}{where}")
         axes.margins(x=0)
-        axes.tick_params(labelsize="x-small")
-    _ramp_bar(figure, made, _HEADS_MAP, (1, heads))
+    _ramp_bar(figure, made, _HEADS_MAP, range(1, heads + 1))
     return _named(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 
 
@@ -138,7 +140,7 @@ def over_training(values: Mapping[str, Tensor], distances: Sequence[int], steps:
     ``steps``: updates done, rising; ``name``: of the encoding.
     """
     changes = {title: bias.double() - bias[:, :1] for title, bias in values.items()}
-    figure = _over_distance(changes, distances, _TIME_MAP, (steps[0], steps[-1]))
+    figure = _over_distance(changes, distances, _TIME_MAP, steps)
     return _named(figure, "distance (tokens)", "bias − bias at distance 0 (nats)", f"Bias of {name} over its training")
 
 
@@ -150,31 +152,32 @@ def _scale(norm: Normalize) -> ScalarMappable:
     return ScalarMappable(norm, colormaps["viridis"].with_extremes(bad="0.9"))
 
 
-def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str, nbins: int, labelsize: str) -> None:
+def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: str, nbins: int) -> None:
     """(n, n) values of query × key, the future left out."""
     n = len(values)
     low, high = -step / 2, (n - 0.5) * step
     shown = values.masked_fill(~_past(n), torch.nan)
     # nearest: a blend of two cells is nobody's bias
     axes.imshow(shown, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", extent=(low, high, high, low))
-    axes.set_title(title, fontsize="small")
+    titled(axes, title)
     axes.locator_params(nbins=nbins, integer=True)
-    axes.tick_params(labelsize=labelsize)
 
 
 def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
     if title:
-        figure.suptitle(title, fontsize="medium")
-    figure.supxlabel(x, fontsize="small")
-    figure.supylabel(y, fontsize="small")
+        figure.suptitle(title, fontsize=NAME + 1)
+    figure.supxlabel(x, fontsize=NAME)
+    figure.supylabel(y, fontsize=NAME)
     return figure
 
 
-def _few_columns(count: int, size: tuple[float, float], grid: bool = False) -> tuple[Figure, list[Axes]]:
+def _few_columns(count: int, shape: float, grid: bool = False) -> tuple[Figure, list[Axes]]:
+    """``count`` panels, ``shape`` as high as wide."""
     if not count:
         raise UserError("there is nothing to draw: name an encoding with an additive bias")
     columns = min(_COLUMNS, count)
-    figure, shown = _tiles(count, columns, size, (max(1.2, 5.0 - size[0] * columns), 0.8), grid)
+    wide = (PAGE - 1.2) / _COLUMNS
+    figure, shown = _tiles(count, columns, (wide, shape * wide + 0.25), (1.2, 0.8), grid)
     for axes in shown[-columns:]:
         # the lowest panel of a column, where the grid is not full
         axes.tick_params(labelbottom=True)
@@ -193,10 +196,13 @@ def _tiles(
     return figure, made[:count]
 
 
-def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, span: tuple[int, int]) -> Figure:
-    """A panel for each title, in it a line for each row of (lines, len(distances)) in a colour of the ramp."""
-    figure, shown = _few_columns(len(values), (2.3, 1.9), grid=True)
-    ticks = [d for d in (0, 1, 4, 16, 64, 256, 1024, 4096, 16384) if d <= distances[-1]]
+def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp: str, of: Sequence[int]) -> Figure:
+    """A panel for each title, in it a line for each row of (lines, len(distances)) in a colour of the ramp.
+
+    ``of``: the head or the update of each line.
+    """
+    figure, shown = _few_columns(len(values), 0.85, grid=True)
+    ticks = [d for d in (0, 1, 8, 64, 512, 4096, 32768) if d <= distances[-1]]
     for axes, (title, lines) in zip(shown, values.items(), strict=True):
         for line, colour in zip(lines, _ramp(ramp, len(lines)), strict=True):
             axes.plot(distances, line, color=colour, linewidth=1.2)
@@ -205,9 +211,8 @@ def _over_distance(values: Mapping[str, Tensor], distances: Sequence[int], ramp:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.set_xlim(0, distances[-1])
-        axes.set_title(title, fontsize="small")
-        axes.tick_params(labelsize="x-small")
-    _ramp_bar(figure, shown, ramp, span)
+        titled(axes, title)
+    _ramp_bar(figure, shown, ramp, of)
     return figure
 
 
@@ -216,11 +221,24 @@ def _ramp(name: str, count: int) -> list[Any]:
     return [colormaps[name](0.9 * k / max(1, count - 1)) for k in range(count)]
 
 
-def _ramp_bar(figure: Figure, panels: list[Axes], name: str, span: tuple[int, int]) -> None:
-    if span[0] == span[1]:
+def _ramp_bar(figure: Figure, panels: list[Axes], name: str, of: Sequence[int]) -> None:
+    """Which colour is which: heads have one each, updates go over into each other."""
+    if len(of) < 2:
         return
-    colours = LinearSegmentedColormap.from_list("ramp", _ramp(name, 64))
-    label = "head" if name == _HEADS_MAP else "updates"
-    bar = figure.colorbar(ScalarMappable(Normalize(*span), colours), ax=panels, shrink=0.8, pad=0.01, label=label)
-    if name == _HEADS_MAP:
-        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if name == _TIME_MAP:
+        colours = LinearSegmentedColormap.from_list("ramp", _ramp(name, 64))
+        _bar(figure, panels, ScalarMappable(Normalize(of[0], of[-1]), colours), "updates")
+        return
+    edges = [head - 0.5 for head in (*of, of[-1] + 1)]
+    heads = ScalarMappable(BoundaryNorm(edges, len(of)), ListedColormap(_ramp(name, len(of))))
+    # of many heads not each has a number
+    bar = _bar(figure, panels, heads, "head", ticks=list(of)[:: -(-len(of) // 8)])
+    bar.minorticks_off()
+    bar.ax.tick_params(length=0)
+
+
+def _bar(figure: Figure, panels: list[Axes], scale: ScalarMappable, label: str, **how: Any) -> Colorbar:
+    bar = figure.colorbar(scale, ax=panels, shrink=0.8, pad=0.01, **how)
+    bar.set_label(label, fontsize=NAME)
+    bar.ax.tick_params(labelsize=TICK)
+    return bar

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..analysis.bias_map import some_heads
 from ..analysis.receptive_field import quantised, thinned
-from .style import legend_beside, legend_of_all, looks, panels
+from .ends import End, name_ends
+from .style import COLUMN, NAME, PAGE, TICK, legend_below, legend_of_all, looks, panels, titled
 
-_BIAS: dict[str, Any] = {"linestyle": "--", "linewidth": 1}
+_BIAS: dict[str, Any] = {"linestyle": "-", "linewidth": 3.0, "alpha": 0.35}  # a pale band under the measured line
 Curve = tuple[list[float], Tensor]
 Curves = Mapping[str, Sequence[tuple[Tensor, Tensor]]]  # encoding -> ε and TRF of each of its heads
 
@@ -22,22 +23,34 @@ Curves = Mapping[str, Sequence[tuple[Tensor, Tensor]]]  # encoding -> ε and TRF
 def theoretical(curves: Curves, keys: int | None = None, title: str = "Theoretical receptive field") -> Figure:
     """TRF in keys against ε, both logarithmic; with ``keys`` m the quantised curves, TRF / m against ε, both linear.
 
-    Of several heads the first is thick, the others are thin.
+    ε falls to the right, as in the paper. Of several heads the first is thick, the others are thin.
     """
-    figure, (axes,) = panels(1, 1, (7.6, 4.2))
+    figure, (axes,) = panels(1, 1, (COLUMN, 3.6))
     shown = looks(list(curves))
+    ends = []
     for name, heads in curves.items():
-        label = name if len(heads) == 1 else f"{name}, {len(heads)} heads (thick: the first)"
         how = {"color": shown[name].colour, "linestyle": shown[name].dashes}
         for i, (x, y) in enumerate(heads):
-            own = {"label": "_", "linewidth": 0.9, "alpha": 0.6} if i else {"label": label, "linewidth": 1.9}
+            own = {"label": "_", "linewidth": 0.9, "alpha": 0.6} if i else {"label": name, "linewidth": 1.9}
             axes.plot(x, y, **how, **own, drawstyle="steps-mid" if keys else "default")
+        # there may be no head, or a field for none of the ε
+        points = [(float(e), float(n)) for of in heads[:1] for e, n in zip(*of, strict=True)]
+        if points:
+            label = name if len(heads) == 1 else f"{name}, head 1"
+            ends.append(End(label, *min(points), shown[name].colour))
+    thin = ", thin: other heads" if any(len(heads) > 1 for heads in curves.values()) else ""
     axes.set_xlabel("ε, part of the weight that is left out")
     if keys:
-        axes.set(title=f"Quantised TRF, first {keys} distances", ylabel="TRF / m")
+        axes.set(xlim=(1, 0), ylabel="TRF / m")
+        titled(axes, f"Quantised TRF, first {keys} distances{thin}")
+        # at ε = 0 all lines meet
+        legend_below(figure, axes)
     else:
-        axes.set(xscale="log", yscale="log", title=title, ylabel="TRF (keys)")
-    legend_beside(axes, handlelength=2.6)
+        axes.set(xscale="log", yscale="log", ylabel="TRF (keys)")
+        # the field grows to the right, as in the paper
+        axes.invert_xaxis()
+        titled(axes, title + thin)
+        name_ends(figure, {axes: ends})
     return figure
 
 
@@ -75,9 +88,14 @@ def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set(yscale="log", xlim=(1, length), ylim=(min(epsilons) / 3, 1))
-    lines = ", ".join(f"{n} tokens (training)" for n in trained)
-    figure.supxlabel(f"nearest keys j (tokens, blocks of {length}); dotted: {lines}, each ε", fontsize="medium")
-    figure.supylabel("attention beyond the nearest j keys", fontsize="medium")
+    beside: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "verticalalignment": "center"}
+    for axes in made:
+        if axes.get_subplotspec().is_last_col():
+            for epsilon in epsilons:
+                axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **beside, fontsize=TICK - 1, color="0.35")
+    figure.suptitle(f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)", fontsize=NAME)
+    _below(made, "nearest keys j (tokens)")
+    figure.supylabel("attention beyond the nearest j keys", fontsize=NAME)
     return figure
 
 
@@ -91,32 +109,38 @@ def empirical_quantised(found: Sequence[Mass]) -> Figure:
     figure, made = _per_head(found, steps)
     for axes in made:
         axes.set(xlim=(1, 0), ylim=(0, 1))
-    figure.supxlabel("ε, the part of the attention left out", fontsize="medium")
-    figure.supylabel(f"nearest keys needed / {found[0].mass.shape[-1]} tokens", fontsize="medium")
+    _below(made, "ε, the part of the attention left out")
+    figure.supylabel(f"nearest keys needed / {found[0].mass.shape[-1]} tokens", fontsize=NAME)
     return figure
+
+
+def _below(made: Sequence[Axes], name: str) -> None:
+    for axes in made:
+        if axes.get_subplotspec().is_last_row():
+            axes.set_xlabel(name)
 
 
 def _per_head(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
     """A panel for each of a few heads; ``curve`` gives x and (heads, len(x)) from (layers, heads, length) masses."""
     chosen = some_heads(min(one.mass.shape[1] for one in found))
     rows = 1 if len(chosen) < 4 else 2
-    figure, made = panels(rows, -(-len(chosen) // rows), (7.2, 1.2 + 2.5 * rows), sharex=True, sharey=True)
+    size = (PAGE if rows == 1 else 6.0, 1.2 + 2.2 * rows)
+    figure, made = panels(rows, -(-len(chosen) // rows), size, sharex=True, sharey=True)
     shown = looks([one.label for one in found])
     handles = []
     for one in found:
-        colour, marker, _ = shown[one.label]
-        solid = {"color": colour, "marker": marker, "markersize": 3.5}
-        handles.append(Line2D([], [], **solid, label=one.label))
-        drawn = [(one.mass, {**solid, "markevery": 0.12, "linewidth": 1.4})]
+        look = shown[one.label].drawn()
+        handles.append(Line2D([], [], **look, label=one.label))
+        drawn = [(one.mass, {**look, "markevery": 0.12, "linewidth": 1.2})]
         if one.bias_mass is not None:
-            drawn.append((one.bias_mass, {**_BIAS, "color": colour}))
+            drawn.insert(0, (one.bias_mass, {**_BIAS, "color": look["color"]}))
         for mass, style in drawn:
             x, y = curve(mass)
             for axes, head in zip(made, chosen, strict=True):
                 axes.plot(x, y[head], **style)
     for axes, head in zip(made, chosen, strict=True):
-        axes.set_title(f"head {head + 1}", fontsize="medium")
+        titled(axes, f"head {head + 1}")
     if any(one.bias_mass is not None for one in found):
         handles.append(Line2D([], [], **_BIAS, color="0.3", label="bias alone"))
-    legend_of_all(figure, handles=handles, loc="outside upper center", ncols=5)
+    legend_of_all(figure, handles=handles, ncols=4)
     return figure, made

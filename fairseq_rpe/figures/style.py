@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # rather than pyplot: no backend is chosen and nothing is left open
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.transforms import offset_copy
 
 from ..core.files import replace_with
 
@@ -18,17 +21,22 @@ from ..core.files import replace_with
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Relatives share a colour and differ by marker; so do ways to move positions, which are compared with the encodings.
+# Relatives share a colour and differ by marker and dashes; so do ways to move positions, which are compared with the
+# encodings: after as many - as keep their dashes apart from rope's and each other's.
 _FAMILIES = (
     "sinusoidal sandwich learned, alibi window, type1 type2, inv_n inv_nlnn, kerple_log kerple_power, rope xpos, "
-    "fire t5_bias nope, interpolation interpolate, warping warp, randomized pose shape cape random_padding offset"
+    "fire t5_bias nope, - interpolation interpolate, - - - warping warp, "
+    "randomized pose shape cape random_padding offset"
 )
 _KNOWN = {
     name: (colour, marker)
     for colour, family in enumerate(_FAMILIES.split(", "))
     for marker, name in enumerate(family.split())
+    if name != "-"
 }
-_PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.0}
+_PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.6}  # two dashes of each style
+COLUMN, PAGE = 4.8, 7.2  # widest figures in inches, so that print at 3.4 and 6.9 leaves their letters legible
+TITLE, NAME, TICK = 9.0, 9.0, 8.0  # points
 
 
 class Look(NamedTuple):
@@ -47,7 +55,7 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
     """A look for each spec or label; two never share one while there are looks left.
 
     >>> looks(["type1", "type2"])["type2"][:2]
-    ('#009E73', 's')
+    ('#009E73', 'D')
     """
     count = len(PALETTE)
     fixed = {spec: place for spec in specs if (place := _KNOWN.get(spec)) is not None}
@@ -60,37 +68,64 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
         places = [(c % count, m) for c in range(colour, colour + count) for m in range(len(MARKERS))]
         fixed[spec] = next((place for place in places if place not in taken), places[0])
         taken.add(fixed[spec])
-    return {spec: Look(PALETTE[c], MARKERS[m], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
+    # also without colours, families differ
+    marks = {spec: MARKERS[(c + m) % len(MARKERS)] for spec, (c, m) in fixed.items()}
+    return {spec: Look(PALETTE[c], marks[spec], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
 
 
 def panels(
     rows: int, columns: int, size: tuple[float, float], *, grid: bool = True, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``size`` in inches and its panels, row by row, with a pale grid."""
-    figure = Figure(figsize=size, layout="constrained")
-    made = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    """A figure of ``size`` in inches and its panels, row by row, with a pale grid and letters fit for print."""
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(wspace=0.04))
+    with rc_context({"axes.labelsize": NAME, "xtick.labelsize": TICK, "ytick.labelsize": TICK}):
+        made = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     if grid:
         for axes in made:
             axes.grid(alpha=0.25)
     return figure, made
 
 
-def legend_within(axes: Axes, **how: Any) -> None:
-    axes.legend(**{**_PLAIN, **how})
+def titled(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=TITLE)
 
 
-def legend_beside(axes: Axes, **how: Any) -> None:
-    legend_within(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0), **how)
+def mark_training(axes: Axes, length: int, named: bool = True) -> None:
+    """A dashed line at the training length in tokens, and its name on it."""
+    axes.axvline(length, color="0.5", linestyle=(0, (4, 2)), linewidth=1, zorder=0, label="_training")
+    if not named:
+        return
+    beside = offset_copy(axes.get_xaxis_transform(), axes.figure, x=2, y=-3, units="points")
+    about: dict[str, Any] = {"rotation": 90, "fontsize": TICK - 1, "color": "0.35"}
+    axes.text(length, 1, f"trained at {length}", transform=beside, verticalalignment="top", **about)
 
 
-def legend_of_all(figure: Figure, loc: str = "outside right upper", **how: Any) -> None:
-    """One legend for all panels, beside them."""
+def lengths_along(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:
+    """A logarithmic x axis with a tick at each length in tokens, and numbers at no more than ``most`` of them."""
+    every = -(-len(lengths) // most)
+    # counted from the longest, which is always named
+    named = [str(n) if not (len(lengths) - 1 - k) % every else "" for k, n in enumerate(lengths)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, named)
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def decades(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5 of each power of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def legend_of_all(figure: Figure, loc: str = "outside lower center", **how: Any) -> None:
+    """One legend for all panels, below them unless ``loc`` says otherwise."""
     figure.legend(loc=loc, **{**_PLAIN, **how})
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
+def legend_below(figure: Figure, axes: Axes, ncols: int = 3) -> None:
     """One legend for all panels, with the lines of ``axes``."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, **_PLAIN)
+    legend_of_all(figure, handles=axes.get_legend_handles_labels()[0], ncols=ncols)
 
 
 def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:

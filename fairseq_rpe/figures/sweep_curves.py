@@ -1,32 +1,51 @@
 """The figures of a sweep: perplexity or exact answers over length, loss over training and over the position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from .style import Look, legend_beside, legend_of_all, legend_within, looks, panels
+from .ends import End, name_ends
+from .style import COLUMN, PAGE, Look, decades, legend_of_all, lengths_along, looks, mark_training, panels, titled
 
 Band = Mapping[int, Sequence[float]]
+_FEW = 24  # points that still have room for an error bar each
+_WIDE = 4.0  # the largest perplexity over the least from which the axis is logarithmic
+_SQUASHED = 2.0  # the height of all curves over that of the lower ones from which these are shown by themselves
 
 
-def perplexity(curves: Mapping[str, Band], trained_at: int) -> Figure:
-    """Perplexity per token against evaluation length: for each label, by length, a value for each seed."""
-    many = len(curves) >= 7
-    figure, (axes,) = panels(1, 1, (7.8 if many else 6.4, 4.2))
+def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int) -> Figure:
+    """Perplexity per token against evaluation length: for each label, by length, a value for each seed.
+
+    ``ratios``: the same over each run's perplexity at ``trained_at`` tokens. Where a curve rises so far that the others
+    are squashed, a second panel shows the ratios up to the largest of the others, with a ▲ where a curve leaves it.
+    """
+    known = {label: points for label, points in ratios.items() if points}
+    top = _top({label: _means(points) for label, points in known.items()}) if len(known) == len(curves) else None
+    height = max(2.4, 0.5 + 0.19 * len(curves))
+    figure, made = panels(1 if top is None else 2, 1, (COLUMN, 0.5 + height * (1 if top is None else 2)), sharex=True)
     shown = looks(list(curves))
-    for label, points in curves.items():
-        _band(axes, points, label, shown[label])
-    axes.axvline(trained_at, color="0.5", linestyle="--", linewidth=1, label=f"training length ({trained_at})")
+    drawn = [curves] if top is None else [curves, known]
+    for axes, of in zip(made, drawn, strict=True):
+        for label, points in of.items():
+            _band(axes, points, label, shown[label])
+        mark_training(axes, trained_at, named=axes is made[0])
     lengths = sorted({n for points in curves.values() for n in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(n) for n in lengths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="evaluation length (tokens)", ylabel="perplexity per token")
-    # many lines leave no room for their names among them
-    (legend_beside if many else legend_within)(axes)
+    lengths_along(made[-1], lengths)
+    made[-1].set_xlabel("evaluation length (tokens)")
+    made[0].set_ylabel("perplexity per token")
+    means = [value for points in curves.values() for value in _means(points).values()]
+    if max(means) > _WIDE * min(means):
+        decades(made[0])
+    titled(made[0], _seeds(curves.values()))
+    if top is not None:
+        _enlarge(made[1], known, shown, top)
+        made[1].set_ylabel(f"perplexity / that at {trained_at}")
+        titled(made[1], "enlarged: curves that rise further leave at ▲")
+    name_ends(figure, {axes: _ends(of, shown) for axes, of in zip(made, drawn, strict=True)})
     return figure
 
 
@@ -37,55 +56,123 @@ def exact_match(curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, 
     """
     columns = min(2, len(curves))
     lines = -(-len(curves) // columns)
-    figure, made = panels(lines, columns, (6.4 * columns, 3.8 * lines), sharey=True)
-    shown = looks(list(dict.fromkeys(label for of_task in curves.values() for label in of_task)))
+    figure, made = panels(lines, columns, (COLUMN if columns == 1 else PAGE, 0.6 + 2.5 * lines), sharey=True)
+    names = list(dict.fromkeys(label for of_task in curves.values() for label in of_task))
+    shown = looks(names)
     for (task, of_task), axes in zip(curves.items(), made, strict=False):
-        axes.axvspan(2, trained[task], color="0.9", label=f"training range (2 … {trained[task]})")
+        axes.axvspan(2, trained[task], color="0.9", label="training range")
         for label, points in of_task.items():
-            _band(axes, points, label, shown[label], markevery=max(1, len(points) // 20))
-        axes.set(title=task, xlabel="items", ylim=(-3, 103))
+            # markers of lines that lie on each other stand beside each other
+            every = max(1, len(points) // 10)
+            _band(axes, points, label, shown[label], markevery=(every * names.index(label) // len(names), every))
+        axes.set(xlabel="items", ylim=(-3, 103))
+        titled(axes, "\n".join(filter(None, (task, _seeds(of_task.values())))))
     for axes in made[::columns]:
         axes.set_ylabel("exact match (%)")
     for axes in made[len(curves) :]:
         axes.set_visible(False)
-    legend_within(made[0])
+    handles = {name: handle for axes in made for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    order = [name for name in (*names, "training range") if name in handles]
+    legend_of_all(figure, handles=[handles[name] for name in order], labels=order, ncols=2 if columns == 1 else 4)
     return figure
 
 
 def training(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
     """Training loss over updates, a line for each (label, loss by update); the second half once more, enlarged."""
-    figure, (whole, late) = panels(1, 2, (9.4, 4.2))
+    figure, (whole, late) = panels(1, 2, (PAGE, max(3.0, 0.9 + 0.17 * len(curves))))
     shown = looks(list(dict.fromkeys(label for label, _ in curves)))
     last = max(update for _, loss in curves for update in loss)
-    named: set[str] = set()
+    ends: dict[str, End] = {}
     for label, loss in curves:
         how = {**shown[label].drawn(), "linewidth": 1.2, "markevery": max(1, len(loss) // 10)}
-        whole.plot(list(loss), list(loss.values()), **how, label=None if label in named else label)
         half = {update: value for update, value in loss.items() if 2 * update >= last}
-        late.plot(list(half), list(half.values()), **how)
-        named.add(label)
-    whole.set(title="whole training", xlabel="updates", ylabel="training loss (bits per token)")
-    late.set(title="second half", xlabel="updates")
-    legend_of_all(figure)
+        for axes, points in ((whole, loss), (late, half)):
+            axes.plot(list(points), list(points.values()), **how, label=None if label in ends else label)
+        if half:
+            ends.setdefault(label, _end(label, half, shown[label]))
+    whole.set(xlabel="updates", ylabel="training loss (bits per token)")
+    late.set(xlabel="updates")
+    titled(whole, "whole training")
+    titled(late, "second half, enlarged")
+    name_ends(figure, {late: list(ends.values())})
     return figure
 
 
 def positions(curves: Mapping[str, Mapping[int, float]]) -> Figure:
     """Loss over the position in a block, a line for each label: its loss by the last position of each bucket."""
-    figure, (axes,) = panels(1, 1, (7.8, 4.2))
+    figure, (axes,) = panels(1, 1, (COLUMN, max(3.0, 0.9 + 0.17 * len(curves))))
     shown = looks(list(curves))
-    for label, loss in curves.items():
-        axes.plot([upto + 1 for upto in loss], list(loss.values()), **shown[label].drawn(), label=label)
-    axes.set_xscale("log", base=2)
+    counted = {label: {upto + 1: value for upto, value in loss.items()} for label, loss in curves.items()}
+    for label, points in counted.items():
+        axes.plot(list(points), list(points.values()), **shown[label].drawn(), label=label)
+    lengths_along(axes, sorted({n for points in counted.values() for n in points}))
     axes.set(xlabel="position in the block (tokens)", ylabel="loss (bits per token)")
-    legend_of_all(figure)
+    name_ends(figure, {axes: [_end(label, points, shown[label]) for label, points in counted.items()]})
     return figure
 
 
+def _means(points: Band) -> dict[int, float]:
+    return {n: sum(values) / len(values) for n, values in points.items()}
+
+
+def _seeds(bands: Collection[Band]) -> str:
+    """What error bars say, where there are any."""
+    counts = sorted({len(values) for points in bands for values in points.values()})
+    if not counts or counts[-1] == 1:
+        return ""
+    many = " or ".join(map(str, counts)) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
+    least_to_largest = "shaded" if max(map(len, bands)) > _FEW else "bars"
+    return f"mean of {many} seeds; {least_to_largest}: least to largest"
+
+
+def _top(means: Mapping[str, Mapping[int, float]]) -> float | None:
+    """The largest value of the lower curves, at least half of all, where they would take less than half the height.
+
+    The lower ones are those below the widest gap, as a multiple of their height; ``None`` if there is no such gap.
+    """
+    least = min((value for points in means.values() for value in points.values()), default=0.0)
+    highest = sorted(max(points.values()) for points in means.values())
+    pairs = [pair for k, pair in enumerate(pairwise(highest), 1) if 2 * k >= len(highest)]
+    gaps = [((above - least) / (below - least) if below > least else 0.0, below) for below, above in pairs]
+    widest, below = max(gaps, default=(0.0, 0.0))
+    return below if widest > _SQUASHED else None
+
+
+def _enlarge(axes: Axes, ratios: Mapping[str, Band], shown: Mapping[str, Look], top: float) -> None:
+    """Limit the panel to ``top`` and mark where curves leave it."""
+    axes.axhline(1, color="0.5", linewidth=1, zorder=0)
+    values = [v for points in ratios.values() for seeds in points.values() for v in seeds]
+    pad = 0.06 * (top - min(values))
+    high = top + pad
+    axes.set_ylim(min(values) - pad, high)
+    for label, points in ratios.items():
+        means = _means(points)
+        x, y = np.log2(list(means)), np.array(list(means.values()))
+        leaves = np.flatnonzero((y[:-1] > high) != (y[1:] > high))
+        for k in leaves:
+            at = x[k] + (x[k + 1] - x[k]) * (high - y[k]) / (y[k + 1] - y[k])
+            mark = {"marker": "^", "markersize": 6, "color": shown[label].colour, "linestyle": "none"}
+            axes.plot(2**at, 1.0, **mark, transform=axes.get_xaxis_transform(), clip_on=False, label="_leaves")
+
+
+def _end(label: str, points: Mapping[int, float], look: Look) -> End:
+    x = max(points)
+    return End(label, x, points[x], look.colour)
+
+
+def _ends(curves: Mapping[str, Band], shown: Mapping[str, Look]) -> list[End]:
+    return [_end(label, _means(points), shown[label]) for label, points in curves.items()]
+
+
 def _band(axes: Axes, points: Band, label: str, look: Look, **how: Any) -> None:
-    """The mean over seeds; shaded, from the least of them to the largest."""
-    means = [sum(values) / len(values) for values in points.values()]
-    axes.plot(list(points), means, **look.drawn(), **how, label=label)
-    if any(len(values) > 1 for values in points.values()):
-        low, high = [min(values) for values in points.values()], [max(values) for values in points.values()]
-        axes.fill_between(list(points), low, high, color=look.colour, alpha=0.2, linewidth=0)
+    """The mean over seeds; from the least of them to the largest an error bar, or a shade where points are many."""
+    x, means = list(points), list(_means(points).values())
+    axes.plot(x, means, **look.drawn(), **how, label=label)
+    if all(len(values) == 1 for values in points.values()):
+        return
+    low, high = [min(values) for values in points.values()], [max(values) for values in points.values()]
+    if len(x) > _FEW:
+        axes.fill_between(x, low, high, color=look.colour, alpha=0.2, linewidth=0)
+    else:
+        reach = np.array([np.subtract(means, low), np.subtract(high, means)])
+        axes.errorbar(x, means, reach, fmt="none", ecolor=look.colour, elinewidth=1, capsize=2.5, label="_seeds")

@@ -1,40 +1,89 @@
 """Draws times: of attention over length, and what a sliding window costs for what it gains in perplexity."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
 from ..analysis.speed import LIMIT, Timing
-from .style import legend_of_all, looks, panels
+from .style import (
+    COLUMN,
+    DASHES,
+    MARKERS,
+    NAME,
+    PAGE,
+    TICK,
+    decades,
+    legend_of_all,
+    lengths_along,
+    looks,
+    mark_training,
+    panels,
+    titled,
+)
 
-_DASHES = ("-", "--", ":", "-.")
+WAYS: tuple[dict[str, Any], ...] = tuple(
+    {"linestyle": dashes, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
+    for dashes, marker in zip(DASHES * 2, MARKERS, strict=True)
+)
+_ACROSS = 5  # panels side by side
+Points = Sequence[tuple[int, float]]
 
 
 def of_attention(timings: Sequence[Timing], about: str) -> Figure:
-    """One panel per step, both axes logarithmic; ``about`` is its title."""
-    steps = list(dict.fromkeys(t.step for t in timings))
-    figure, made = panels(1, len(steps), (4.6 * len(steps) + 2.2, 4.2))
-    drawn = list(dict.fromkeys((t.encoding, t.backend) for t in timings if t.encoding != LIMIT))
-    styles = looks(list(dict.fromkeys(encoding for encoding, _ in drawn)))
-    backends = list(dict.fromkeys(t.backend for t in timings))
-    lengths = sorted({t.length for t in timings})
-    for axes, step in zip(made, steps, strict=True):
-        axes.axhline(1.0, color="0.6", linewidth=1)
-        for encoding, backend in drawn:
-            own = [t for t in timings if (t.encoding, t.backend, t.step) == (encoding, backend, step)]
-            if own:
-                look = {**styles[encoding].drawn(), "linestyle": _DASHES[backends.index(backend) % len(_DASHES)]}
-                axes.plot([t.length for t in own], [t.ratio for t in own], label=f"{encoding}, {backend}", **look)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", title=step)
-        axes.set_ylabel("time over attention without a bias")
-        axes.set_xticks(lengths, list(map(str, lengths)))
-        axes.minorticks_off()
-    lines = {line.get_label(): line for axes in made for line in axes.get_lines() if line.get_marker() != "None"}
-    figure.legend(lines.values(), lines, loc="outside right upper", frameon=False, handlelength=4)
-    figure.suptitle(about, fontsize=7)
+    """A panel for each encoding, a line for each backend, a row for each step; ``about`` is the title."""
+    rows: dict[str, dict[tuple[str, str], dict[str, list[tuple[int, float]]]]] = {}
+    encodings = list(dict.fromkeys(t.encoding for t in timings if t.encoding != LIMIT))
+    for t in timings:
+        if t.encoding != LIMIT:
+            ways = rows.setdefault(t.step, {}).setdefault((t.encoding, t.encoding), {})
+            ways.setdefault(t.backend, []).append((t.length, t.ratio))
+    return beside_each_other(
+        {step: panel for step, panel in rows.items()},
+        {encoding: look.colour for encoding, look in looks(encodings).items()},
+        about,
+    )
+
+
+def beside_each_other(
+    rows: Mapping[str, Mapping[tuple[str, str], Mapping[str, Points]]], colours: Mapping[str, str], about: str
+) -> Figure:
+    """Multiples of attention without a bias over length, both axes logarithmic and alike in all panels: a row a name.
+
+    ``rows``: name -> (title, key of ``colours``) -> way -> (length in tokens, multiple). A way has its line and marker
+    in every panel, what is timed its colour. ``about`` is the title.
+    """
+    titles = list(dict.fromkeys(title for panel in rows.values() for title in panel)) or [("nothing was timed", "")]
+    ways = list(dict.fromkeys(way for panel in rows.values() for of in panel.values() for way in of))
+    how = {way: WAYS[number % len(WAYS)] for number, way in enumerate(ways)}
+    lengths = sorted({n for panel in rows.values() for of in panel.values() for own in of.values() for n, _ in own})
+    columns = min(len(titles), _ACROSS)
+    deep = -(-len(titles) // columns)
+    wide = max(COLUMN, min(PAGE, 1.0 + 1.4 * columns))
+    size = wide, 1.0 + 1.6 * deep * len(rows)
+    figure, made = panels(deep * len(rows), columns, size, sharex=True, sharey=True)
+    for number, (name, panel) in enumerate(rows.items()):
+        own = made[number * deep * columns :][: deep * columns]
+        for axes, title in zip(own, titles, strict=False):
+            axes.axhline(1.0, color="0.5", linewidth=1, zorder=0)
+            for way, points in panel.get(title, {}).items():
+                axes.plot(*zip(*points, strict=True), color=colours[title[1]], **how[way])
+            if not number or deep > 1:
+                titled(axes, title[0])
+        for axes in own[len(titles) :]:
+            axes.set_visible(False)
+        for axes in own[::columns]:
+            axes.set_ylabel(name)
+    decades(made[0])
+    lengths_along(made[0], lengths, 3)
+    for axes in made[-columns:]:
+        axes.set_xlabel("tokens")
+    handles = [Line2D([], [], color="0.3", **how[way], label=way) for way in ways]
+    legend_of_all(figure, handles=handles, ncols=4)
+    figure.supylabel("multiple of attention without a bias", fontsize=NAME)
+    figure.suptitle(textwrap.fill(about, round(16 * wide)), fontsize=TICK)
     return figure
 
 
@@ -48,36 +97,38 @@ class Timed(NamedTuple):
     relative: float
 
 
-def of_windows(rows: Sequence[Timed], stride: int, published: float) -> Figure:
+def of_windows(rows: Sequence[Timed], stride: int, published: float, trained: Sequence[int] = ()) -> Figure:
     """Perplexity of all modes and time of those after the first, which is what times are relative to.
 
-    ``stride``: in tokens, of the modes after the first; ``published``: a relative time to draw a line at.
+    ``stride``: in tokens, of the modes after the first; ``published``: a relative time to draw a line at; ``trained``:
+    lengths in tokens to mark.
     """
     shown = looks(list(dict.fromkeys(row.encoding for row in rows)))
-    modes = dict(zip(dict.fromkeys(row.mode for row in rows), _DASHES, strict=False))
-    windows = list(dict.fromkeys(row.window for row in rows))
-    figure, (left, right) = panels(1, 2, (9.2, 4.0))
+    modes = dict(zip(dict.fromkeys(row.mode for row in rows), DASHES, strict=False))
+    windows = sorted({row.window for row in rows})
+    figure, (left, right) = panels(1, 2, (PAGE, 3.4))
     for axes, column, drawn in ((left, "ppl", list(modes)), (right, "relative", list(modes)[1:])):
+        for length in trained:
+            mark_training(axes, length, named=axes is left)
         for label, look in shown.items():
             for mode in drawn:
                 points = sorted((r.window, getattr(r, column)) for r in rows if (r.encoding, r.mode) == (label, mode))
                 axes.plot(*zip(*points, strict=True), **look.drawn() | {"linestyle": modes[mode]})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(windows, [str(w) for w in windows])
-        axes.xaxis.set_minor_locator(NullLocator())
+        lengths_along(axes, windows)
         axes.set_xlabel("window (tokens)")
     left.set_ylabel("perplexity per token")
-    right.set(yscale="log", ylabel="time / non-overlapping time")
-    right.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    right.yaxis.set_minor_formatter(NullFormatter())
-    right.axhline(1, color="0.5", linewidth=1)
-    right.axhline(published, color="0.5", linewidth=1, linestyle=(0, (1, 2)))
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
-    right.annotate(f"published mean: {published}", (0.02, published), **place, fontsize="small", color="0.35")
-    right.set_ylim(top=1.6 * max(right.get_ylim()[1], published))
-    handles = [Line2D([], [], **look.drawn() | {"linestyle": "-"}, label=label) for label, look in shown.items()]
+    titled(left, "perplexity")
+    decades(right)
+    titled(right, "time")
+    right.set_ylabel("time / non-overlapping time")
+    right.axhline(1, color="0.5", linewidth=1, zorder=0)
+    right.axhline(published, color="0.5", linewidth=1, linestyle=DASHES[2])
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, -3), "textcoords": "offset points"}
+    below: dict[str, Any] = {"horizontalalignment": "right", "verticalalignment": "top", "fontsize": TICK}
+    right.annotate(f"published: {published}", (0.98, published), **place, **below, color="0.35")
+    handles = [Line2D([], [], **look.drawn() | {"linestyle": ""}, label=label) for label, look in shown.items()]
     for number, (mode, dashes) in enumerate(modes.items()):
         name = f"{mode}, stride {stride}" if number else mode
         handles.append(Line2D([], [], color="0.3", linestyle=dashes, label=name))
-    legend_of_all(figure, "outside lower center", handles=handles, ncols=4)
+    legend_of_all(figure, handles=handles, ncols=4)
     return figure

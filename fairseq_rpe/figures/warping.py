@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..analysis import index_warping
 from ..analysis.index_warping import TIMES, Attention, Differences, Falling, Setting, Tail
-from .style import PALETTE, legend_below, legend_beside, panels
+from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, legend_below, looks, panels, titled
 
 _MARKED = 24  # fewer points than this are shown one by one
 _SKEWS = {"none": ("identity", PALETTE[6]), "sqrt": ("tail, sqrt", PALETTE[0]), "beta": ("tail, beta", PALETTE[1])}
@@ -24,29 +24,27 @@ _TESTS = {1: PALETTE[6], 2: PALETTE[2], 4: PALETTE[3]}
 
 def attention(setting: Setting, found: Attention) -> Figure:
     """exp(raw attention) against distance in tokens, with the level e^-1 that RoPE cannot fall below."""
-    figure, (axes,) = panels(1, 1, (7.6, 4.2))
+    figure, (axes,) = panels(1, 1, (COLUMN, 4.0))
     axes.axhline(math.exp(-1), color="0.35", linestyle=(0, (1, 1.5)), linewidth=1.2)
     place = (found.distances.max().item() / 1.2, math.exp(-1) - 0.03)
-    look = {"fontsize": "small", "color": "0.25", "horizontalalignment": "right", "verticalalignment": "top"}
+    look = {"fontsize": TICK, "color": "0.25", "horizontalalignment": "right", "verticalalignment": "top"}
     axes.text(*place, "$e^{-1}$, RoPE's lower bound", **look)
-    looks = {64: (PALETTE[5], 0.8), 128: (PALETTE[0], 0.8), None: (PALETTE[6], 1.6)}
-    for width, y in found.rope.items():
-        colour, thick = looks.get(width, ("0.75", 0.8))
+    own = looks(["rope", "alibi"])
+    for (width, y), thick in zip(found.rope.items(), (0.5, 0.9, 2.2), strict=False):
         name = "RoPE, wide head" if width is None else f"RoPE, head width {width}"
-        _plot(axes, found.distances, y, name, colour, linewidth=thick)
-    styles = ((PALETTE[1], "--"), (PALETTE[4], "-."), (PALETTE[2], (0, (5, 1))), (PALETTE[3], ":"))
-    for (head, y), (colour, style) in zip(found.alibi.items(), styles, strict=True):
-        _plot(axes, found.distances, y, f"ALiBi, head {head} of 8", colour, linestyle=style)
+        _plot(axes, found.distances, y, name, own["rope"].colour, linewidth=thick)
+    for (head, y), style in zip(found.alibi.items(), DASHES, strict=True):
+        _plot(axes, found.distances, y, f"ALiBi, head {head} of 8", own["alibi"].colour, linestyle=style)
     axes.margins(x=0)
-    axes.set(xscale="log", ylim=(-0.06, 2.8), title="Raw attention over distance")
-    axes.set(xlabel="distance (tokens)", ylabel="exp(raw attention)")
-    legend_beside(axes, handlelength=2.6)
+    axes.set(xscale="log", ylim=(-0.06, 2.8), xlabel="distance (tokens)", ylabel="exp(raw attention)")
+    titled(axes, "Raw attention over distance")
+    legend_below(figure, axes, 2)
     return figure
 
 
 def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
     """Size of the sensitivity (Eq. 6) over all positions, and sensitivity at the last tokens."""
-    figure, (left, right) = panels(1, 2, (9.6, 4.2))
+    figure, (left, right) = panels(1, 2, (PAGE, 3.4))
     averaged = [(one.times, one.single) for one in found if one.single]
     for times, curve in averaged:
         _plot(left, *curve, "_", _TESTS[times], linewidth=0.5, alpha=0.35)
@@ -56,10 +54,11 @@ def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
     seen = torch.cat([one.size[1] for one in found])
     left.set(xscale="log", yscale="log", ylim=(seen[seen > 0].min().item() / 5, seen.max().item() * 3))
     left.xaxis.set_minor_formatter(NullFormatter())
-    left.set_title("All positions (thick: mean over one wave)" if averaged else "All positions")
-    left.set_xlabel(f"position p (0 to {setting.train_length} training tokens)")
-    left.set_ylabel(f"|sensitivity| of {setting.unit}, per token")
-    right.set(title="The last tokens", ylabel=f"sensitivity of {setting.unit}, per token")
+    titled(left, "All positions (thick: mean over one wave)" if averaged else "All positions")
+    left.set_xlabel("position p (tokens)")
+    left.set_ylabel(f"|sensitivity| per token\nof {setting.unit}")
+    titled(right, "The last tokens, linear")
+    right.set(ylabel=f"sensitivity per token\nof {setting.unit}")
     _counted_from_the_end(right)
     legend_below(figure, right)
     return figure
@@ -67,14 +66,14 @@ def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
 
 def tails(setting: Setting, found: Sequence[Tail]) -> Figure:
     """Sensitivity in training against that in tests, aligned at the last token: a panel for each skew, one scale."""
-    figure, rows = panels(len(found), 1, (7.6, 2.3 * len(found) + 0.7), sharex=True, sharey=True)
+    figure, rows = panels(len(found), 1, (PAGE, 1.9 * len(found) + 0.7), sharex=True, sharey=True)
     for axes, one in zip(rows, found, strict=True):
         for times, y in one.at.items():
             _plot_from_the_end(axes, setting, times, y, linewidth=1.6 if times == 1 else 1.2)
         sums = ", ".join(f"{value:.3g} at {t}×" for value, t in zip(one.sums, TIMES, strict=True))
-        axes.set_title(f"{_SKEWS[one.skew][0]}: total difference (c = {setting.reach}) {sums}")
+        titled(axes, f"{_SKEWS[one.skew][0]}: total difference (c = {setting.reach}) {sums}")
     _counted_from_the_end(rows[-1])
-    figure.supylabel(f"sensitivity of {setting.unit}, per token", fontsize="medium")
+    figure.supylabel(f"sensitivity of {setting.unit}, per token", fontsize=NAME)
     legend_below(figure, rows[0])
     return figure
 
@@ -82,22 +81,22 @@ def tails(setting: Setting, found: Sequence[Tail]) -> Figure:
 def warps(setting: Setting, found: Mapping[str, Tensor]) -> Figure:
     """Position p_j (Eq. 7, 8) against index j, both in tokens."""
     length = setting.train_length
-    figure, (axes,) = panels(1, 1, (6.2, 4.4))
+    figure, (axes,) = panels(1, 1, (COLUMN, 5.2))
     j = torch.arange(length + 1, dtype=torch.float64)
     for skew, p in found.items():
         _plot(axes, j, p, *_SKEWS[skew])
-    for part, colour, style in ((2, 2, "--"), (4, 3, "-."), (6, 4, (0, (5, 1))), (8, 5, ":")):
-        _plot(axes, j, j / part, f"head, α = 1/{part}", PALETTE[colour], linestyle=style)
-    axes.set(title=f"Warped positions, training length {length}", xlim=(0, length), ylim=(0, length * 1.02))
-    axes.set(xlabel="index j (tokens)", ylabel="position $p_j$ (tokens)")
+    for part, colour, style in zip((2, 4, 6, 8), PALETTE[2:], (*DASHES[1:], DASHES[1]), strict=False):
+        _plot(axes, j, j / part, f"head, α = 1/{part}", colour, linestyle=style)
+    titled(axes, f"Warped positions, training length {length}")
+    axes.set(xlim=(0, length), ylim=(0, length * 1.02), xlabel="index j (tokens)", ylabel="position $p_j$ (tokens)")
     axes.set_box_aspect(1)
-    legend_beside(axes, handlelength=2.6)
+    legend_below(figure, axes)
     return figure
 
 
 def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
     """Total difference (Eq. 9) against test length / training length: lines computed, with them published points."""
-    figure, columns = panels(1, len(found), (4.6 * len(found), 4.2))
+    figure, columns = panels(1, len(found), (PAGE, 3.6), sharey=True)
     for axes, one in zip(columns, found, strict=True):
         for skew, sums in one.sums.items():
             name, colour = _SKEWS[skew]
@@ -105,9 +104,10 @@ def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
             dots = {"marker": "o", "markersize": 7, "markerfacecolor": "white", "markeredgewidth": 1.6}
             look = {**dots, "linestyle": "none", "markeredgecolor": colour}
             axes.plot(TIMES, one.published[skew], **look, label=f"{name}, published")
-        axes.set(title=f"training length {one.train_length}, c = {one.reach}", xlabel="test length / training length")
+        titled(axes, f"training length {one.train_length}, c = {one.reach}")
+        axes.set_xlabel("test length / training length")
         axes.set_ylim(bottom=0)
-    columns[0].set_ylabel(f"total difference of {setting.unit}")
+    columns[0].set_ylabel(f"total difference\nof {setting.unit}")
     legend_below(figure, columns[0])
     return figure
 

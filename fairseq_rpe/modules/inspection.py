@@ -16,6 +16,8 @@ from ..core import UserError
 from ..encodings import Encoding
 from ..figures.biases import maps_of_heads, of_heads
 
+_DPI = 115  # two pictures of four heads side by side in a window of 1920 pixels
+
 
 class Inspector:
     """Pictures, learned quantities and histograms of a decoder's encodings, every few updates of its training.
@@ -112,6 +114,7 @@ class Inspector:
 
     def _picture(self, tag: str, figure: Figure) -> None:
         # not add_figure, which loads pyplot and with it a backend
+        figure.set_dpi(_DPI)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         self.writer.add_image(tag, np.asarray(canvas.buffer_rgba())[..., :3], self.written, dataformats="HWC")

@@ -151,8 +151,8 @@ def _theory(gallery: Gallery) -> dict[str, Figure]:
 
 def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     found = findings.perplexities(gallery.folder, gallery.state)
-    curves = {name: found.of(name) for name in found.encodings}
-    return {"ppl": sweep_curves.perplexity(curves, found.trained_at)} if curves else {}
+    curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
+    return {"ppl": sweep_curves.perplexity(curves, ratios, found.trained_at)} if curves else {}
 
 
 def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
@@ -185,9 +185,10 @@ def _training(gallery: TrainedGallery) -> dict[str, Figure]:
         looks = history.read(inspected) if list(layers[0].parameters()) else []
         if len(looks) < 2:
             continue
+        profiles = [look["bias"] for look in looks]
         values = {
-            f"{place}, head {head + 1}": torch.tensor([look["bias"][place][head] for look in looks])
-            for place, heads in looks[0]["bias"].items()
+            f"{place.replace('layer', 'layer ')}, head {head + 1}": torch.tensor([at[place][head] for at in profiles])
+            for place, heads in profiles[0].items()
             for head in range(len(heads))
         }
         steps = [look["step"] for look in looks]

@@ -48,6 +48,11 @@ class Perplexities:
         """By length, the perplexity of each seed."""
         return _by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
 
+    def ratios(self, encoding: str) -> dict[int, list[float]]:
+        """By length, the perplexity of each seed over that of the same run at the training length."""
+        own = [row for row in self.rows if row.method == encoding]
+        return _by_length((row.result.length, row.ratio) for row in own if row.ratio is not None)
+
     def means(self, encoding: str) -> dict[int, float]:
         """By length, the mean over seeds."""
         return {length: sum(values) / len(values) for length, values in self.of(encoding).items()}

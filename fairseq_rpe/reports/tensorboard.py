@@ -32,11 +32,8 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers,
     else:
         names = {f"exact/{part}": f"exact match (%), {part}" for part in ("trained", "beyond", "all")}
         tag, title = "exact_by_items", "exact match in % over items (step = items)"
-    charts = {
-        "Evaluation": {title: tag},
-        "Loss": {"loss (bits per token)": "loss", "perplexity": "ppl"},
-        "Learned parameters": _learned(folder),
-    }
+    charts = {title: tag, "loss in training (bits per token)": "loss", "perplexity in training": "ppl"}
+    charts |= _learned(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     # beside tensorboard/, not in it: a running TensorBoard would show the unfinished folder
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".board-") as name:
@@ -98,9 +95,12 @@ def _learned(folder: SweepFolder) -> dict[str, str]:
 
 
 def _experiment(
-    folder: Path, charts: Mapping[str, Mapping[str, str]], metrics: Mapping[str, str], sessions: Sequence[Chosen]
+    folder: Path, charts: Mapping[str, str], metrics: Mapping[str, str], sessions: Sequence[Chosen]
 ) -> None:
-    """The columns of the HParams tab: ``metrics``, by tag their titles; category -> chart -> pattern of a whole tag."""
+    """The columns of the HParams tab: ``metrics``, by tag their titles; chart -> pattern of a whole tag.
+
+    Each chart is a category of its own, because those of one category share rows.
+    """
     keys = dict.fromkeys(key for chosen in sessions for key in chosen)
     values = {key: list(dict.fromkeys(chosen[key] for chosen in sessions if key in chosen)) for key in keys}
     columns, _, _ = hparams({key: v[0] for key, v in values.items()}, dict.fromkeys(metrics, 0.0), values)
@@ -109,11 +109,7 @@ def _experiment(
     for info in data.experiment.metric_infos:
         info.display_name = metrics[info.name.tag]
     about.content = data.SerializeToString()
-    layout = {
-        category: {title: ["Multiline", [f"^{pattern}$"]] for title, pattern in shown.items()}
-        for category, shown in charts.items()
-        if shown
-    }
+    layout = {title: {title: ["Multiline", [f"^{pattern}$"]]} for title, pattern in charts.items()}
     with SummaryWriter(str(folder), purge_step=0) as writer:
         writer.file_writer.add_summary(columns, 0)
         writer.add_custom_scalars(layout)

@@ -508,4 +508,5 @@ def test_curves_have_one_colour_per_encoding():
     (axes,) = theoretical(curves).axes
     assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
     assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
-    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["alibi, 8 heads (thick: the first)", specs[1]]
+    assert [text.get_text() for text in axes.texts] == ["alibi, head 1", specs[1]]
+    assert "thin: other heads" in axes.get_title()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
@@ -296,6 +297,41 @@ def test_train_command_of_a_task(tmp_path, capsys):
     assert main([*argv, "--schedule", "inverse_sqrt", "--device", "cpu", "--dry-run"]) == 0
     line = capsys.readouterr().out
     assert "--lr-scheduler inverse_sqrt" in line and "total-num-update" not in line
+
+
+def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(checkpoint, capsys, monkeypatch):
+    """With no minute to wait for, a line after each token."""
+    from fairseq_rpe.core import progress
+
+    plain = measure(capsys, checkpoint, "--lengths", "2,5")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    assert main(["accuracy", str(checkpoint), "--lengths", "2,5", "--device", "cpu"]) == 0
+    told = capsys.readouterr()
+    rows = [json.loads(line) for line in told.out.splitlines()]
+    assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in plain]
+    # an answer of copy is the items, as often as they are asked for, and the end of the sentence
+    examples = {n: [e for e in build(TASK).examples("test") if e.length == n] for n in (2, 5)}
+    steps = [len(own) for own in examples.values() for _ in range(len(own[0].answer) + 1)]
+    lines = [line for line in told.err.splitlines() if " tokens" in line]
+    total = f"{sum(steps):,}"
+    assert len(lines) == len(steps)
+    assert [line.split(": ", 1)[1].split(" tokens")[0] for line in lines] == [
+        f"{sum(steps[: k + 1]):,} of {total}" for k in range(len(steps))
+    ]
+    assert " left" in lines[0] and " left" not in lines[-1]
+
+
+def test_progress_is_a_bar_on_a_terminal_with_the_rows_above_it(checkpoint, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    rows = measure(capsys, checkpoint, "--lengths", "2,3")
+    assert [row["length"] for row in rows] == [2, 3]
+    assert "\r" in terminal.getvalue() and " tokens/s" in terminal.getvalue()
 
 
 # sweeps

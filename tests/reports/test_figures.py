@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from conftest import SPECS, p_of_heads, save_checkpoint
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis.bias_map import bias_map
+from fairseq_rpe.analysis.speed import LIMIT, Timing
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import biases as drawings
-from fairseq_rpe.figures import style, sweep_curves
+from fairseq_rpe.figures import fields, style, sweep_curves, timing
+from fairseq_rpe.figures.ends import spread
 from fairseq_rpe.sweeps.state import Method
 
 
@@ -74,15 +81,94 @@ def lines(axes):
     return {line.get_label(): dict(zip(*map(list, line.get_data()), strict=True)) for line in axes.lines}
 
 
-def test_perplexity_is_the_mean_with_the_seeds_around_it():
-    figure = sweep_curves.perplexity({"alibi": {64: [50.0, 52.0], 128: [40.0, 46.0]}, "rope": {64: [60.0]}}, 64)
+def shares(curves, at):
+    return {
+        name: {n: [v / base for v, base in zip(own, points[at], strict=True)] for n, own in points.items()}
+        for name, points in curves.items()
+    }
+
+
+def test_perplexity_is_the_mean_with_bars_over_the_seeds():
+    curves = {"alibi": {64: [50.0, 52.0], 128: [40.0, 46.0]}, "rope": {64: [60.0], 128: [63.0]}}
+    figure = sweep_curves.perplexity(curves, shares(curves, 64), 64)
     [axes] = figure.axes
     drawn = lines(axes)
-    assert drawn["alibi"] == {64: 51.0, 128: 43.0} and drawn["rope"] == {64: 60.0}
-    assert drawn["training length (64)"].keys() == {64}
-    [band] = axes.collections
-    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(64, 50), (64, 52), (128, 40), (128, 46)}
+    assert drawn["alibi"] == {64: 51.0, 128: 43.0} and drawn["rope"] == {64: 60.0, 128: 63.0}
+    assert drawn["_training"].keys() == {64}
+    [bars] = axes.collections  # of alibi alone: rope has one seed
+    spans = [sorted(point[1] for point in bar) for bar in bars.get_segments()]
+    assert spans == [pytest.approx([50, 52]), pytest.approx([40, 46])]
+    assert bars.get_colors()[0][:3].tolist() == pytest.approx(to_rgb(style.looks(["alibi"])["alibi"].colour))
+    assert axes.get_title() == "mean of 1 or 2 seeds; bars: least to largest"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "128"]
+    assert axes.get_legend() is None and {text.get_text() for text in axes.texts} == {"alibi", "rope", "trained at 64"}
+
+
+EXPLODING = {
+    "sinusoidal": {64: [53.0], 128: [400.0], 256: [9000.0]},
+    "alibi": {64: [49.0], 128: [48.0], 256: [47.5]},
+    "type1": {64: [50.0], 128: [49.0], 256: [49.2]},
+    "kerple_log": {64: [49.5], 128: [49.7], 256: [50.2]},
+}
+
+
+def test_a_curve_that_squashes_the_rest_gives_a_second_panel_of_ratios():
+    figure = sweep_curves.perplexity(EXPLODING, shares(EXPLODING, 64), 64)
+    above, below = figure.axes
+    assert above.get_yscale() == "log" and below.get_yscale() == "linear"
+    assert lines(below)["alibi"] == pytest.approx({64: 1.0, 128: 48 / 49, 256: 47.5 / 49})
+    low, high = below.get_ylim()
+    others = [v for name in EXPLODING if name != "sinusoidal" for v in lines(below)[name].values()]
+    # the others take most of the height, and none of them is cut off
+    assert low < min(others) and max(others) < high and max(others) - min(others) > 0.8 * (high - low)
+    [mark] = [line for line in below.lines if line.get_label() == "_leaves"]
+    ((x, y),) = mark.get_xydata()
+    part = (high - 1) / (400 / 53 - 1)  # along the line from 64 to 128, straight over log2
+    assert (x, y) == (pytest.approx(64 * 2**part), 1.0)
+    assert (mark.get_marker(), mark.get_color()) == ("^", style.looks(["sinusoidal"])["sinusoidal"].colour)
+    assert "64" in below.get_ylabel() and "▲" in below.get_title()
+
+
+def test_no_second_panel_where_nothing_is_squashed_or_the_training_length_was_not_measured():
+    plain = {"a": {8: [50.0], 16: [52.0]}, "b": {8: [51.0], 16: [54.0]}, "c": {8: [52.0], 16: [57.0]}}
+    assert len(sweep_curves.perplexity(plain, shares(plain, 8), 8).axes) == 1
+    [axes] = sweep_curves.perplexity(EXPLODING, {name: {} for name in EXPLODING}, 32).axes
+    assert axes.get_yscale() == "log"
+    one = {"alibi": {64: [49.0]}}
+    assert len(sweep_curves.perplexity(one, shares(one, 64), 64).axes) == 1
+
+
+def boxes(figure, axes):
+    """What the names beside a panel cover, in pixels, from the lowest to the highest."""
+    figure.draw_without_rendering()
+    names = [text for text in axes.texts if not text.get_text().startswith("trained at")]
+    # of the words alone, without the line that leads to them
+    return sorted((Text.get_window_extent(text) for text in names), key=lambda box: box.y0)
+
+
+def test_names_stand_at_the_ends_and_never_on_each_other():
+    near = {name: {64: [50.0], 128: [50 + k / 99]} for k, name in enumerate(SPECS)} | EXPLODING
+    near["sinusoidal"] = {64: [50.0], 128: [80.0]}
+    figure = sweep_curves.perplexity(near, shares(near, 64), 64)
+    for axes in figure.axes:
+        found, panel = boxes(figure, axes), axes.get_window_extent()
+        assert len(found) == len(near)
+        assert all(low.y1 <= high.y0 for low, high in pairwise(found))
+        assert all(box.x0 > panel.x1 and box.x1 <= figure.bbox.x1 for box in found)
+        assert found[0].y0 >= 0 and found[-1].y1 <= figure.bbox.y1
+    # in the order of the ends
+    ends = {name: list(points.values())[-1][0] for name, points in near.items()}
+    names = [text for text in figure.axes[0].texts if text.get_text() in ends]
+    by_height = sorted(names, key=lambda text: Text.get_window_extent(text).y0)
+    assert [ends[text.get_text()] for text in by_height] == sorted(ends.values())
+
+
+def test_places_are_the_nearest_that_are_apart():
+    assert spread([], 0.1) == [] and spread([0.2, 0.7], 0.1) == pytest.approx([0.2, 0.7])
+    assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread([0.0, 0.01, 1.0, 1.0], 0.2) == pytest.approx([0.0, 0.2, 0.8, 1.0])
+    crowded = spread([0.5] * 30, 0.1)  # more than there is room for: still apart
+    assert all(b - a == pytest.approx(0.1) for a, b in pairwise(crowded))
 
 
 def test_training_is_drawn_whole_and_its_second_half_again():
@@ -101,11 +187,106 @@ def test_positions_are_counted_from_one():
 
 def test_exact_match_has_a_panel_for_each_task():
     curves = {"copy": {"rope": {2: [100.0, 50.0], 9: [25.0, 25.0]}}, "sort": {"rope": {2: [80.0]}, "nope": {2: [0.0]}}}
-    copy, sort = panels(sweep_curves.exact_match(curves, {"copy": 5, "sort": 4}))
-    assert (copy.get_title(), sort.get_title()) == ("copy", "sort")
-    assert lines(copy) == {"rope": {2: 75.0, 9: 25.0}} and lines(sort) == {"rope": {2: 80.0}, "nope": {2: 0.0}}
-    assert copy.lines[0].get_color() == sort.lines[0].get_color() != sort.lines[1].get_color()
-    assert "training range (2 … 5)" in {text.get_text() for text in copy.get_legend().get_texts()}
+    figure = sweep_curves.exact_match(curves, {"copy": 5, "sort": 4})
+    copy, sort = panels(figure)
+    assert (copy.get_title(), sort.get_title()) == ("copy\nmean of 2 seeds; bars: least to largest", "sort")
+    drawn = {name: points for name, points in lines(copy).items() if not name.startswith("_")}
+    assert drawn == {"rope": {2: 75.0, 9: 25.0}} and lines(sort) == {"rope": {2: 80.0}, "nope": {2: 0.0}}
+    assert copy.lines[0].get_color() == sort.lines[0].get_color() != sort.lines[-1].get_color()
+    assert copy.get_ylim() == sort.get_ylim()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["rope", "nope", "training range"]
+
+
+def test_markers_of_lines_that_lie_on_each_other_do_not():
+    curve = {n: [100.0] for n in range(2, 60)}
+    [axes] = sweep_curves.exact_match({"copy": {"rope": curve, "interpolation": curve}}, {"copy": 20}).axes
+    (first, every), (second, _) = (line.get_markevery() for line in axes.lines)
+    assert (second - first) % every
+
+
+def test_many_points_are_shaded_rather_than_barred():
+    [axes] = sweep_curves.exact_match({"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": 9}).axes
+    assert axes.get_title().endswith("mean of 2 seeds; shaded: least to largest")
+    [band] = axes.collections
+    assert {y for _, y in band.get_paths()[0].vertices} == {9, 11}
+
+
+def test_heads_have_colours_of_their_own():
+    values = {"inv_n": build("inv_n", 5, 40).profile(40)}
+    figure = drawings.profiles(values)
+    [panel], [bar] = panels(figure), [axes for axes in figure.axes if axes.get_ylabel() == "head"]
+    [mesh] = [one for one in bar.collections if isinstance(one, QuadMesh)]
+    mesh.update_scalarmappable()
+    shown = {tuple(colour) for colour in mesh.get_facecolors()}
+    assert shown == {tuple(line.get_color()) for line in panel.lines} and len(shown) == 5
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["1", "2", "3", "4", "5"]
+
+
+def test_times_have_a_panel_for_each_encoding_and_one_scale():
+    rows = [
+        Timing(encoding, backend, step, n, 1.0, ratio * n, 0, 0)
+        for (encoding, backend), ratio in {("alibi", "sdpa"): 1, ("alibi", "flex"): 2, ("fire", "sdpa"): 3}.items()
+        for step in ("forward", "training")
+        for n in (16, 32)
+    ]
+    figure = timing.of_attention([Timing(LIMIT, "sdpa", "forward", 16, 1, 1, 1, 1), *rows], "a machine")
+    alibi, fire, *training = figure.axes
+    assert [axes.get_title() for axes in (alibi, fire)] == ["alibi", "fire"] and len(training) == 2
+    assert {axes.get_ylim() for axes in figure.axes} == {alibi.get_ylim()}
+    sdpa, flex = (line for line in alibi.lines if len(line.get_xdata()) == 2 and line.get_marker() != "None")
+    assert [line.get_ydata().tolist() for line in (sdpa, flex)] == [[16, 32], [32, 64]]
+    own = style.looks(["alibi"])["alibi"].colour
+    assert sdpa.get_color() == flex.get_color() == own and sdpa.get_marker() != flex.get_marker()
+    assert fire.lines[-1].get_marker() == sdpa.get_marker() and fire.lines[-1].get_color() != own
+
+
+def texts(figure):
+    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+
+
+def every_figure():
+    names = ("alibi", "type1", "type2", "fire")
+    biases = {name: build(name, 4, 64) for name in names}
+    whole = {name: encoding.profile(64) for name, encoding in biases.items()}
+    curves = {name: {64: [50.0 + k, 51.0], 128: [40.0, 60.0 * (1 + k)]} for k, name in enumerate(names)}
+    mass = torch.full((1, 4, 32), 1 / 32, dtype=torch.float64)
+    yield sweep_curves.perplexity(curves, shares(curves, 64), 64)
+    yield sweep_curves.exact_match({"copy": curves, "sort": curves}, {"copy": 5, "sort": 5})
+    yield sweep_curves.training([(name, {1: 9.0, 2: 8.0, 3: 7.0 + k}) for k, name in enumerate(names)])
+    yield sweep_curves.positions({name: {0: 9.0, 3: 7.0 + k} for k, name in enumerate(names)})
+    yield drawings.profiles(whole)
+    yield drawings.compared({name: profile[1] for name, profile in whole.items()}, 2)
+    yield drawings.of_heads(whole["alibi"], "alibi")
+    yield drawings.of_queries({i: torch.randn(2, 3, i + 1) for i in (4, 9)}, "fire")
+    yield drawings.heat_maps({name: bias_map(own, 9, [1])[0][0] for name, own in biases.items()}, 1, 2)
+    yield fields.theoretical({name: [(torch.tensor([0.5, 0.1]), torch.tensor([2.0, 9.0]))] for name in names})
+    yield fields.empirical([fields.Mass(name, 16, mass, mass) for name in names], [0.5, 0.1])
+    yield timing.of_windows(
+        [timing.Timed(n, m, w, w + 9.0, w) for n in names for m in "ab" for w in (8, 16)], 1, 4, [8]
+    )
+
+
+def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
+    own, seen = style.looks(list(SPECS)), set()
+    for figure in every_figure():
+        assert figure.get_figwidth() <= style.PAGE
+        for axes in figure.axes:
+            for line in axes.lines:
+                if line.get_label() in own and not line.get_label().startswith("_"):
+                    look = own[line.get_label()]
+                    assert line.get_color() == look.colour and line.get_marker() in (look.marker, "None"), axes
+                    assert line._unscaled_dash_pattern == Line2D([], [], linestyle=look.dashes)._unscaled_dash_pattern
+                    seen.add(line.get_label())
+        assert min(text.get_fontsize() for text in texts(figure)) >= 7
+        # a caption belongs to the title: axis labels name a quantity and its unit
+        for axes in figure.axes:
+            assert all(";" not in name and len(name) < 50 for name in (axes.get_xlabel(), axes.get_ylabel()))
+        for legend in figure.legends:
+            dashed = [line for line in legend.get_lines() if line.is_dashed()]
+            # two dashes of the longest pattern, 8.5 line widths each
+            assert all(legend.handlelength * 8.3 >= 2 * 8.5 * line.get_linewidth() for line in dashed)
+    assert seen == {"alibi", "type1", "type2", "fire"}
 
 
 def test_encodings_keep_their_looks_and_never_share_one():
@@ -124,6 +305,24 @@ def test_ways_to_move_positions_do_not_wear_an_encodings_colour():
     moved = style.looks(["rope", "interpolation", "warping", "randomized"])
     assert len({look.colour for look in moved.values()}) == 4
     assert not encodings_own & {moved[name].colour for name in ("interpolation", "warping", "randomized")}
+
+
+def test_what_is_compared_is_told_apart_without_colours():
+    for names in (
+        ("rope", "interpolation", "warping"),
+        ("sinusoidal", "alibi", "type1", "inv_n"),
+        ("type1", "type2", "kerple_log", "kerple_power", "fire", "t5_bias", "inv_n"),
+    ):
+        assert len({(look.marker, str(look.dashes)) for look in style.looks(names).values()}) == len(names)
+
+
+def test_a_legend_fits_into_its_figure():
+    curves = {name: {n: [50.0] for n in range(2, 60)} for name in ("rope", "interpolation", "warping")}
+    profiles = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "kerple_power", "t5_bias")}
+    for figure in (sweep_curves.exact_match({"copy": curves}, {"copy": 20}), drawings.compared(profiles, 3)):
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1
 
 
 def test_nothing_to_draw_is_said():

@@ -23,7 +23,8 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
         f"Exact match in per cent against the number of items, a panel per task; {ranges}.",
         "Exact match against the number of items; shaded: the range in training.",
     )
-    seeds = [Text("The figure shows the mean over the seeds and, shaded, least to largest.")] * (len(state.seeds) > 1)
+    several = Text("The figure shows the mean over the seeds and, as bars or shaded, least to largest.")
+    seeds = [several] * (len(state.seeds) > 1)
     exact: list[Block] = [*values.values(), *seeds, drawn]
     about = [Text(f"Exact match in %, mean over the numbers of items; {ranges}.")]
     if known:

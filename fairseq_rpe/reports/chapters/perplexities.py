@@ -14,7 +14,8 @@ from fairseq_rpe.sweeps.state import State
 def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: list[Block]) -> Findings:
     """What a sweep found; ``theory``: what Definition 0.1 says of it."""
     values, beside = _table(state, found), literature.blocks(state, runs, found)
-    figure = sweep_curves.perplexity({name: found.of(name) for name in found.encodings}, found.trained_at)
+    curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
+    figure = sweep_curves.perplexity(curves, ratios, found.trained_at)
     alt = "; ".join(
         f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
         for name in found.encodings
@@ -22,7 +23,9 @@ def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: lis
     drawn = picture(
         figure,
         f"Perplexity per token against evaluation length: {alt}.",
-        f"Perplexity per token against evaluation length; dashed: the training length of {found.trained_at} tokens.",
+        f"Perplexity per token against evaluation length; dashed: the training length of {found.trained_at} tokens."
+        + (f" Below: over the perplexity at {found.trained_at} tokens, enlarged." if len(figure.axes) > 1 else "")
+        + (" Mean over the seeds; bars from the least to the largest." if len(state.seeds) > 1 else ""),
     )
     return Findings(
         _lead(state, found, here(state, runs).data),
