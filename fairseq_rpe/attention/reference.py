@@ -13,7 +13,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
 
     Args:
         q: (B, H, n, D); the queries are the last n of the m tokens.
-        k, v: (B, H, m, D).
+        k: (B, H, m, D).
+        v: (B, H, m, D).
         plan: positions, bias form, padding and the encoding's ``remap``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
