@@ -6,8 +6,8 @@ if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
     cat <<'TEXT'
 usage: scripts/test.sh [PYTEST ARGUMENTS]
 
-Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; processes, a
-thread each, share the tests by file: one more than there are cores, up to four (-n 0: one process).
+Sets up .venv if needed, then runs ruff, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; files of
+tests are shared out to processes of one thread each, one more than there are cores, at most four (-n 0: one process).
 TEXT
     exit 0
 fi

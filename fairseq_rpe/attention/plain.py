@@ -142,14 +142,14 @@ def _positions(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int)
         raise UserError(f"positions in {given.dtype} lose digits: use torch.int64 or torch.float32")
     k = given.to(q.device).reshape(-1, m)
     if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
-        raise UserError("positions are numbers from 0 on that never fall along a row: sort the tokens by them")
+        raise UserError("positions are 0 or more and never fall along a row: sort the tokens by them")
     if not k.is_floating_point():
         if int(k.max()) > WHOLE:
             raise UserError(f"position {int(k.max())} is beyond {WHOLE}, what float32 can count: use torch.float64")
         k = k.float()
     whole = bool((k == k.round()).all())
     if encoding.positions == "whole" and not whole:
-        raise UserError(f"{type(encoding).__name__} knows whole positions only: round these, or use another encoding")
+        raise UserError(f"{type(encoding).__name__} accepts whole positions only: round these, or use another encoding")
     even = whole and bool((k.diff(dim=1) == 1).all())
     return Positions(k[:, m - n :], k, 1.0 if whole else None, contiguous=even)
 

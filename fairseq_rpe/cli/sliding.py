@@ -41,7 +41,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that cut the windows; same result (default: 0)",
     )
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="a batch (2048, at least one window)")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one window)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
 
 
