@@ -145,7 +145,7 @@ eval {good} {zoo}/folder --lengths 64  -> folder has no dict.txt: it is not a bi
 eval {good} {long} --lengths 64  -> too long a name
 eval {good} {zoo}/text/below --lengths 64  -> data folder text/below does not exist: make one, e.g. with fairseq-rpe
 eval {good} {zoo}/no_dict --lengths 64  -> no_dict has no dict.txt: it is not a binarised data folder with test
-eval {good} {zoo}/empty_dict --lengths 64  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: put the
+eval {good} {zoo}/empty_dict --lengths 64  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: use the
 eval {good} {zoo}/odd_dict --lengths 64  -> odd_dict/dict.txt line 1 is not UTF-8: use the file that the
 eval {good} {zoo}/no_test --lengths 64  -> no_test has no test.idx: it is not a binarised data folder with test
 eval {good} {zoo}/no_bin --lengths 64  -> no_bin has no test.bin: it is not a binarised data folder with test
@@ -502,7 +502,7 @@ train {zoo}/folder_bin --rpe alibi {run}  -> folder_bin/test.bin is not a file, 
 train {zoo}/loop --rpe alibi {run}  -> data folder loop does not exist: make one, e.g. with fairseq-rpe
 train {long} --rpe alibi {run}  -> too long a name
 train {zoo}/no_dict --rpe alibi {run} {small}  -> no_dict has no dict.txt: it is not a binarised data folder with train
-train {zoo}/empty_dict --rpe alibi {run} {small}  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: put the
+train {zoo}/empty_dict --rpe alibi {run} {small}  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: use the
 train {zoo}/odd_dict --rpe alibi {run} {small}  -> odd_dict/dict.txt line 1 is not UTF-8: use the file that the
 train {data} --rpe typ1 {run} {small}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
 train {data} --rpe '' {run} {small}  -> --rpe: is empty: write name or name:key=value,key=value
@@ -607,8 +607,8 @@ report {zoo}/sweep_negative  -> sweep_negative/runs/alibi-seed1/eval.jsonl line 
 report {zoo}/sweep_nan  -> sweep_nan/runs/alibi-seed1/eval.jsonl line 2: ppl of the result must be
 report {zoo}/sweep_deep_row  -> sweep_deep_row/runs/alibi-seed1/eval.jsonl line 3 is not a JSON object
 # eval
-verdict --checkpoint {good} --heads 3  -> --heads is of a SPEC
-verdict --formula '-n' --head-width 3  -> --head-width is of a SPEC
+verdict --checkpoint {good} --heads 3  -> --heads applies to a SPEC
+verdict --formula '-n' --head-width 3  -> --head-width applies to a SPEC
 """
 
 

@@ -50,7 +50,7 @@ OWN = {
     "algorithmic.sh": ("sweep", "--recipe", "warping-algorithmic"),
 }
 SMALL = {
-    "texts": "mkdir -p my-texts && cp docs/*.md my-texts",
+    "texts": 'mkdir -p my-texts && cp "$(dirname "$(python -c \'import os; print(os.__file__)\')")"/*.py my-texts',
     "type1": "scripts/train.sh data-bin/stdlib --rpe type1 --updates 20 --save-dir runs/type1",
     "kerple": "scripts/train.sh data-bin/stdlib --rpe kerple_log --updates 20 --save-dir runs/kerple",
     "quickstart": "scripts/sweep.sh data-bin/stdlib --encodings 'sinusoidal alibi' --lengths 64,128 --updates 20"
@@ -124,6 +124,7 @@ def examples(path: Path) -> Iterator[Example]:
             for number, (line, text) in enumerate(_joined(start, lines), 1):
                 if all(ASSIGNMENT.fullmatch(word) for word in shlex.split(text, comments=True)):
                     settings.append(text)
+                    continue
                 left = [why for numbers, why in reasons if not numbers or str(number) in numbers.strip().split(",")]
                 yield Example(page, line, text, False, left[0] if left else "", small, tuple(settings))
 

@@ -22,10 +22,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = f'separated by blanks or commas (default: "{_ENCODINGS}")'
     parser.add_argument("--encodings", type=words, default=_ENCODINGS, metavar='"SPEC ..."', help=about)
     parser.add_argument("--backends", type=words, default="all", metavar='"NAME ..."', help="default: all")
-    parser.add_argument("--lengths", type=int_list, default=[512, 1024, 2048], metavar="N,N,...", help="tokens")
-    parser.add_argument("--batch", type=positive_int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--heads", type=heads, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--width", type=width, default=64, metavar="N", help="of a head (default: 64)")
+    parser.add_argument("--lengths", type=int_list, default=[512, 1024, 2048], metavar="N,N,...", help="in tokens")
+    parser.add_argument("--batch", type=positive_int, default=1, metavar="N", help="texts per call (default: 1)")
+    parser.add_argument("--heads", type=heads, default=8, metavar="N", help="attention heads (default: 8)")
+    parser.add_argument("--width", type=width, default=64, metavar="N", help="width of a head (default: 64)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     parser.add_argument("--passes", choices=("forward", "training", "both"), default="both", help="default: both")
     parser.add_argument(

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one block)"
     )
     parser.add_argument(
-        "--compute-dtype", choices=("fp32", "bf16"), help="of matrix products (default: the checkpoint's)"
+        "--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: the checkpoint's)"
     )
     parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
     parser.add_argument(

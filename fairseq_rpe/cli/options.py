@@ -125,7 +125,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs per machine (1)")
     parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines per run (1)")
     parser.add_argument("--lr", type=rate, help=f"peak learning rate ({by_arch('lr')})")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({by_arch('warmup')})")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates of warm-up ({by_arch('warmup')})")
     about = f"linear ends at 0 ({by_arch('schedule')})"
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=about)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
@@ -135,7 +135,9 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
-    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (fp32)")
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of matrix products (fp32)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"

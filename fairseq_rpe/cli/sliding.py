@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=int_list,
         default="16,32,64,128,256,512",
         metavar="N,N,...",
-        help="tokens (default: %(default)s)",
+        help="window sizes in tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--stride", type=positive_int, default=1, metavar="N", help="tokens by which the window moves (default: 1)"

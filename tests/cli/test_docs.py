@@ -143,9 +143,9 @@ def test_marks_settings_and_joined_lines_of_a_block(commands, tmp_path, monkeypa
     page.write_text(
         f"# A\n\ntext\n\n{mark}\n\n    bash x.sh  # a\n    R=runs\n    bash y.sh \\\n        --z $R\n\n    a = b\n"
     )
-    first, setting, last = commands.examples(page)
+    first, last = commands.examples(page)
     assert (first.text, first.line, first.reason) == ("bash x.sh  # a", 7, "a GPU")
-    assert setting.text == "R=runs" and last.settings == ("R=runs",)
+    assert last.settings == ("R=runs",)
     assert (last.text, last.line, last.reason, last.small) == ("bash y.sh --z $R", 9, "", ("kerple",))
     assert commands.check_span("fairseq-rpe eval --lenghts 3") == "eval has no --lenghts"
     assert commands.check_span("fairseq-rpe eval --lengths N") == commands.check_span("some words") == ""
