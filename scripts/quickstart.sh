@@ -9,7 +9,7 @@ usage: scripts/quickstart.sh [SWEEP ARGUMENTS]
 Sets up .venv, binarises the Python standard library's own source into data-bin/stdlib, trains four
 tiny language models (sinusoidal, alibi, type1, inv_n) on 64 tokens for 400 updates, evaluates them
 at up to 1152 tokens and writes table and figure into runs/quickstart. Takes a few minutes on two
-cores; it may be stopped at any time, and rerunning it resumes. Once finished, a call takes seconds.
+cores; it may be stopped at any time, and rerunning it resumes. Once finished, rerunning it takes seconds.
 
 Expected: sinusoidal gets clearly worse beyond 64 tokens (perplexity at 1152 at least 1.2 times that
 at 64), alibi and type1 stay level (at most 1.02 times), inv_n ends above type1.
@@ -32,5 +32,5 @@ cat <<TEXT
 What next:
   the loss curves      '$root/.venv/bin/tensorboard' --logdir '$root/runs/quickstart/tensorboard'
   every figure         '$root/.venv/bin/fairseq-rpe' figures --sweep '$root/runs/quickstart' --data '$root/data-bin/stdlib'
-  one encoding more    '$root/scripts/quickstart.sh' --encodings "sinusoidal, alibi, type1, inv_n, kerple_log"
+  one more encoding    '$root/scripts/quickstart.sh' --encodings "sinusoidal, alibi, type1, inv_n, kerple_log"
 TEXT

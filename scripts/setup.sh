@@ -9,10 +9,10 @@ usage: scripts/setup.sh [--verbose | --quiet]
 Makes .venv in the repository with Python 3.11 or 3.12 and the pinned requirements, and installs
 the project into it (editable). Does nothing if that was done before with the same requirements.
 
-Says in one line that it begins and in one that it is done.
+Prints one line when it begins and one when it is done.
 
-  --verbose  show each step and what pip says
-  --quiet    say nothing where there is nothing to do, nor at the end
+  --verbose  show each step and pip's output
+  --quiet    print nothing if there is nothing to do, nor at the end
   PYTHON     (environment) the Python to use instead of the first of python3.11, python3.12, python3
 TEXT
 }

@@ -6,8 +6,8 @@ if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
     cat <<'TEXT'
 usage: scripts/test.sh [PYTEST ARGUMENTS]
 
-Sets up .venv if needed, then runs ruff, mypy, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; processes, a
-thread each, share the tests by file: one more than there are cores, up to four (-n 0: one process).
+Sets up .venv if needed, then runs ruff, mypy, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; files of
+tests are shared out to processes of one thread each, one more than there are cores, at most four (-n 0: one process).
 TEXT
     exit 0
 fi
@@ -20,7 +20,8 @@ mapfile -t missing < <(python -c '
 import sys
 from importlib.metadata import distributions
 there = {one.name.lower() for one in distributions()}
-wanted = ["build", "mypy", "transformers", "twine", *(["triton==3.9.0"] if sys.platform == "linux" else [])]
+wanted = ["build", "mkdocs-material", "mkdocstrings-python", "mypy", "transformers", "twine"]
+wanted += ["triton==3.9.0"] if sys.platform == "linux" else []
 sys.stdout.writelines(name + "\n" for name in wanted if name.partition("=")[0] not in there)
 ')
 if ((${#missing[@]})); then

@@ -130,7 +130,7 @@ def write_sweeps(zoo: Path) -> None:
 CASES = r"""
 # eval
 eval {zoo}/absent.pt {data} --lengths 64  -> checkpoint absent.pt does not exist
-eval {zoo}/folder {data} --lengths 64  -> checkpoint folder is no file: name a file
+eval {zoo}/folder {data} --lengths 64  -> checkpoint folder is not a file: name a file
 eval {zoo}/empty {data} --lengths 64  -> is not a checkpoint, or damaged
 eval {zoo}/text {data} --lengths 64  -> is not a checkpoint, or damaged
 eval {zoo}/garbage {data} --lengths 64  -> is not a checkpoint, or damaged
@@ -145,24 +145,24 @@ eval {good} {zoo}/folder --lengths 64  -> folder has no dict.txt: it is not a bi
 eval {good} {long} --lengths 64  -> too long a name
 eval {good} {zoo}/text/below --lengths 64  -> data folder text/below does not exist: make one, e.g. with fairseq-rpe
 eval {good} {zoo}/no_dict --lengths 64  -> no_dict has no dict.txt: it is not a binarised data folder with test
-eval {good} {zoo}/empty_dict --lengths 64  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: put the
-eval {good} {zoo}/odd_dict --lengths 64  -> odd_dict/dict.txt line 1 is not UTF-8: put the one there that the data
+eval {good} {zoo}/empty_dict --lengths 64  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: use the
+eval {good} {zoo}/odd_dict --lengths 64  -> odd_dict/dict.txt line 1 is not UTF-8: use the file that the
 eval {good} {zoo}/no_test --lengths 64  -> no_test has no test.idx: it is not a binarised data folder with test
 eval {good} {zoo}/no_bin --lengths 64  -> no_bin has no test.bin: it is not a binarised data folder with test
 eval {good} {zoo}/folder_bin --lengths 64  -> folder_bin has no test.bin: it is not a binarised data folder with test
 eval {good} {zoo}/odd_index --lengths 64  -> odd_index/test.idx is not an mmap index: binarise again with
 eval {good} {zoo}/cut_index --lengths 64  -> cut_index/test.idx is cut short: binarise the data again
 eval {good} {zoo}/new_index --lengths 64  -> new_index/test.idx is an index of version 7, not 1: binarise the data
-eval {good} {zoo}/cut_bin --lengths 64  -> cut_bin/test.bin has not the tokens that its index counts: binarise the
-eval {good} {zoo}/odd_manifest --lengths 64  -> odd_manifest/corpus.json line 1 is no JSON object (it is a list)
-eval {good} {zoo}/cut_manifest --lengths 64  -> cut_manifest/corpus.json line 1 is no JSON object (Expecting value at
+eval {good} {zoo}/cut_bin --lengths 64  -> cut_bin/test.bin does not hold the tokens that its index counts: binarise the
+eval {good} {zoo}/odd_manifest --lengths 64  -> odd_manifest/corpus.json line 1 is not a JSON object (it is a list)
+eval {good} {zoo}/cut_manifest --lengths 64  -> cut_manifest/corpus.json line 1 is not a JSON object (Expecting value at
 eval {good} {zoo}/list_manifest --lengths 64  -> list_manifest/corpus.json: made_by of the corpus must be text, not
 eval {good} {data} --lengths 64 --subset exam  -> data has no exam.idx: it is not a binarised data folder with exam
-eval {good} {data} --lengths 64 --subset ''  -> '' is no name of a split
-eval {good} {data} --lengths 64 --subset ../test  -> '../test' is no name of a split
+eval {good} {data} --lengths 64 --subset ''  -> '' is not the name of a split
+eval {good} {data} --lengths 64 --subset ../test  -> '../test' is not the name of a split
 eval {good} {data} --lengths 0  -> --lengths: '0' is not a whole number from 1 to 1000000000
 eval {good} {data} --lengths -5  -> --lengths: '-5' is not a whole number from 1 to 1000000000
-eval {good} {data} --lengths 64,64  -> --lengths: '64,64' names a number twice
+eval {good} {data} --lengths 64,64  -> --lengths: '64,64' gives a number twice
 eval {good} {data} --lengths 64,,128  -> --lengths: '64,,128' has a comma with no number beside it
 eval {good} {data} --lengths ''  -> --lengths: is empty: give at least one number
 eval {good} {data} --lengths sixty  -> --lengths: 'sixty' is not a whole number from 1 to 1000000000
@@ -186,19 +186,19 @@ eval {good} {data} --lengths 64 --positions interpolate:ratio=1/0  -> option 'ra
 eval {good} {data} --lengths 64 --positions offset:by=1e400  -> option 'by' of 'offset' wants a whole number, not '1e400'
 eval {good} {data} --lengths 64 --positions randomized:max=3  -> option 'max' of 'randomized' is 3 but a row has 64 tokens: raise max to
 eval {good} {data} --lengths 64 --device gpu  -> --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')
-eval {good} {data} --lengths 64 --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or look at
+eval {good} {data} --lengths 64 --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
 eval {good} {data} --lengths 64 --compute-dtype fp16  -> --compute-dtype: invalid choice: 'fp16' (choose from 'fp32', 'bf16')
 eval {good} {data} --lengths 64 --attention-backend flash  -> unknown attention backend 'flash'; known: auto, reference, sdpa, flex
 eval {good} {data} --lengths 64 --attention-prune 2  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
 eval {good} {data} --lengths 64 --attention-prune -1  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
 eval {good} {data} --lengths 64 --attention-prune nan  -> pruning leaves out at most EPS of each query's attention: 0 < EPS < 1
-eval {good} {data} --lengths 64 --engine fairseq --attention-prune 0.1  -> --attention-prune goes with --engine fast: fairseq-eval-lm knows no
+eval {good} {data} --lengths 64 --engine fairseq --attention-prune 0.1  -> --attention-prune goes with --engine fast: fairseq-eval-lm cannot
 eval {good} {data} --lengths 64 --engine fairseq --attention-backend sdpa  -> --attention-backend goes with --engine fast: fairseq-eval-lm takes the
 eval {good} {data} --lengths 64 --engine turbo  -> --engine: invalid choice: 'turbo' (choose from 'fast', 'fairseq')
 eval {good} {data} --lengths 64 --rpe-module {zoo}/absent.py  -> --rpe-module absent.py does not exist: name a Python file
-eval {good} {data} --lengths 64 --rpe-module {zoo}/folder  -> --rpe-module folder is no file: name a Python file
-eval {good} {data} --lengths 64 --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
-eval {good} {data} --lengths 64 --rpe-module {zoo}/raises.py  -> --rpe-module raises.py, line 1: RuntimeError: no luck; repair that file
+eval {good} {data} --lengths 64 --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
+eval {good} {data} --lengths 64 --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
+eval {good} {data} --lengths 64 --rpe-module {zoo}/raises.py  -> --rpe-module raises.py, line 1: RuntimeError: no luck; fix that file
 eval {good} {data} --lengths 64 --rpe-module {zoo}/misspelt.py  -> --rpe-module misspelt.py, line 1: SyntaxError: invalid syntax
 eval {good} {data} --lengths 64 --rpe-module {zoo}/binary.py  -> --rpe-module binary.py: SyntaxError: source code string cannot contain
 eval {good} {data} --lengths 64 --rpe-module {zoo}/imports.py  -> --rpe-module imports.py, line 1: ModuleNotFoundError: No module named
@@ -209,10 +209,10 @@ eval {good} {data} --lengths 64 --out /proc/nothing/x.jsonl  -> --out /proc/noth
 eval {good} {data} --lengths 64 --out {long}  -> too long a name
 eval {good} {data} --lengths 64 --out ''  -> --out . is a folder: name a file
 eval {good} {data} --lengths 64 --out {zoo}/bad_row.jsonl  -> bad_row.jsonl line 1: the result lacks checkpoint: delete that line or
-eval {good} {data} --lengths 64 --out {zoo}/binary.jsonl  -> binary.jsonl line 2 is no JSON object (not UTF-8): delete that line or
-eval {good} {data} --lengths 64 --out {zoo}/list.jsonl  -> list.jsonl line 1 is no JSON object (it is a list): delete that line or
-eval {good} {data} --lengths 64 --out {zoo}/deep.jsonl  -> deep.jsonl line 1 is no JSON object (nested too deep): delete that line
-eval {good} {data} --lengths 64 --out {zoo}/text  -> text line 1 is no JSON object (Expecting value at character 1): delete
+eval {good} {data} --lengths 64 --out {zoo}/binary.jsonl  -> binary.jsonl line 2 is not a JSON object (not UTF-8): delete that line or
+eval {good} {data} --lengths 64 --out {zoo}/list.jsonl  -> list.jsonl line 1 is not a JSON object (it is a list): delete that line or
+eval {good} {data} --lengths 64 --out {zoo}/deep.jsonl  -> deep.jsonl line 1 is not a JSON object (nested too deep): delete that line
+eval {good} {data} --lengths 64 --out {zoo}/text  -> text line 1 is not a JSON object (Expecting value at character 1): delete
 eval {good} {data} --lengths 64 --log {zoo}/folder  -> --log folder is a folder: name a file
 eval {good} {data} --lengths 64 --log {zoo}/text/below  -> --log text/below: text is a file, not a folder
 eval {good} {data} --lengths 64 --log {zoo}/loop  -> --log loop is a link that leads back to itself: remove it or name
@@ -242,7 +242,7 @@ sliding {good} {data} --out {zoo}/text  -> --out text: text is a file, not a fol
 sliding {good} {data} --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 sliding {good} {data} --out {zoo}/loop  -> --out loop is a link that leads back to itself
 sliding {good} {data} --out /proc/nothing  -> --out /proc/nothing does not exist: name another place
-sliding {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+sliding {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 sliding {good} {data} --positions wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
 sliding {good} {data} --subset exam  -> data has no exam.idx: it is not a binarised data folder with exam
 # erf
@@ -259,13 +259,13 @@ erf {good} {data} --epsilon 0  -> --epsilon 0 is not between 0 and 1: it is the 
 erf {good} {data} --epsilon 2  -> --epsilon 2 is not between 0 and 1: it is the part of the attention
 erf {good} {data} --epsilon nan  -> --epsilon nan is not between 0 and 1: it is the part of the attention
 erf {good} {data} --epsilon ''  -> --epsilon: is empty: give at least one number
-erf {good} {data} --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' names a number twice
+erf {good} {data} --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' gives a number twice
 erf {good} {data} --batch-size 0  -> --batch-size: '0' is not a whole number from 1 to 1000000000
 erf {good} {data} --out {zoo}/text  -> --out text: text is a file, not a folder
 erf {good} {data} --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 erf {good} {data} --out {zoo}/loop  -> --out loop is a link that leads back to itself
 erf {good} {data} --out {long}  -> too long a name
-erf {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+erf {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # accuracy
 accuracy {good}  -> good.pt was not trained on an algorithmic task: fairseq-rpe eval is for
 accuracy {zoo}/absent.pt  -> checkpoint absent.pt does not exist
@@ -301,18 +301,18 @@ verdict --formula '-n' --csv {zoo}/text/below  -> --csv text/below: text is a fi
 verdict --formula '-n' --csv {zoo}/loop  -> --csv loop is a link that leads back to itself: remove it or name
 verdict --formula '-n' --csv {long}  -> too long a name
 verdict --checkpoint {zoo}/absent.pt  -> checkpoint absent.pt does not exist
-verdict --checkpoint {zoo}/folder  -> checkpoint folder is no file: name a file
+verdict --checkpoint {zoo}/folder  -> checkpoint folder is not a file: name a file
 verdict --checkpoint {zoo}/empty  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/text  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/garbage  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/cut.pt  -> is not a checkpoint, or damaged
 verdict --checkpoint {zoo}/loop  -> checkpoint loop is a link that leads back to itself
 verdict --checkpoint {good} alibi  -> give either SPEC…, or --formula, or --checkpoint
-verdict alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
-verdict alibi --rpe-module {zoo}/folder  -> --rpe-module folder is no file: name a Python file
+verdict alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
+verdict alibi --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 # trf
 trf typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
-trf nope  -> nothing to draw: no sum of these converges, so none has a receptive
+trf nope  -> nothing to draw: none of these sums converges, so there is no
 trf  -> give either SPEC…, or --formula, or --checkpoint
 trf alibi --quantised 0  -> --quantised: '0' is not a whole number from 1 to 1000000000
 trf alibi --quantised 99999999999999999999  -> --quantised: '99999999999999999999' is not a whole number from 1 to
@@ -325,7 +325,7 @@ trf --formula 'n+'  -> the formula 'n+' does not parse: write products as 2*n an
 # fire-fit
 fire-fit  -> the following arguments are required: SPEC
 fire-fit typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
-fire-fit nope  -> 'nope' is no bias of the distance alone, so there is nothing to fit
+fire-fit nope  -> 'nope' is not a bias of the distance alone, so there is nothing to fit
 fire-fit alibi --length 0  -> --length: '0' is not a whole number from 1 to 1000000000
 fire-fit alibi --length 99999999999999999999  -> --length: '99999999999999999999' is not a whole number from 1 to
 fire-fit alibi --length 1e20  -> --length: '1e20' is not a whole number from 1 to 1000000000
@@ -336,7 +336,7 @@ fire-fit alibi --seed -1  -> --seed: '-1' is not a whole number from 1 to 429496
 fire-fit alibi --out {zoo}/folder  -> --out folder is a folder: name a file
 fire-fit alibi --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 fire-fit alibi --out {zoo}/loop  -> --out loop is a link that leads back to itself: remove it or name
-fire-fit alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+fire-fit alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # profile
 profile typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
 profile alibi --length 100000000000  -> --length: '100000000000' is not a whole number from 1 to 16777216
@@ -346,13 +346,13 @@ profile alibi --heads 1000000000 --width 1000000000  -> --heads: '1000000000' is
 profile alibi --heads 0  -> --heads: '0' is not a whole number from 1 to 1024
 profile alibi --heads 3 --width 128  -> 3 heads do not divide a model width of 128: choose another number of
 profile window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
-profile alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
-profile alibi --rpe-module {zoo}/raises.py  -> --rpe-module raises.py, line 1: RuntimeError: no luck; repair that file
+profile alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
+profile alibi --rpe-module {zoo}/raises.py  -> --rpe-module raises.py, line 1: RuntimeError: no luck; fix that file
 profile t5_bias:buckets=99999999999999  -> option 'buckets' of 't5_bias' must be at most 65536, not 99999999999999
 profile fire:hidden_width=99999999999999  -> 'fire' has no option 'hidden_width' (did you mean 'hidden'?); its
 # list
-list --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
-list --rpe-module {zoo}/folder  -> --rpe-module folder is no file: name a Python file
+list --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
+list --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 list --rpe-module {zoo}/binary.py  -> --rpe-module binary.py: SyntaxError: source code string cannot contain
 list --positions --algorithms  -> not allowed with
 # user-dir
@@ -365,19 +365,19 @@ report {zoo}/loop  -> loop holds no sweep.json: name the --out folder of a sweep
 report {zoo}/folder  -> folder holds no sweep.json: name the --out folder of a sweep
 report {long}  -> too long a name
 report {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
-report {zoo}/sweep_list  -> sweep_list/sweep.json line 1 is no JSON object (it is a list): restore
-report {zoo}/sweep_cut  -> sweep_cut/sweep.json line 1 is no JSON object (Expecting value at
-report {zoo}/sweep_deep  -> sweep_deep/sweep.json line 1 is no JSON object (nested too deep)
-report {zoo}/sweep_binary  -> sweep_binary/sweep.json line 1 is no JSON object (Expecting value at
+report {zoo}/sweep_list  -> sweep_list/sweep.json line 1 is not a JSON object (it is a list): restore
+report {zoo}/sweep_cut  -> sweep_cut/sweep.json line 1 is not a JSON object (Expecting value at
+report {zoo}/sweep_deep  -> sweep_deep/sweep.json line 1 is not a JSON object (nested too deep)
+report {zoo}/sweep_binary  -> sweep_binary/sweep.json line 1 is not a JSON object (Expecting value at
 report {zoo}/sweep_ppl  -> sweep_ppl/runs/alibi-seed1/eval.jsonl line 2: ppl of the result must be
-report {zoo}/sweep_row  -> sweep_row/runs/alibi-seed1/eval.jsonl line 3 is no JSON object
+report {zoo}/sweep_row  -> sweep_row/runs/alibi-seed1/eval.jsonl line 3 is not a JSON object
 report {zoo}/sweep --out {zoo}/folder  -> --out folder is a folder: name a file
 report {zoo}/sweep --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 report {zoo}/sweep --out {zoo}/loop  -> --out loop is a link that leads back to itself: remove it or name
 report {zoo}/sweep --delta -1  -> --delta: '-1' is not a number above 0
 report {zoo}/sweep --delta nan  -> --delta: 'nan' is not a number above 0
 report {zoo}/sweep --delta x  -> --delta: 'x' is not a number above 0
-report {zoo}/sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+report {zoo}/sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # figures
 figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
 figures nope  -> 'nope' has no additive bias to draw: leave it out
@@ -395,11 +395,11 @@ figures alibi --out {zoo}/loop  -> --out loop is a link that leads back to itsel
 figures --sweep {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
 figures --sweep {zoo}/text  -> text holds no sweep.json: name the --out folder of a sweep
 figures --sweep {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
-figures --sweep {zoo}/sweep_deep  -> sweep_deep/sweep.json line 1 is no JSON object (nested too deep)
+figures --sweep {zoo}/sweep_deep  -> sweep_deep/sweep.json line 1 is not a JSON object (nested too deep)
 figures --sweep {zoo}/sweep --data {zoo}/absent  -> sweep holds no finished run of seed 1: run its sweep first or choose
 figures alibi --sweep {zoo}/sweep  -> name either specs or --sweep DIR, not both
 figures alibi --data {data}  -> --data is for the empirical receptive field of checkpoints: give
-figures alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+figures alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # sensitivity
 sensitivity --train-length 0  -> --train-length: '0' is not a whole number from 1 to 1000000000
 sensitivity --train-length 99999999999999999999  -> --train-length: '99999999999999999999' is not a whole number from 1 to
@@ -428,10 +428,10 @@ bench --width 1000000000000  -> --width: '1000000000000' is not a whole number f
 bench --dtype int8  -> --dtype: invalid choice: 'int8' (choose from 'fp32', 'bf16', 'fp16')
 bench --passes backward  -> --passes: invalid choice: 'backward' (choose from 'forward'
 bench --repeats 0  -> --repeats: '0' is not a whole number from 1 to 1000000000
-bench --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or look at
+bench --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
 bench --out {zoo}/text  -> --out text: text is a file, not a folder
 bench --out {zoo}/loop  -> --out loop is a link that leads back to itself
-bench --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+bench --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # prepare
 prepare {dest}  -> no text is given: name folders or files
 prepare {zoo}/absent {dest}  -> absent does not exist: give a folder or file with text
@@ -445,7 +445,7 @@ prepare {zoo}/texts --dest {zoo}/text  -> --dest text: text is a file, not a fol
 prepare {zoo}/texts --dest {zoo}/text/below  -> --dest text/below: text is a file, not a folder: name another one
 prepare {zoo}/texts --dest {zoo}/loop  -> --dest loop is a link that leads back to itself
 prepare {zoo}/texts --dest /proc/nothing  -> --dest /proc/nothing does not exist: name another place
-prepare {zoo}/texts --dest {zoo}/texts  -> texts is not empty and not made by this command: move it or give
+prepare {zoo}/texts --dest {zoo}/texts  -> texts is not empty and was not made by this command: move it or give
 prepare {zoo}/texts --dest {long}  -> too long a name
 prepare {zoo}/texts {dest} --vocab-size 3  -> --vocab-size 3 is out of range: use 300 to 1000000
 prepare {zoo}/texts {dest} --vocab-size 99999999999999999999  -> --vocab-size 99999999999999999999 is out of range: use 300 to 1000000
@@ -463,25 +463,25 @@ prepare {zoo}/texts {dest} --valid {zoo}/texts  -> --valid is given without --te
 prepare {zoo}/texts {dest} --tokenizer gpt2 --gpt2 {zoo}/absent  -> --gpt2 absent has no vocab.json or encoder.json: put GPT-2's vocabulary
 prepare {zoo}/texts {dest} --tokenizer gpt2 --gpt2 {zoo}/folder  -> --gpt2 folder has no vocab.json or encoder.json: put GPT-2's vocabulary
 prepare {zoo}/texts {dest} --gpt2 {zoo}/folder  -> --tokenizer gpt2 and --gpt2 FOLDER go together: FOLDER has vocab.json
-prepare {zoo}/texts {dest} --vocab-from {zoo}/absent  -> --vocab-from absent is no prepared corpus: name a folder made by
-prepare {zoo}/texts {dest} --vocab-from {zoo}/folder  -> --vocab-from folder is no prepared corpus: name a folder made by
-prepare {zoo}/texts {dest} --vocab-from {zoo}/odd_manifest  -> odd_manifest/corpus.json line 1 is no JSON object (it is a list)
-prepare {zoo}/texts {dest} --vocab-from {zoo}/cut_manifest  -> cut_manifest/corpus.json line 1 is no JSON object (Expecting value at
+prepare {zoo}/texts {dest} --vocab-from {zoo}/absent  -> --vocab-from absent is not a prepared corpus: name a folder made by
+prepare {zoo}/texts {dest} --vocab-from {zoo}/folder  -> --vocab-from folder is not a prepared corpus: name a folder made by
+prepare {zoo}/texts {dest} --vocab-from {zoo}/odd_manifest  -> odd_manifest/corpus.json line 1 is not a JSON object (it is a list)
+prepare {zoo}/texts {dest} --vocab-from {zoo}/cut_manifest  -> cut_manifest/corpus.json line 1 is not a JSON object (Expecting value at
 prepare {zoo}/texts {dest} --vocab-from {zoo}/list_manifest  -> list_manifest/corpus.json: made_by of the corpus must be text, not
-prepare {zoo}/odd.jsonl {dest}  -> odd.jsonl line 2 has a 'text' that is no string: name another with
-prepare {zoo}/deep.jsonl {dest}  -> deep.jsonl line 1 is no JSON object (nested too deep): repair or remove
+prepare {zoo}/odd.jsonl {dest}  -> odd.jsonl line 2 has a 'text' that is not a string: name another with
+prepare {zoo}/deep.jsonl {dest}  -> deep.jsonl line 1 is not a JSON object (nested too deep): repair or remove
 prepare {zoo}/nofield.jsonl {dest}  -> nofield.jsonl line 1 has no field 'text' but words: name one with
 prepare {zoo}/latin.txt {dest}  -> latin.txt is not UTF-8 at byte 3: convert it, leave it out or give
 prepare {zoo}/cut.txt.gz {dest}  -> cut.txt.gz is cut short or damaged (Compressed file ended before the
 prepare {zoo}/odd.parquet {dest}  -> odd.parquet is cut short or damaged (Parquet magic bytes not found in
 prepare {zoo}/odd.zip {dest}  -> odd.zip is cut short or damaged (File is not a zip file): get it again
-prepare hub:nobody {dest}  -> hub:nobody is no data set of the hub: use hub:OWNER/NAME or
+prepare hub:nobody {dest}  -> hub:nobody is not a data set of the hub: use hub:OWNER/NAME or
 # prepare-known
 prepare-known nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext103'
 prepare-known wikitext103 --from {zoo}/absent {dest}  -> absent does not exist: give a folder or file with text
 prepare-known wikitext103 --from {zoo}/texts {dest}  -> --vocab-size 16384 is too large for this text: the largest possible is
 prepare-known github --from {zoo}/folder {dest}  -> folder has no text, there are no files that could be read: give another
-prepare-known books --archive {dest}  -> --archive: there is none of this corpus, leave the option out
+prepare-known books --archive {dest}  -> --archive: this corpus has no archive, leave the option out
 # prepare-stdlib
 prepare-stdlib --source {zoo}/absent {dest}  -> absent does not exist: give a folder or file with text
 prepare-stdlib --source {zoo}/text {dest}  -> the valid split of 1 documents would be empty: give more documents
@@ -498,12 +498,12 @@ train --rpe alibi {run}  -> name what to train on: either a DATA folder or --alg
 train {data} --algorithm copy --rpe alibi {run}  -> name what to train on: either a DATA folder or --algorithm SPEC
 train {zoo}/absent --rpe alibi {run}  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 train {zoo}/text --rpe alibi {run}  -> data folder text does not exist: make one, e.g. with fairseq-rpe
-train {zoo}/folder_bin --rpe alibi {run}  -> folder_bin/test.bin is no file, but named like one of a split: move it
+train {zoo}/folder_bin --rpe alibi {run}  -> folder_bin/test.bin is not a file, but is named like one of a split: move it
 train {zoo}/loop --rpe alibi {run}  -> data folder loop does not exist: make one, e.g. with fairseq-rpe
 train {long} --rpe alibi {run}  -> too long a name
 train {zoo}/no_dict --rpe alibi {run} {small}  -> no_dict has no dict.txt: it is not a binarised data folder with train
-train {zoo}/empty_dict --rpe alibi {run} {small}  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: put the
-train {zoo}/odd_dict --rpe alibi {run} {small}  -> odd_dict/dict.txt line 1 is not UTF-8: put the one there that the data
+train {zoo}/empty_dict --rpe alibi {run} {small}  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: use the
+train {zoo}/odd_dict --rpe alibi {run} {small}  -> odd_dict/dict.txt line 1 is not UTF-8: use the file that the
 train {data} --rpe typ1 {run} {small}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
 train {data} --rpe '' {run} {small}  -> --rpe: is empty: write name or name:key=value,key=value
 train {data} --rpe window:window=99999999999999999999999 {run} {small}  -> option 'window' of 'window' must be at most 1000000000, not
@@ -535,12 +535,12 @@ train {data} --rpe alibi {run} {small} --arch transformer_lm  -> --arch transfor
 train {data} --rpe alibi {run} {small} --nproc 99999999999  -> --nproc: '99999999999' is not a whole number from 1 to 1024
 train {data} --rpe alibi {run} {small} --nodes 2  -> --nodes 2: say which of them this is, with --node-rank 0 to 1
 train {data} --rpe alibi {run} {small} --master somewhere  -> --master: 'somewhere' is not HOST:PORT
-train {data} --rpe alibi {run} {small} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
-train {data} --rpe alibi {run} {small} --rpe-module {zoo}/folder  -> --rpe-module folder is no file: name a Python file
+train {data} --rpe alibi {run} {small} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
+train {data} --rpe alibi {run} {small} --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 train {data} --rpe alibi {run} {small} --positions-train wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
 train {data} --rpe alibi {run} {small} --attention-backend flash  -> unknown attention backend 'flash'; known: auto, reference, sdpa, flex
 train {data} --rpe alibi {run} {small} --inspect-every 5  -> --inspect-every writes for TensorBoard: give --tensorboard DIR too
-train {data} --rpe alibi {run} {small} --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or look at
+train {data} --rpe alibi {run} {small} --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
 train {data} --rpe alibi {run} {small} -- --save-dir elsewhere  -> --save-dir after -- is set by this command itself: give --save-dir
 train {data} --rpe alibi {run} {small} -- --no-such-flag  -> unrecognized arguments: --no-such-flag
 train {data} --rpe alibi {run} {small} -- --max-update x  -> --max-update after -- is set by this command itself: give --updates
@@ -564,17 +564,17 @@ sweep {data} --encodings alibi --out {zoo}/loop --lengths 64  -> --out loop is a
 sweep {data} --encodings alibi --out /proc/nothing --lengths 64  -> --out /proc/nothing does not exist: name another place
 sweep {data} --encodings alibi --out {long} --lengths 64  -> too long a name
 sweep {data} --encodings alibi --out {zoo}/sweep_empty --lengths 64  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
-sweep {data} --encodings alibi --out {zoo}/sweep_list --lengths 64  -> sweep_list/sweep.json line 1 is no JSON object (it is a list): restore
-sweep {data} --encodings alibi --out {zoo}/sweep_deep --lengths 64  -> sweep_deep/sweep.json line 1 is no JSON object (nested too deep)
+sweep {data} --encodings alibi --out {zoo}/sweep_list --lengths 64  -> sweep_list/sweep.json line 1 is not a JSON object (it is a list): restore
+sweep {data} --encodings alibi --out {zoo}/sweep_deep --lengths 64  -> sweep_deep/sweep.json line 1 is not a JSON object (nested too deep)
 sweep {data} --encodings alibi {sweep} --seeds 0  -> --seeds: '0' is not a whole number from 1 to 4294967295
 sweep {data} --encodings alibi {sweep} --seeds 1000000000000000000000000000000  -> --seeds: '1000000000000000000000000000000' is not a whole number from 1
-sweep {data} --encodings alibi {sweep} --seeds 1,1  -> --seeds: '1,1' names a number twice
+sweep {data} --encodings alibi {sweep} --seeds 1,1  -> --seeds: '1,1' gives a number twice
 sweep {data} --encodings alibi {sweep} --jobs 0  -> --jobs: '0' is not a whole number from 1 to 1024
 sweep {data} --encodings alibi {sweep} --arch foo  -> --arch foo is not one of tiny, wiki103, base, large (or
 sweep {data} --encodings alibi {sweep} --lr 1e30  -> --lr: '1e30' is not a number above 0 and at most 100
 sweep {data} --encodings alibi {sweep} --subset exam  -> data has no exam.idx: it is not a binarised data folder with train and
 sweep {data} --encodings alibi {sweep} --max-tokens 99999999999999999999  -> --max-tokens: '99999999999999999999' is not a whole number from 1 to
-sweep {data} --encodings alibi {sweep} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); repair that file
+sweep {data} --encodings alibi {sweep} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 sweep {data} --encodings alibi {sweep} --slurm a=b  -> --slurm is for --launcher slurm (or dry-run): give that, or drop it
 sweep {data} --encodings alibi {sweep} -- --save-dir x  -> --save-dir after -- is set by this command itself: give --save-dir
 sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: extrapolation-books
@@ -605,10 +605,10 @@ erf {good} {data} --length 100000000  -> less than 64 blocks of 100000000
 # report
 report {zoo}/sweep_negative  -> sweep_negative/runs/alibi-seed1/eval.jsonl line 2: ppl of the result
 report {zoo}/sweep_nan  -> sweep_nan/runs/alibi-seed1/eval.jsonl line 2: ppl of the result must be
-report {zoo}/sweep_deep_row  -> sweep_deep_row/runs/alibi-seed1/eval.jsonl line 3 is no JSON object
+report {zoo}/sweep_deep_row  -> sweep_deep_row/runs/alibi-seed1/eval.jsonl line 3 is not a JSON object
 # eval
-verdict --checkpoint {good} --heads 3  -> --heads is of a SPEC
-verdict --formula '-n' --head-width 3  -> --head-width is of a SPEC
+verdict --checkpoint {good} --heads 3  -> --heads applies to a SPEC
+verdict --formula '-n' --head-width 3  -> --head-width applies to a SPEC
 """
 
 

@@ -147,8 +147,8 @@ def pipe(path: Path) -> None:
 NONE = "is not a checkpoint, or damaged"
 FILES = {
     "absent": (Path.unlink, "does not exist"),
-    "folder": (folder, "is no file"),
-    "pipe": (pipe, "is no file"),
+    "folder": (folder, "is not a file"),
+    "pipe": (pipe, "is not a file"),
     "loop": (link_to_itself, "is a link that leads back to itself"),
     "empty": (rewrite(lambda b: b""), NONE + r" \(it is empty"),
     "text": (rewrite(lambda b: b"not a checkpoint\n"), NONE),
@@ -177,7 +177,7 @@ FILES = {
     "odd-pickle": (swap("/data.pkl", b"\xff" * 100), "holds more than weights|" + NONE),
     "cut-pickle": (swap("/data.pkl", b"\x80\x02}q\x00(X"), NONE),
     "nested-pickle": (swap("/data.pkl", b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."), "no model"),
-    "huge-pickle": (swap("/data.pkl", b"N" * 2**25), "bytes of names and settings are no checkpoint's"),
+    "huge-pickle": (swap("/data.pkl", b"N" * 2**25), "bytes of names and settings are more than a checkpoint has"),
     "posix-pickle": (swap("/data.pkl", b"cposix\nsystem\n(S'touch EXECUTED'\ntR."), r"\(posix\.system\)"),
     "legacy-evil": (legacy({"model": Evil()}), r"more than weights and settings \(posix\.system\)"),
     "legacy-other": (legacy({"weights": 1}), "is not a fairseq checkpoint: it holds no model"),

@@ -80,7 +80,7 @@ class Scale(Arithmetic, Field):
         for m, c in growing:
             k = next((k for k in range(1, DEPTH) if m == level(k)), None)
             if k is None or c[0] != c[1]:
-                raise Unknown("exp of a slow growth that is no logarithm")
+                raise Unknown("exp of a slow growth that is not a logarithm")
             shift = times(shift, level(k - 1), c[0])
         low, high = e.terms.get(ONE, exactly(0))
         if e.error and compare(e.error[0], ONE) == 0:

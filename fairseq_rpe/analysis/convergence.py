@@ -118,7 +118,7 @@ def _checked(text: str) -> sympy.Expr:
     shown = " ".join(text.split())
     f = parse(text)
     if decide(f).grows:
-        raise UserError(f"the formula '{shown}' grows without bound: a log-bias is a penalty, is its minus missing?")
+        raise UserError(f"the formula '{shown}' grows without bound: a log-bias is a penalty; is a minus sign missing?")
     _check_domain(f, shown)
     return f
 

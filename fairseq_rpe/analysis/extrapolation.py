@@ -37,7 +37,7 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
     own = ppl[trained_at]
     found = {n: (value - own) / own for n, value in ppl.items() if n > trained_at}
     if not found:
-        raise UserError(f"no perplexity beyond the training length of {trained_at} tokens: evaluate longer")
+        raise UserError(f"no perplexity beyond the training length of {trained_at} tokens: evaluate at longer ones")
     return Deviation(max(map(abs, found.values())), max(0.0, *found.values()), found[max(found)])
 
 

@@ -118,7 +118,9 @@ def _profile(encoding: Encoding, name: str, length: int) -> Tensor:
     """(H, N) float64 bias, where a FIRE can hold it."""
     if not isinstance(encoding, DistanceBias):
         known = ", ".join(n for n in names() if issubclass(registry.get(n), DistanceBias))
-        raise UserError(f"'{name}' is no bias of the distance alone, so there is nothing to fit: choose one of {known}")
+        raise UserError(
+            f"'{name}' is not a bias of the distance alone, so there is nothing to fit: choose one of {known}"
+        )
     if not 1 <= length <= LONGEST:
         raise UserError(f"a length of {length} is out of range: choose 1 to {LONGEST} distances")
     profile = encoding.profile(length).cpu()

@@ -46,11 +46,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
     """Why this backend cannot compute this, and what can; None if it can."""
     if plan.remap is not None:
-        return "this encoding changes the scores, which backend 'flex' never has: use 'reference'"
+        return "this encoding changes the scores, which backend 'flex' never holds: use 'reference'"
     if plan.prune:
-        return "backend 'flex' prunes nothing: use 'triton', 'sdpa' on the CPU or no pruning"
+        return "backend 'flex' does not prune: use 'triton', 'sdpa' on the CPU or no pruning"
     if dropout > 0:
-        return f"backend 'flex' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
+        return f"backend 'flex' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
     if not q.is_cuda:
         if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
             return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"

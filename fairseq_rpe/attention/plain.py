@@ -33,7 +33,8 @@ def attend(
 
     Args:
         q: (B, H, n, D), neither scaled nor turned.
-        k, v: (B, H, m, D), in q's dtype and on its device.
+        k: (B, H, m, D), in q's dtype and on its device.
+        v: the same.
         encoding: what ``fairseq_rpe.build(spec, heads=H, width=H·D)`` made, or the spec itself, such as ``"alibi"``,
             where nothing is learned. Of an absolute encoding this is the part in attention, which is none:
             ``encoding.embed`` adds its vectors at a model's input.
@@ -141,21 +142,21 @@ def _positions(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int)
         raise UserError(f"positions in {given.dtype} lose digits: use torch.int64 or torch.float32")
     k = given.to(q.device).reshape(-1, m)
     if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
-        raise UserError("positions are numbers from 0 on that never fall along a row: sort the tokens by them")
+        raise UserError("positions are 0 or more and never fall along a row: sort the tokens by them")
     if not k.is_floating_point():
         if int(k.max()) > WHOLE:
             raise UserError(f"position {int(k.max())} is beyond {WHOLE}, what float32 can count: use torch.float64")
         k = k.float()
     whole = bool((k == k.round()).all())
     if encoding.positions == "whole" and not whole:
-        raise UserError(f"{type(encoding).__name__} knows whole positions only: round these, or use another encoding")
+        raise UserError(f"{type(encoding).__name__} accepts whole positions only: round these, or use another encoding")
     even = whole and bool((k.diff(dim=1) == 1).all())
     return Positions(k[:, m - n :], k, 1.0 if whole else None, contiguous=even)
 
 
 @dataclass
 class Cache:
-    """Keys and values (B, H, m, D) of the m tokens that a :class:`RelativeAttention` has seen, keys not turned."""
+    """Keys and values (B, H, m, D) of the m tokens that a ``RelativeAttention`` has seen, keys not turned."""
 
     k: Tensor | None = None
     v: Tensor | None = None
@@ -173,7 +174,7 @@ class Cache:
 
 
 class RelativeAttention(nn.Module):
-    """Causal multi-head self-attention with an encoding: projections, :func:`attend`, and a cache for decoding.
+    """Causal multi-head self-attention with an encoding: projections, ``attend``, and a cache for decoding.
 
     ``out_proj(attend(q_proj(x), k_proj(x), v_proj(x), encoding))``, heads split and joined in between. C is the model
     width, H the heads, D = C/H.
@@ -186,7 +187,7 @@ class RelativeAttention(nn.Module):
         length: training length in tokens, for a spec that reads it.
         dropout: probability of dropping an attention weight in training.
         bias: whether the four projections have one.
-        backend: as in :func:`attend`.
+        backend: as in ``attend``.
 
     Raises:
         UserError: heads do not divide the width, the spec is wrong or one of an absolute encoding, which acts at a
@@ -254,10 +255,13 @@ class RelativeAttention(nn.Module):
         decoded stays as it was.
 
         Args:
-            positions, padding: as in :func:`attend`, of all m tokens, those in the cache included.
+            x: (B, n, C), the new tokens.
+            cache: of ``new_cache``, the tokens before them.
+            positions: as in ``attend``, of all m tokens, those in the cache included.
+            padding: likewise.
 
         Raises:
-            UserError: x is not (B, n, C), its batch is not the cache's, or what :func:`attend` refuses.
+            UserError: x is not (B, n, C), its batch is not the cache's, or what ``attend`` refuses.
         """
         if x.dim() != 3 or x.shape[2] != self.width:
             raise UserError(f"x is (batch, tokens, {self.width}), not {tuple(x.shape)}")

@@ -1,6 +1,6 @@
 """Causal attention with a Toeplitz bias that skips far keys which cannot matter, with a proved bound of the error.
 
-The bound serves every backend that prunes; :func:`pruned` is the one for a CPU.
+The bound serves every backend that prunes; ``pruned`` is the one for a CPU.
 
 Write p_j for the exact weights of a query and δ for the part of them on the keys that are left out. The exact output is
 o = (1 - δ)·a + δ·b with a, b the weighted means of the values kept and left out, and the pruned output is a. So
@@ -115,7 +115,7 @@ def left_out(low: Tensor, norm: Tensor, radius: Tensor, tail: Tensor, block: int
         low: (B, H, R) q_i·m/√D with the slack, less the log-sum-exp of the nearest keys.
         norm: (B, H, R) |q_i|/√D.
         radius: (B, H, J) of the J blocks of keys before the nearest.
-        tail: of :func:`tail_bounds`.
+        tail: of ``tail_bounds``.
     """
     worst = (norm[..., None] * radius[:, :, None] + low[..., None]).amax(2)
     count = radius.shape[2]

@@ -13,7 +13,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
 
     Args:
         q: (B, H, n, D); the queries are the last n of the m tokens.
-        k, v: (B, H, m, D).
+        k: (B, H, m, D).
+        v: (B, H, m, D).
         plan: positions, bias form, padding and the encoding's ``remap``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
@@ -24,7 +25,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         UserError: the plan asks for pruning.
     """
     if plan.prune:
-        raise UserError("the reference backend is exact and prunes nothing: use 'sdpa', 'triton' or no pruning")
+        raise UserError("the reference backend is exact and does not prune: use 'sdpa', 'triton' or no pruning")
     shape = *q.shape[:3], k.shape[2]
     keep = keep_block(draw_seed(), 0, q.shape[2], shape, dropout, q.device) if dropout > 0 else None
     return weighted(weights(q, k, plan), v, keep)

@@ -60,7 +60,9 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
     if name not in known:
         raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
     if remaps and not known[name].sees_scores:
-        raise UserError(f"backend '{name}' never has the scores that this encoding changes: use 'reference' or 'auto'")
+        raise UserError(
+            f"backend '{name}' never holds the scores that this encoding changes: use 'reference' or 'auto'"
+        )
     return known[name]
 
 

@@ -15,7 +15,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all there are)")
     parser.add_argument(
-        "--unit", choices=("items", "tokens"), default="items", help="of interpolation's ratio M/L (default: items)"
+        "--unit",
+        choices=("items", "tokens"),
+        default="items",
+        help="unit of interpolation's ratio M/L (default: items)",
     )
     parser.add_argument("--batch-size", type=positive_int, default=256, metavar="N", help="default: 256")
 

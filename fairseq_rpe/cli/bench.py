@@ -16,20 +16,20 @@ _ENCODINGS = "nope alibi kerple_log fire"
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "At every length all encodings and backends take turns; ratios are to torch's own causal attention "
-        "without a bias in the same turns. What a backend refuses is left out and named."
+        "Times all encodings and backends in turns at each length, as ratios to torch's own causal attention "
+        "without a bias in the same turns. What a backend refuses is left out, with a line that says so."
     )
     about = f'separated by blanks or commas (default: "{_ENCODINGS}")'
     parser.add_argument("--encodings", type=words, default=_ENCODINGS, metavar='"SPEC ..."', help=about)
     parser.add_argument("--backends", type=words, default="all", metavar='"NAME ..."', help="default: all")
-    parser.add_argument("--lengths", type=int_list, default=[512, 1024, 2048], metavar="N,N,...", help="tokens")
-    parser.add_argument("--batch", type=positive_int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--heads", type=heads, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--width", type=width, default=64, metavar="N", help="of a head (default: 64)")
+    parser.add_argument("--lengths", type=int_list, default=[512, 1024, 2048], metavar="N,N,...", help="in tokens")
+    parser.add_argument("--batch", type=positive_int, default=1, metavar="N", help="texts per call (default: 1)")
+    parser.add_argument("--heads", type=heads, default=8, metavar="N", help="attention heads (default: 8)")
+    parser.add_argument("--width", type=width, default=64, metavar="N", help="width of a head (default: 64)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     parser.add_argument("--passes", choices=("forward", "training", "both"), default="both", help="default: both")
     parser.add_argument(
-        "--repeats", type=positive_int, default=5, metavar="N", help="the median counts, least and most beside it (5)"
+        "--repeats", type=positive_int, default=5, metavar="N", help="timings of each, of which the median counts (5)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for bench.csv, bench.md and bench.png")

@@ -15,8 +15,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
     parser.add_argument("--lengths", type=int_list, required=True, metavar="N,N,...", help="tokens per block")
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="a batch (2048, at least one block)")
-    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="of products (default: the checkpoint's)")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one block)"
+    )
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: the checkpoint's)"
+    )
     parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
     parser.add_argument(
         "--attention-prune",
@@ -24,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="EPS",
         help="leave out far keys that provably hold less than EPS of a query's attention (default: exact)",
     )
-    parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks a batch (default: no limit)")
+    parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks per batch (default: no limit)")
     parser.add_argument(
         "--engine",
         choices=("fast", "fairseq"),

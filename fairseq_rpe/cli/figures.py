@@ -13,21 +13,25 @@ _LONGEST = 16_384
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Draws each figure as PNG and PDF. Of specs: exp(bias) as heat maps, the bias over distance, the theoretical "
-        "receptive field. Of a sweep the same with the parameters that it learned, and also perplexity, learned biases "
-        "of single queries, biases over training and, with --data, the empirical receptive field."
+        "Draws each figure as PNG and PDF. For specs: exp(bias) as heat maps, the bias over distance, the theoretical "
+        "receptive field. For a sweep: the same with the parameters that it learned, as well as perplexity, learned "
+        "biases of single queries, biases over training and, with --data, the empirical receptive field."
     )
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="encodings (default: all that have a bias)")
     parser.add_argument("--sweep", type=Path, metavar="DIR", help="in place of specs: the --out folder of a sweep")
     parser.add_argument("--data", type=Path, metavar="DATA", help="binarised text for the empirical receptive field")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/figures, or figures in the sweep")
     parser.add_argument("--length", type=positive_int, default=512, metavar="N", help="tokens or distances shown (512)")
-    parser.add_argument("--heads", type=heads, metavar="H", help="heads of specs (8)")
+    parser.add_argument("--heads", type=heads, metavar="H", help="number of heads, with specs (8)")
     parser.add_argument(
         "--head", type=positive_int, metavar="K", help="the head where one is shown (default: a middle one)"
     )
     parser.add_argument(
-        "--seed", type=seed, default=1, metavar="S", help="initial values of specs, or run of the sweep (1)"
+        "--seed",
+        type=seed,
+        default=1,
+        metavar="S",
+        help="of the initial values, with specs; or which run of the sweep (1)",
     )
     add_rpe_module(parser)
     parser.set_defaults(log=None)

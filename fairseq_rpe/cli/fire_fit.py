@@ -17,9 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=positive_int, default=2048, help="number of distances (default 2048)")
     parser.add_argument("--heads", type=heads, default=8, help="attention heads (default 8)")
     parser.add_argument("--width", type=width, help="model width (default: 64 times --heads)")
-    parser.add_argument(
-        "--seed", type=seed, default=1, help="of the initial values of encodings that learn theirs (default 1)"
-    )
+    parser.add_argument("--seed", type=seed, default=1, help="for the initial values of learned parameters (default 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all parameters as JSON")
     add_rpe_module(parser)
 

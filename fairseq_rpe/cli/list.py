@@ -12,7 +12,7 @@ def add_list(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--positions", action="store_true", help="show the position transforms instead")
     kinds.add_argument("--algorithms", action="store_true", help="show the algorithmic tasks instead")
-    parser.add_argument("--names", action="store_true", help="print only the names, one a line")
+    parser.add_argument("--names", action="store_true", help="print only the names, one per line")
     add_rpe_module(parser)
 
 

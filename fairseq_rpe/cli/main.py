@@ -26,15 +26,15 @@ COMMANDS = {
     "train": ("train", "train one language model"),
     "eval": ("eval", "evaluate a checkpoint at several lengths"),
     "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),
-    "accuracy": ("accuracy", "exact answers of a checkpoint to its algorithmic task, by number of items"),
+    "accuracy": ("accuracy", "count a checkpoint's exact answers to its algorithmic task, by number of items"),
     "sweep": ("sweep", "train several encodings and evaluate each at several lengths"),
-    "report": ("report", "write the table, the figure and the page of sweeps"),
+    "report": ("report", "write the table, figure and page of sweeps"),
     "figures": ("figures", "draw encodings side by side: heat maps, profiles, receptive fields, what was learned"),
     "verdict": ("verdict", "decide whether Σ exp(bias) converges, per head, with its limit and receptive field"),
     "trf": ("trf", "draw receptive fields of encodings against ε"),
     "erf": ("erf", "measure how many of the nearest keys hold the attention of checkpoints"),
     "sensitivity": ("sensitivity", "draw the analysis of index warping"),
-    "fire-fit": ("fire_fit", "give FIRE the parameters with which it equals another bias"),
+    "fire-fit": ("fire_fit", "find the parameters with which FIRE equals another bias"),
     "bench": ("bench", "time attention with each encoding and backend on this machine"),
     "list": ("list:_list", "show every encoding with formula, options and paper"),
     "profile": ("list:_profile", "print an encoding's log-bias per distance as CSV"),
@@ -98,10 +98,10 @@ def _guarded(argv: list[str], extra: list[str], debug: bool) -> int:
     try:
         return _carry_out(argv, extra)
     except KeyboardInterrupt:
-        print("stopped by the keyboard; the same command goes on from here", file=sys.stderr)
+        print("stopped by the keyboard; rerun the same command to resume", file=sys.stderr)
         return 130
     except processes.Stopped:
-        print("stopped by SIGTERM; the same command goes on from here", file=sys.stderr)
+        print("stopped by SIGTERM; rerun the same command to resume", file=sys.stderr)
         return 143
     except BaseException as error:
         if debug:
@@ -111,7 +111,7 @@ def _guarded(argv: list[str], extra: list[str], debug: bool) -> int:
             print(f"error: {said}", file=sys.stderr)
             return 2
         about = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        more = "" if debug else f"; run again with {DEBUG_FLAG} for the traceback"
+        more = "" if debug else f"; rerun with {DEBUG_FLAG} for the traceback"
         print(f"error: internal: {about}{more}", file=sys.stderr)
         return INTERNAL
 

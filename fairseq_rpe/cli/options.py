@@ -48,7 +48,7 @@ def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
     if not all(part.strip() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"'{shown(text)}' has a comma with no number beside it")
     if len(set(values)) < len(values):
-        raise argparse.ArgumentTypeError(f"'{text}' names a number twice")
+        raise argparse.ArgumentTypeError(f"'{text}' gives a number twice")
     return values
 
 
@@ -106,7 +106,7 @@ def make_ready(args: argparse.Namespace) -> None:
         log_to(args.log)
     path = getattr(args, "rpe_module", None)
     if path is not None and not path.is_file():
-        wrong = "is no file" if path.exists() else "does not exist"
+        wrong = "is not a file" if path.exists() else "does not exist"
         raise UserError(f"--rpe-module {shown(path)} {wrong}: name a Python file")
     if path is not None and args.load_now:
         from fairseq_rpe.encodings import load_module
@@ -121,11 +121,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=positive_int, metavar="N", help=by_arch("updates"))
     about = f"per process ({by_arch('batch_sentences')})"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
-    parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches an update (1)")
-    parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs of a node (1)")
-    parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines that train a run (1)")
+    parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches per update (1)")
+    parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs per machine (1)")
+    parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines per run (1)")
     parser.add_argument("--lr", type=rate, help=f"peak learning rate ({by_arch('lr')})")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates ({by_arch('warmup')})")
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates of warm-up ({by_arch('warmup')})")
     about = f"linear ends at 0 ({by_arch('schedule')})"
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=about)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
@@ -135,7 +135,9 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
-    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="of matrix products (fp32)")
+    parser.add_argument(
+        "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of matrix products (fp32)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"

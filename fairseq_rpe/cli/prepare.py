@@ -11,20 +11,22 @@ from fairseq_rpe.data.download import local
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, KNOWN, TOKENIZERS, PrepareOptions, choose, compare, gpt2_vocabulary
 
-_TWICE = "Does nothing if the corpus is there already, made from the same text with the same options."
+_TWICE = "Does nothing if the corpus already exists, made from the same text with the same options."
 
 
 def add_stdlib(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file, a "
-        f"byte-exact sentencepiece BPE learned, each line an item. Needs no network. {_TWICE}"
+        "Make a binarised code corpus from the Python standard library (or a folder of .py files): split by file, with "
+        f"a byte-exact sentencepiece BPE learned from it, each line an item. Needs no network. {_TWICE}"
     )
     dest = Path("data-bin/stdlib")
     parser.add_argument("--dest", type=Path, default=dest, metavar="DIR", help="folder to make (default: %(default)s)")
     parser.add_argument("--source", type=Path, metavar="DIR", help="use the .py files of this folder instead")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="symbols, bytes and specials too (default: 4096)")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="symbols, bytes and specials included (default: 4096)"
+    )
     _add_division(parser, "files", "split by file")
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this size in all")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this total size")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +34,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or "
         "in a .zip), or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. Documents (text files, rows) "
         "are kept apart and divided by a hash of their text, unless --valid and --test are given. Needs little memory "
-        f"whatever the size of the text. {_TWICE}"
+        f"however large the text is. {_TWICE}"
     )
     parser.add_argument("source", nargs="*", metavar="SOURCE", help="folders, files or hub:OWNER/NAME")
     parser.add_argument("--dest", type=Path, required=True, metavar="DIR", help="folder to make, e.g. data-bin/NAME")
     parser.add_argument("--train", nargs="+", default=[], metavar="SOURCE", help="the same as SOURCE")
     for split in ("valid", "test"):
-        about = f"the {split} split; SOURCE is then train only"
+        about = f"the {split} split; SOURCE is then the train split only"
         parser.add_argument(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=about)
-    about = "only such files of folders, e.g. '*.py'; repeatable"
+    about = "take only the files of folders that match, e.g. '*.py'; repeatable"
     parser.add_argument("--include", action="append", metavar="GLOB", help=about)
     parser.add_argument("--rows-are-lines", action="store_true", help="rows are lines of one document, not documents")
     _add_shared(parser, "bpe")
@@ -50,14 +52,14 @@ def add_known(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Make a binarised corpus from a published data set: downloaded, or from local files with --from. wikitext103 "
         "is the raw text, wikitext103-words the published word-level version with <unk>. books is PG-19, the lawful "
-        "stand-in for BookCorpus. Says the published counts, and warns where the text has others."
+        "stand-in for BookCorpus. Reports the published counts and warns where the text has different ones."
     )
     parser.add_argument("name", choices=tuple(KNOWN), metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--dest", type=Path, metavar="DIR", help="folder to make (default: data-bin/NAME)")
-    about = "local folders or files instead of a download; splits by train, valid or test in the names of files"
+    about = "local folders or files instead of a download; train, valid or test in a file's name says its split"
     parser.add_argument("--from", dest="local", type=Path, nargs="+", default=[], metavar="PATH", help=about)
     parser.add_argument("--archive", action="store_true", help="download the zip archive instead of the hub's files")
-    _add_shared(parser, "the usual one of the corpus")
+    _add_shared(parser, "the one usual for the corpus")
 
 
 def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> None:
@@ -70,7 +72,7 @@ def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> 
 
 
 def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
-    parser.add_argument("--text-field", metavar="NAME", help="field of rows (default: text)")
+    parser.add_argument("--text-field", metavar="NAME", help="field of a row that holds its text (default: text)")
     about = "leave out text files that are not UTF-8 instead of stopping"
     parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
     about = "what decides the split of a document: its text (default), or the path of its file in the source"
@@ -81,7 +83,7 @@ def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help=about)
     about = "symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)"
     parser.add_argument("--vocab-size", type=int, metavar="N", help=about)
-    about = "learn bpe from at most so much text (default: 20000000)"
+    about = "learn bpe from at most this many bytes of text (default: 20000000)"
     parser.add_argument("--sample-bytes", type=int, metavar="N", help=about)
     about = "folder with vocab.json and merges.txt of GPT-2 (default: download them)"
     parser.add_argument("--gpt2", type=Path, metavar="DIR", help=about)

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=int_list,
         default="16,32,64,128,256,512",
         metavar="N,N,...",
-        help="tokens (default: %(default)s)",
+        help="window sizes in tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--stride", type=positive_int, default=1, metavar="N", help="tokens by which the window moves (default: 1)"
@@ -41,7 +41,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that cut the windows; same result (default: 0)",
     )
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="a batch (2048, at least one window)")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one window)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
 
 

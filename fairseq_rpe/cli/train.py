@@ -20,17 +20,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
-    parser.add_argument("--save-every", type=positive_int, metavar="N", help=f"updates ({by_arch('save_every')})")
+    parser.add_argument(
+        "--save-every", type=positive_int, metavar="N", help=f"updates between checkpoints ({by_arch('save_every')})"
+    )
     about = (
-        "progress (default): one line of it, and all that fairseq-train says in DIR/train.log (with --debug here too); "
-        "simple or json: its messages in that form, and here alone"
+        "progress (default): a progress line here and fairseq-train's messages in DIR/train.log (with --debug here "
+        "too); simple or json: its messages in that form, here only"
     )
     parser.add_argument("--log-format", choices=("progress", "simple", "json"), default="progress", help=about)
     parser.add_argument("--log-interval", type=positive_int, default=25, metavar="N", help="default: 25 updates")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="only print the command")
     parser.add_argument("--node-rank", type=count, metavar="R", help="which of --nodes this is (default: SLURM's)")
     parser.add_argument(
-        "--master", type=address, metavar="HOST:PORT", help="where --nodes meet: the first of them (default: SLURM's)"
+        "--master",
+        type=address,
+        metavar="HOST:PORT",
+        help="address of the first machine, where all meet (default: SLURM's)",
     )
     add_training(parser)
     parser.add_argument("--seed", type=seed, default=1, help="default: 1")

@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> None:
 
     rows, curves = judgement.cut_off(asked(args), args.quantised) if args.quantised else exact(args)
     if not any(curves.values()):
-        raise UserError("nothing to draw: no sum of these converges, so none has a receptive field (try --quantised M)")
+        raise UserError(
+            "nothing to draw: none of these sums converges, so there is no receptive field (try --quantised M)"
+        )
 
     from fairseq_rpe.core.table import csv_text
     from fairseq_rpe.figures.fields import theoretical

@@ -72,7 +72,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
     if not args.specs and (args.heads or args.head_width):
         flag = "--heads" if args.heads else "--head-width"
-        raise UserError(f"{flag} is of a SPEC: a formula has one head, a checkpoint its own; leave it out")
+        raise UserError(f"{flag} applies to a SPEC: a formula has one head, a checkpoint its own; leave it out")
     if args.formula is not None:
         return {args.formula: args.formula}
     from fairseq_rpe import encodings

@@ -28,7 +28,7 @@ def no_tpu_no_fsdp(original: Any, parser: Any, input_args: list[str] | None = No
         settings.tpu = False
     if getattr(settings, "ddp_backend", None) == "fully_sharded":
         raise UserError(
-            "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on processors and "
+            "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on CPUs and "
             "was never tried with these models; drop it and, for memory, lower --batch-size and raise --update-freq"
         )
     return result

@@ -45,4 +45,4 @@ def full_disks(original: Any, obj: Any, filename: str, async_write: bool = False
 def _not_written(path: str, error: Exception, temporary: str) -> UserError:
     Path(temporary).unlink(missing_ok=True)
     first = str(error).split("\n")[0]
-    return UserError(f"checkpoint {path} could not be written ({first}): make room and start the same command again")
+    return UserError(f"checkpoint {path} could not be written ({first}): free some space and rerun")

@@ -30,11 +30,11 @@ def check(path: Path) -> None:
     except OSError as error:
         raise UserError(f"checkpoint {os_line(error, path)}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"checkpoint {path} is no file: name a file of fairseq-train's, such as checkpoint_last.pt")
+        raise UserError(f"checkpoint {path} is not a file: name a file of fairseq-train's, such as checkpoint_last.pt")
     try:
         _check(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise damaged(path, str(error) if isinstance(error, _Fault) else "no zip file of torch's") from None
+        raise damaged(path, str(error) if isinstance(error, _Fault) else "not a zip file of torch's") from None
     except OSError as error:
         raise UserError(f"checkpoint {os_line(error, path)}") from None
 
@@ -48,7 +48,7 @@ def _check(path: Path, *_stamp: int) -> None:
     size = _stamp[2]
     if not _is_zip(path):
         if _begins(path) != _BEFORE_ZIP:
-            raise _Fault("it is empty" if not size else "no file of torch's")
+            raise _Fault("it is empty" if not size else "not a file of torch's")
         return
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
@@ -60,7 +60,7 @@ def _check(path: Path, *_stamp: int) -> None:
         if sum(part.file_size for part in parts) > size:
             raise _Fault("its parts are larger than the file")
         if sum(part.filename.endswith("/data.pkl") for part in parts) != 1:
-            raise _Fault("no file of torch's")
+            raise _Fault("not a file of torch's")
         if (wrong := archive.testzip()) is not None:
             raise _Fault(f"the checksum of {wrong} in it is wrong")
 
@@ -92,7 +92,9 @@ def read(path: Path) -> tuple[Any, Counter[int]]:
             sizes.update(part.file_size for part in archive.infolist() if "/data/" in part.filename)
             size = next(part.file_size for part in archive.infolist() if part.filename.endswith("/data.pkl"))
         if size > _MOST_PICKLE:
-            raise UserError(f"checkpoint {path} is refused: {size} bytes of names and settings are no checkpoint's")
+            raise UserError(
+                f"checkpoint {path} is refused: {size} bytes of names and settings are more than a checkpoint has"
+            )
     import torch  # a file can be checked without it
 
     # Models without a dataclass save one, a mere record. Left so: fairseq loads a second time, by itself.

@@ -28,7 +28,7 @@ def gpus() -> tuple[str, ...]:
     told = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
     if told.returncode:
         reason = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
-        raise UserError(f"torch cannot be asked for GPUs ({reason}): repair its installation, or give --device cpu")
+        raise UserError(f"torch cannot report its GPUs ({reason}): repair its installation, or give --device cpu")
     return tuple(json.loads(told.stdout.splitlines()[-1]))
 
 
@@ -40,7 +40,7 @@ def check(device: str, nproc: int) -> list[str]:
     count = len(gpus()) if device != "cpu" else 0
     _require(device, count > 0)
     if 0 < count < nproc:
-        raise UserError(f"--nproc {nproc}: there are {count} GPUs here: name at most as many, or --device cpu")
+        raise UserError(f"--nproc {nproc}: there are {count} GPUs here: use at most that many, or --device cpu")
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[:count] or [str(number) for number in range(count)]
 
@@ -59,4 +59,4 @@ def chosen(device: str) -> str:
 
 def _require(device: str, there: bool) -> None:
     if device == "cuda" and not there:
-        raise UserError("--device cuda: no GPU is visible here: drop the flag, or look at nvidia-smi")
+        raise UserError("--device cuda: no GPU is visible here: drop the flag, or check nvidia-smi")

@@ -23,11 +23,11 @@ _PATHS = {
     errno.ENOENT: ("does not exist", _ANOTHER),
     errno.EISDIR: ("is a folder", "name a file"),
     errno.ENOTDIR: ("is a file, or below one", "a folder is needed, name another one"),
-    errno.EEXIST: ("is there already", "move it away or name another one"),
+    errno.EEXIST: ("already exists", "move it away or name another one"),
     errno.ENOTEMPTY: ("is not empty", "move it away or name another one"),
     errno.EACCES: ("may not be read or written", "change its permissions or name another one"),
     errno.EPERM: ("may not be read or written", "change its permissions or name another one"),
-    errno.EROFS: ("is on a disk that can only be read", _ANOTHER),
+    errno.EROFS: ("is on a read-only disk", _ANOTHER),
     errno.ENAMETOOLONG: ("has too long a name", "shorten it"),
     errno.ELOOP: ("is a link that leads back to itself", "remove it or name another one"),
     errno.EBUSY: ("is in use", "free it or name another one"),
@@ -41,7 +41,7 @@ _FULL = {
 _LIMITS = {
     errno.EMFILE: "too many files are open: raise ulimit -n",
     errno.ENFILE: "too many files are open on this machine: close some programs",
-    errno.EAGAIN: "no further process can be started: ask for fewer, or raise ulimit -u",
+    errno.EAGAIN: "no more processes can be started: ask for fewer, or raise ulimit -u",
 }
 _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"
 _FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # what comes with the extra of that name

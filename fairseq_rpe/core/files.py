@@ -67,7 +67,7 @@ def json_object(text: str | bytes, source: object, remedy: str, line: int = 1) -
         why = str(error).partition(";")[0]
     except RecursionError:
         why = "nested too deep"
-    raise UserError(f"{source} line {line} is no JSON object ({why}): {remedy}")
+    raise UserError(f"{source} line {line} is not a JSON object ({why}): {remedy}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class Pieces:
     Attributes:
         ends: (K - 1,) sorted; piece p is where p of them are <= x.
         middle: (K,) a point inside each piece.
-        value, slope: (H, K) of f in ``middle``; they carry the gradient to whatever made f.
+        value: (H, K) of f in ``middle``; carries the gradient to whatever made f.
+        slope: (H, K) of f in each piece; likewise.
     """
 
     ends: Tensor

@@ -78,7 +78,7 @@ def read_lines(kind: type[Record], path: Path, what: str) -> list[Record]:
 
 def _record(kind: type[Record], given: object, source: str, what: str, strict: bool) -> Record:
     if not isinstance(given, Mapping):
-        raise UserError(f"{source}: {what} is no table")
+        raise UserError(f"{source}: {what} is not a table")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind, include_extras=True)
     values = {}

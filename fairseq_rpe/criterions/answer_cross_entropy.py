@@ -27,7 +27,7 @@ class AnswerCrossEntropy(FairseqCriterion):
         if "answer" not in sample:
             raise UserError("answer_cross_entropy needs examples with answers: use it with --task rpe_algorithmic")
         if model.decoder.adaptive_softmax is not None:
-            raise UserError("answer_cross_entropy knows no adaptive softmax: drop --adaptive-softmax-cutoff")
+            raise UserError("answer_cross_entropy does not support an adaptive softmax: drop --adaptive-softmax-cutoff")
         features = model(**sample["net_input"], features_only=True)[0]
         answer, target = sample["answer"], sample["target"]
         logits = model.decoder.output_layer(features[answer]).float()

@@ -30,13 +30,15 @@ def _up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
 def _check_replaceable(dest: Path) -> None:
     """Refuse a destination with anything in it that this command did not make."""
     if os.path.lexists(dest) and not dest.is_dir():
-        raise UserError(f"{dest} is {'a file' if dest.is_file() else 'no folder'}: give another --dest")
+        raise UserError(f"{dest} is {'a file' if dest.is_file() else 'not a folder'}: give another --dest")
     names = sorted(os.listdir(dest)) if dest.is_dir() else []
     if names and not read_manifest(dest):
-        raise UserError(f"{dest} is not empty and not made by this command: move it or give another --dest")
+        raise UserError(f"{dest} is not empty and was not made by this command: move it or give another --dest")
     foreign = [name for name in names if name not in _FILES]
     if foreign:
-        raise UserError(f"{dest / foreign[0]} is not of this command and would be lost: move it or give another --dest")
+        raise UserError(
+            f"{dest / foreign[0]} was not made by this command and would be lost: move it or give another --dest"
+        )
 
 
 @contextlib.contextmanager
@@ -80,7 +82,7 @@ def _publish(built: Path, dest: Path, old: Path) -> None:
 def make_once(
     dest: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Make a corpus in ``dest`` unless it is there already; returns its manifest.
+    """Make a corpus in ``dest`` unless it already exists; returns its manifest.
 
     ``key`` is what decides its files; ``build`` fills the folder that it is given and returns the rest of the manifest;
     ``say`` takes short lines about the progress.

@@ -127,7 +127,7 @@ class DividedDocuments:
     def check_unchanged(self) -> None:
         """Refuse sources that changed since the first look: the passes may have read different text."""
         if self._stamps() != self._stamp:
-            raise UserError("the source files changed while they were read: run this again when they are at rest")
+            raise UserError("the source files changed while they were read: run this again once they no longer change")
 
     def check_splits(self, documents: dict[str, int]) -> None:
         """Refuse splits that have none of the ``documents``, which are counted by split: raises EmptySplit."""

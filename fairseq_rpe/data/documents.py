@@ -80,7 +80,7 @@ def look_through(name: str, place: str, blocks: Callable[[], Iterator[str]]) -> 
             content = block.encode()
         except UnicodeEncodeError as error:
             at = f"half a surrogate pair at character {error.start}"
-            raise UserError(f"{name} has {at}, which is no text: repair or remove it") from None
+            raise UserError(f"{name} has {at}, which is not text: repair or remove it") from None
         digest.update(content)
         size += len(content)
         characters += len(block)
@@ -124,7 +124,7 @@ def _text(name: str, row: dict[str, Any], key: str) -> str:
         raise UserError(f"{name} has no field '{key}' but {', '.join(row) or 'none'}: name one with --text-field")
     text = row[key]
     if not isinstance(text, str):
-        raise UserError(f"{name} has a '{key}' that is no string: name another with --text-field")
+        raise UserError(f"{name} has a '{key}' that is not a string: name another with --text-field")
     return text
 
 

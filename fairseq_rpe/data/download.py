@@ -47,7 +47,7 @@ def download(urls: Sequence[str], path: Path, sha256: str | None = None, tries: 
             if not path.exists():
                 _get(urls, path, folder, sha256, tries, timeout)
     if sha256 and file_digest(path) != sha256:
-        raise UserError(f"{path} is another file than expected (its sha256 is not {sha256}): remove it")
+        raise UserError(f"{path} is not the expected file (its sha256 is not {sha256}): remove it")
     return path
 
 
@@ -64,7 +64,7 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         if 400 <= code < 500 and code not in _WORTH_RETRYING:
             raise _Hopeless(f"HTTP status {code}")
         if code == 200 and not sha256 and "Content-Length" not in headers and "Transfer-Encoding" not in headers:
-            raise _Hopeless("the server does not tell its length, and no checksum is known")
+            raise _Hopeless("the server does not say how long it is, and no checksum is known")
 
     get = pooch.HTTPDownloader(
         progressbar=sys.stderr.isatty(), chunk_size=_BLOCK, headers=_HEADERS, timeout=timeout, hooks={"response": check}
@@ -96,9 +96,9 @@ def local(source: str) -> Path:
         return Path(source)
     match = _SOURCE.fullmatch(source)
     if match is None:
-        raise UserError(f"{source} is no data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
+        raise UserError(f"{source} is not a data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
     name, folder = match[1], match[2].strip("/")
-    by_hand = "get its files in another way and give their folder instead"
+    by_hand = "get its files some other way and give their folder instead"
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError

@@ -44,7 +44,7 @@ def check_folder(data: Path, *splits: str) -> None:
         raise UserError(f"data folder {data} does not exist: make one, e.g. with fairseq-rpe prepare-stdlib")
     for split in splits:
         if not split or Path(split).name != split:
-            raise UserError(f"'{split}' is no name of a split: name one of {data}, such as test")
+            raise UserError(f"'{split}' is not the name of a split: name one of {data}, such as test")
     names = ["dict.txt", *(f"{s}.{end}" for s in splits for end in ("idx", "bin"))]
     for name in names:
         if not (data / name).is_file():
@@ -69,7 +69,7 @@ def _binaries(data: Path) -> list[Path]:
     found = sorted(path for path in data.iterdir() if path.suffix in (".idx", ".bin"))
     for path in found:
         if not path.is_file():
-            raise UserError(f"{path} is no file, but named like one of a split: move it out of {data}")
+            raise UserError(f"{path} is not a file, but is named like one of a split: move it out of {data}")
     return found
 
 
@@ -134,7 +134,7 @@ def _check_sizes(folder: Path, split: str, dtype: str, sizes: np.ndarray) -> int
     tokens = int(sizes.sum(dtype=np.int64))
     there = (folder / f"{split}.bin").stat().st_size
     if there != tokens * np.dtype(dtype).itemsize or (len(sizes) and int(sizes.min()) < 0):
-        raise UserError(f"{folder}/{split}.bin has not the tokens that its index counts: binarise the data again")
+        raise UserError(f"{folder}/{split}.bin does not hold the tokens that its index counts: binarise the data again")
     return tokens
 
 
@@ -173,7 +173,7 @@ def read_dictionary(path: Path) -> list[str]:
     content, symbols, number = path.read_bytes(), list(FAIRSEQ_SPECIALS), 0
 
     def refuse(number: int, why: str) -> NoReturn:
-        raise UserError(f"{path} line {number} {why}: put the one there that the data were made with")
+        raise UserError(f"{path} line {number} {why}: use the file that the data were made with")
 
     try:
         lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
@@ -186,9 +186,9 @@ def read_dictionary(path: Path) -> list[str]:
         if again:
             symbol, _, count = symbol.rpartition(" ")
         if not _COUNT.fullmatch(count) or not symbol:
-            refuse(number, "is no symbol with its count")
+            refuse(number, "is not a symbol with its count")
         if symbol in known and not again:
-            refuse(number, f"has the symbol {symbol[:40]!r} for the second time")
+            refuse(number, f"has the symbol {symbol[:40]!r} a second time")
         known.add(symbol)
         symbols.append(symbol)
     return symbols if number else refuse(1, "is missing, the dictionary is empty")

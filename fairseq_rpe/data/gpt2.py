@@ -49,9 +49,9 @@ def _read_vocabulary(folder: Path) -> dict[str, int]:
     numbers = read_json(path)
     for symbol, number in numbers.items():
         if type(number) is not int or number < 0:
-            raise UserError(f"{path} is no GPT-2 vocabulary ({symbol[:40]!r} has no number): get it again")
+            raise UserError(f"{path} is not a GPT-2 vocabulary ({symbol[:40]!r} has no number): get it again")
     if missing := sorted(set(ByteLevel.alphabet()) - numbers.keys()):
-        raise UserError(f"{path} is no GPT-2 vocabulary: it lacks the bytes {''.join(missing)[:20]}")
+        raise UserError(f"{path} is not a GPT-2 vocabulary: it lacks the bytes {''.join(missing)[:20]}")
     return numbers
 
 
@@ -69,7 +69,7 @@ def load_gpt2(
     places = {symbol: place for place, symbol in enumerate(symbols)}
     lacking = [number for number in vocabulary.values() if str(number) not in places]
     if lacking:
-        raise UserError(f"{folder}/dict.txt is of another vocabulary than its vocab.json: it has no {lacking[0]}")
+        raise UserError(f"{folder}/dict.txt does not match its vocab.json: it has no {lacking[0]}")
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     except Exception as error:  # the library raises nothing more special

@@ -29,7 +29,7 @@ _LIBRARIES = {"bpe": ("sentencepiece",), "gpt2": ("tokenizers",), "words": ()}
 
 
 def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Make the corpus unless it is there already, and return its manifest (``corpus.json``).
+    """Make the corpus unless it already exists, and return its manifest (``corpus.json``).
 
     Raises UserError for bad options or sources and a destination that cannot be written; nothing is changed then.
     """

@@ -158,7 +158,7 @@ def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = F
     Raises UserError without network or permission, with what to do by hand; if some splits have files and others none.
     """
     if archive and not known.archives:
-        raise UserError("--archive: there is none of this corpus, leave the option out")
+        raise UserError("--archive: this corpus has no archive, leave the option out")
     options: dict[str, Any] = {**known.options, **({"sample_bytes": None} if known.learn_all else {})}
     include, exclude = known.include, known.exclude
     if own:

@@ -153,7 +153,7 @@ def encode_chunks(
                     process.terminate()
                 raise
     except BrokenProcessPool:
-        raise UserError("an encoding process was killed, perhaps for its memory: give fewer --workers") from None
+        raise UserError("an encoding process was killed, perhaps for lack of memory: use fewer --workers") from None
 
 
 class SplitWriter:

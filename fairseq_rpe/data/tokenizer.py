@@ -58,7 +58,7 @@ class Tokenizer:
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
-            raise UserError("the tokenizer is no sentencepiece model: make it with prepare-stdlib") from None
+            raise UserError("the tokenizer is not a sentencepiece model: make it with prepare-stdlib") from None
         # sentencepiece has its own <unk> before all symbols.
         self.symbols: list[str] = [self._pieces.id_to_piece(i) for i in range(1, self._pieces.vocab_size())]
         table = [symbol_bytes(symbol) for symbol in self.symbols]

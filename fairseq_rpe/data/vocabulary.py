@@ -96,7 +96,7 @@ def given_vocabulary(corpus: Path | None, gpt2: Path | None) -> Given | None:
         return None
     manifest = read_manifest(corpus)
     if not manifest:
-        raise UserError(f"--vocab-from {corpus} is no prepared corpus: name a folder made by fairseq-rpe prepare")
+        raise UserError(f"--vocab-from {corpus} is not a prepared corpus: name a folder made by fairseq-rpe prepare")
     kind = manifest.get("tokenizer", {}).get("kind", "bpe")
     files = {name: corpus / name for name in ("dict.txt", *VOCABULARY_FILES[kind])}
     for name, path in files.items():

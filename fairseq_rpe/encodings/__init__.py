@@ -66,7 +66,7 @@ def load_module(path: str | Path) -> None:
         del sys.modules[module_name]
         line = _line_in(error, str(file))
         what = f"it ends Python ({error})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-        raise UserError(f"--rpe-module {path}{line}: {what}; repair that file".replace("\n", " ")) from error
+        raise UserError(f"--rpe-module {path}{line}: {what}; fix that file".replace("\n", " ")) from error
     if set(registry.names()) == before:
         raise UserError(f"--rpe-module {path}: registers no encoding; decorate its class with @register('name')")
     _loaded[str(file)] = digest

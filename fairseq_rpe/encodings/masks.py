@@ -88,7 +88,7 @@ class Maskable(nn.Module):
         name = type(self).__name__
         if self.rotates:
             raise UserError(
-                f"{name} turns queries and keys, which is no bias: call fairseq_rpe.attend, or turn them with "
+                f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend, or turn them with "
                 "encoding.rotate and use causal attention"
             )
         if self.remap is not None:

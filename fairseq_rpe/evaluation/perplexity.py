@@ -144,7 +144,7 @@ def _feature_losses(model: Any, features: Tensor, targets: Tensor) -> Tensor:
 def _fairseq_engine(request: TextRequest) -> Engine:
     """The engine ``fairseq``: fairseq-eval-lm's own code, once per length."""
     if request.attention_prune is not None:
-        raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm knows no pruning")
+        raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm cannot prune")
     if request.attention_backend is not None:
         raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]

@@ -64,7 +64,7 @@ def check_windows(total: int, window: int, stride: int) -> None:
     if stride > window:
         raise UserError(f"--stride {stride} is more than window {window}: tokens in between would be left out")
     if window > total:
-        raise UserError(f"window {window} is more than the {total} tokens to score: take a smaller one or more text")
+        raise UserError(f"window {window} is more than the {total} tokens to score: use a smaller one or more text")
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     embedded = decoder.encodings[0].embed(x, where)
     if not torch.allclose(embedded, embedded[:, :1].expand_as(x)):
         return (
-            "this encoding adds positions to the input, which are other ones in every window, so cached keys would be "
+            "this encoding adds positions to the input, which differ from window to window, so cached keys would be "
             "wrong: use recomputation"
         )
     layers = len(decoder.layers)

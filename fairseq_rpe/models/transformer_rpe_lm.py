@@ -123,7 +123,7 @@ def _refuse_unsupported(args):
         "character_embeddings": "character embeddings are not supported: drop --character-embeddings",
         "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
         "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
-        "decoder_xformers_att_config": "xFormers attention knows no position bias: drop --decoder-xformers-att-config",
+        "decoder_xformers_att_config": "xFormers attention has no position bias: drop --decoder-xformers-att-config",
         "rpe_eval": "--rpe-eval belongs to evaluation: train with --rpe",
         "offload_activations": "--offload-activations is not supported: use --checkpoint-activations",
     }
@@ -174,7 +174,7 @@ def _moves(args, encoding, rank):
         if transform is not None and encoding.positions == "none":
             raise UserError(f"{flag}: '{args.rpe}' reads no positions, so moving them does nothing: drop the flag")
         if transform is not None and transform.fractional and encoding.positions == "whole":
-            raise UserError(f"{flag}: '{args.rpe}' knows whole positions only and this transform makes fractions")
+            raise UserError(f"{flag}: '{args.rpe}' accepts whole positions only and this transform makes fractions")
     return moves
 
 

@@ -26,11 +26,11 @@ class Randomized(Transform):
     class Config:
         max: int | None = option(
             None,
-            "positions are drawn from 0 … max-1, 2048 if not said; must hold the longest row",
+            "positions are drawn from 0 … max-1, 2048 if not given; must hold the longest row",
             minimum=1,
             maximum=EXACT,
         )
-        times: int | None = option(None, "max as so many training lengths, in its place", minimum=1, maximum=EXACT)
+        times: int | None = option(None, "in place of max: a number of training lengths", minimum=1, maximum=EXACT)
         per: str = option("batch", "one draw for all rows of a pass, or one for each row", choices=("batch", "row"))
 
     formula = "p = sort(subset of {0 … max-1} without replacement)"

@@ -150,7 +150,7 @@ def perplexities(folder: SweepFolder, state: State) -> Perplexities:
     """Of a sweep on text, by method, seed and length."""
     trained_at = state.settings.tokens
     if trained_at is None:
-        raise UserError(f"{folder.state_path} does not say at which length was trained: start the sweep again")
+        raise UserError(f"{folder.state_path} does not record the training length: run the sweep again")
     rows = []
     for _, method, seed, run in asked(folder, state):
         found = [one for one in _measured(TextResult, run, method) if one.subset == state.settings.subset]

@@ -97,14 +97,14 @@ class Relay:
     def _why(self, code: int) -> str:
         if code < 0:
             killed = f"fairseq-train was ended by {signal.Signals(-code).name}"
-            by_kernel = ", perhaps for its memory: give smaller batches" if -code == signal.SIGKILL else ""
-            return f"{killed}{by_kernel}; the same command goes on from its last checkpoint"
+            by_kernel = ", perhaps for lack of memory: use smaller batches" if -code == signal.SIGKILL else ""
+            return f"{killed}{by_kernel}; rerunning resumes from its last checkpoint"
         said = cause(self._lines)
         if not said:
             return f"fairseq-train ended with code {code} and said nothing"
         if any(line.rstrip().endswith(f"error: {said}") for line in self._lines):
             return said
-        more = "; run again with --debug for the traceback" if self._traced and DEBUG not in os.environ else ""
+        more = "; rerun with --debug for the traceback" if self._traced and DEBUG not in os.environ else ""
         return f"fairseq-train failed: {said}{more}"
 
     def _read(self, pipe: IO[bytes], stream: TextIO) -> None:
@@ -136,7 +136,7 @@ class Relay:
             except OSError as error:
                 self._log = None
                 why = os.strerror(error.errno or 0)
-                print(f"the log cannot be written ({why}): training goes on without it", file=sys.stderr)
+                print(f"the log cannot be written ({why}): training continues without it", file=sys.stderr)
 
     def _pass_on(self, line: str, stream: TextIO, holds: bool) -> bool:
         self._lines.append(line)

@@ -103,12 +103,12 @@ def _told(
     with open(path, "ab", buffering=0) as log:
         if log.tell():
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            log.write(f"\n---- started again {now}, after update {done} ----\n".encode())
+            log.write(f"\n---- resumed {now}, after update {done} ----\n".encode())
         if DEBUG in os.environ:
             yield log, None
             return
         if not node.first:
-            print(f"node {node.rank} of {request.nodes} takes part, its messages: {path}", flush=True)
+            print(f"node {node.rank} of {request.nodes} has joined, its messages: {path}", flush=True)
             yield log, View()
             return
         yield log, Summary(request.rpe, folder.path, plan.updates, done)

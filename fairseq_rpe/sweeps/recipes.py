@@ -118,12 +118,12 @@ def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
-            raise UserError(f"--recipe {name} {'is no file' if os.path.lexists(path) else 'does not exist'}")
+            raise UserError(f"--recipe {name} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
         raise UserError(
             f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or a .toml file"
         )
     if (place := path.resolve()) in above:
-        raise UserError(f"recipe {path} is a base of itself: drop one of the base lines")
+        raise UserError(f"recipe {path} is its own base: drop one of the base lines")
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -75,14 +75,14 @@ def check() -> None:
         raise UserError(f"--launcher slurm needs submitit: {install}") from None
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
-            raise UserError(f"--launcher slurm: there is no {program} here: start it on a login node of the cluster")
+            raise UserError(f"--launcher slurm: there is no {program} here: run this on a login node of the cluster")
 
 
 def execute(sweep: Sweep, given: Sequence[tuple[str, str]], pending: Mapping[Cell, list[Stage]]) -> list[str]:
     """Submit, wait and say which runs are not finished then; a run that an earlier job is busy with is left to it."""
     busy = [cell for cell in pending if _is_busy(cell)]
     for cell in busy:
-        print(f"{cell.name} is being carried out by a job of an earlier call: left to it", file=sys.stderr)
+        print(f"{cell.name} is already being run by a job of an earlier call: leaving it to that job", file=sys.stderr)
     mine = {cell: _sizes(stages) for cell, stages in pending.items() if cell not in busy}
     told = _submit(sweep, given, list(mine)) if mine else ""
     failures = [f"{cell.name} is not finished: another job is busy with it, see squeue" for cell in busy]
@@ -115,7 +115,7 @@ def _submit(sweep: Sweep, given: Sequence[tuple[str, str]], cells: list[Cell]) -
     jobs = executor(sweep, given).map_array(Job(), cells)
     numbers = ", ".join(job.job_id for job in jobs)
     print(f"{len(jobs)} jobs for SLURM ({numbers}), of {', '.join(cell.name for cell in cells)}", file=sys.stderr)
-    print("This waits for them. If it is stopped they go on; the same command then takes stock.", file=sys.stderr)
+    print("This waits for them. If you stop it, they go on; rerun it to collect the results.", file=sys.stderr)
     with processes.sigterm_raises():
         while not all(job.done() for job in jobs):
             time.sleep(_POLL_SECONDS)

@@ -102,7 +102,7 @@ class Published:
 def read_published(given: object, source: str, methods: Mapping[str, Method] | None) -> Published:
     """Published results as TOML or JSON have them; ``methods`` are those that may have values, if that is checked."""
     if not isinstance(given, Mapping):
-        raise UserError(f"{source}: published is no table: {RESTORE}")
+        raise UserError(f"{source}: published is not a table: {RESTORE}")
     about = {f.name for f in fields(Published)} - {"values"}
     values = {name: row for name, row in given.items() if name not in about}
     for name in values:

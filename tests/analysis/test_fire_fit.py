@@ -153,9 +153,9 @@ def test_the_command_writes_equation_4(spec, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["rope"], "'rope' is no bias of the distance alone.*alibi, .*t5_bias"),
-        (["sinusoidal"], "no bias of the distance alone"),
-        (["fire"], "'fire' is no bias of the distance alone"),
+        (["rope"], "'rope' is not a bias of the distance alone.*alibi, .*t5_bias"),
+        (["sinusoidal"], "not a bias of the distance alone"),
+        (["fire"], "'fire' is not a bias of the distance alone"),
         (["alibii"], "did you mean 'alibi'"),
         (["alibi", "--length", str(LONGEST + 1)], f"{LONGEST + 1} is out of range: choose 1 to {LONGEST}"),
         (["window:window=4"], "not finite at distance 4.*at most 4"),

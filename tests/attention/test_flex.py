@@ -217,7 +217,7 @@ def test_refusals():
             flex(q.detach(), k, v, Plan(plan.positions, Toeplitz(table)))
         with pytest.raises(UserError, match="no backward pass on the CPU"):
             flex(q.detach(), k, v, Plan(plan.positions, build("fire", H, H * D).form(plan.positions)))
-    with pytest.raises(UserError, match="no attention dropout, and 0.1 is asked for: set it to 0 or use 'sdpa'"):
+    with pytest.raises(UserError, match="no attention dropout, and 0.1 was asked for: set it to 0 or use 'sdpa'"):
         flex(q, k, v, plan, 0.1)
     with pytest.raises(UserError, match="use 'reference'"):
         flex(q, k, v, Plan(plan.positions, remap=lambda scores, pos: scores))

@@ -292,11 +292,14 @@ PAD = torch.zeros(B, 5, dtype=torch.bool)
         (lambda: attend(X, X, X, "alibi", positions=torch.arange(4)), r"positions are of shape \(5,\) or \(2, 5\)"),
         (lambda: attend(X, X, X, "alibi", positions=Positions.arange(4)), "positions of .* give those of these tokens"),
         (lambda: attend(X, X, X, "alibi", positions=torch.arange(5).half()), "positions in torch.float16 lose digits"),
-        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5).flip(0)), "that never fall along a row"),
-        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) - 1), "numbers from 0 on"),
-        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) / 0.0), "numbers from 0 on"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5).flip(0)), "and never fall along a row"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) - 1), "0 or more and never fall"),
+        (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) / 0.0), "0 or more and never fall"),
         (lambda: attend(X, X, X, "rope", positions=torch.arange(5) + 2**40), "beyond 16777216, what float32 can count"),
-        (lambda: attend(X, X, X, made("t5_bias"), positions=torch.arange(5) / 2), "T5Bias knows whole positions only"),
+        (
+            lambda: attend(X, X, X, made("t5_bias"), positions=torch.arange(5) / 2),
+            "T5Bias accepts whole positions only",
+        ),
         (lambda: RelativeAttention(64, 5, "alibi"), "5 heads do not divide a model width of 64"),
         (lambda: RelativeAttention(64, 4, "sinusoidal"), "'sinusoidal' acts at a model's input, not in attention"),
         (
@@ -307,8 +310,11 @@ PAD = torch.zeros(B, 5, dtype=torch.bool)
         (lambda: RelativeAttention(64, 4, "alibi")(X), r"x is \(batch, tokens, 64\), not \(2, 4, 5, 16\)"),
         (lambda: made("alibi").mask(0), "a mask of 0 tokens: ask for at least 1"),
         (lambda: made("alibi").mask(3, dtype=torch.int64), "needs a floating-point dtype, not torch.int64"),
-        (lambda: made("rope").mask(3), "Rope turns queries and keys, which is no bias: call fairseq_rpe.attend, or"),
-        (lambda: made("xpos").score_mod(3), "XPos turns queries and keys, which is no bias: call fairseq_rpe.attend"),
+        (lambda: made("rope").mask(3), "Rope turns queries and keys, which is not a bias: call fairseq_rpe.attend, or"),
+        (
+            lambda: made("xpos").score_mod(3),
+            "XPos turns queries and keys, which is not a bias: call fairseq_rpe.attend",
+        ),
     ],
 )
 def test_what_is_refused(call, message):

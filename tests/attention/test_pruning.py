@@ -152,7 +152,7 @@ def test_refusals():
             sdpa(q, k, v, plan)
     with pytest.raises(UserError, match="pruning is for evaluation"):
         sdpa(q.requires_grad_(), k, v, Plan(pos, form, prune=0.1))
-    with pytest.raises(UserError, match="exact and prunes nothing"):
+    with pytest.raises(UserError, match="exact and does not prune"):
         reference(q, k, v, Plan(pos, form, prune=0.1))
 
 

@@ -298,7 +298,7 @@ def tensors(width=D, dtype=torch.float32):
         (tensors(), {"remap": lambda scores, pos: scores}, 0.0, "use 'reference'"),
         (tensors(), {"form": Pair(lambda i, j: i)}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
         (tensors(), {"form": Dense(torch.zeros(1, H, 4, 4))}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
-        (tensors(), {}, 0.1, "no attention dropout, and 0.1 is asked for: set it to 0 or use 'sdpa'"),
+        (tensors(), {}, 0.1, "no attention dropout, and 0.1 was asked for: set it to 0 or use 'sdpa'"),
     ],
 )
 def test_refusals(qkv, plan, dropout, message):

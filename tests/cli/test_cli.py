@@ -326,10 +326,10 @@ def test_files_are_whole_or_absent(tmp_path):
         files.replace_with(path, fail)
     assert files.read_json(path) == {"a": 1} and os.listdir(path.parent) == ["a.json"]
     path.write_text("{")
-    with pytest.raises(UserError, match="a.json line 1 is no JSON object"):
+    with pytest.raises(UserError, match="a.json line 1 is not a JSON object"):
         files.read_json(path)
     path.write_text('{"a": 1}\n{"a"')
-    with pytest.raises(UserError, match="line 2 is no JSON object"):
+    with pytest.raises(UserError, match="line 2 is not a JSON object"):
         files.append_json_line(path, {})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,12 +18,21 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 MOST_LINES = 130
 
 
-@pytest.fixture(scope="module")
-def tables() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs/tools/tables.py")
-    module = importlib.util.module_from_spec(spec)
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/tools/{name}.py")
+    module = sys.modules[f"docs_{name}"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
+    return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return tool("tables")
+
+
+@pytest.fixture(scope="module")
+def commands() -> ModuleType:
+    return tool("commands")
 
 
 def prose(path: Path) -> str:
@@ -57,7 +65,7 @@ def test_links_and_pictures_are_there(path):
 
 def test_every_page_is_reached_from_the_readme():
     linked = set(re.findall(r"\]\(docs/([a-z-]+\.md)\)", prose(ROOT / "README.md")))
-    assert {path.name for path in PAGES if path.parent.name == "docs"} <= linked
+    assert {path.name for path in PAGES if path.parent == ROOT / "docs"} <= linked
 
 
 def test_generated_tables_are_fresh(tables, monkeypatch, capsys):
@@ -97,3 +105,47 @@ def test_the_encoding_of_the_readme_works(tmp_path):
     profile = encodings.build("steps", heads=4, width=32).profile(6)
     expected = -torch.arange(1, 5)[:, None] * torch.arange(6).double().log1p()
     assert profile.dtype == torch.float64 and torch.allclose(profile, expected)
+
+
+def test_every_command_of_the_docs_is_one(commands):
+    """Commands parse, scripts, files, extras and recipes are there, examples are Python."""
+    assert list(commands.faults()) == []
+    found = [one for path in commands.pages() for one in commands.examples(path)]
+    assert len(found) > 80 and sum(not one.reason for one in found) > 40
+    assert {name for one in found for name in one.small} == set(commands.SMALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("fairseq-rpe trian DATA", "no command"),
+        ("fairseq-rpe eval CHECKPOINT DATA --lengths 64 --colour", "--colour"),
+        ("bash scripts/eval.sh CHECKPOINT DATA", "--lengths"),
+        ("bash scripts/evaluate.sh DATA", "no script"),
+        ("bash scripts/setup.sh --fast", "has no --fast"),
+        ("bash scripts/sweep.sh --recipe none", "none"),
+        ("bash scripts/train.sh DATA --rpe alibe --save-dir x", "alibe"),
+        ("python benchmarks/attention.py --olny fire", "has no --olny"),
+        ("pip install -e '.[nothing]'", "no extra nothing"),
+        ("fairseq-rpe eval CHECKPOINT DATA --lengths 64,1024", ""),
+        ("fairseq-rpe verdict --formula '-log(1+n)'", ""),
+    ],
+)
+def test_a_wrong_command_is_told(text, wrong, commands):
+    said = commands.check(commands.Example("a.md", 1, text))
+    assert wrong in said if wrong else said == ""
+
+
+def test_marks_settings_and_joined_lines_of_a_block(commands, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    page = tmp_path / "a.md"
+    mark = "<!-- not run 1: a GPU --> <!-- small: kerple -->"
+    page.write_text(
+        f"# A\n\ntext\n\n{mark}\n\n    bash x.sh  # a\n    R=runs\n    bash y.sh \\\n        --z $R\n\n    a = b\n"
+    )
+    first, last = commands.examples(page)
+    assert (first.text, first.line, first.reason) == ("bash x.sh  # a", 7, "a GPU")
+    assert last.settings == ("R=runs",)
+    assert (last.text, last.line, last.reason, last.small) == ("bash y.sh --z $R", 9, "", ("kerple",))
+    assert commands.check_span("fairseq-rpe eval --lenghts 3") == "eval has no --lenghts"
+    assert commands.check_span("fairseq-rpe eval --lengths N") == commands.check_span("some words") == ""

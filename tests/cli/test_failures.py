@@ -44,7 +44,7 @@ def test_an_unknown_error_is_one_line_and_debug_shows_where_it_comes_from(comman
     monkeypatch.setattr("fairseq_rpe.cli.main.make_ready", broken)
     monkeypatch.setattr("fairseq_rpe.cli.main.Parser.parse_known_args", lambda self, argv: (Asked(command), []))
     said = error_of(capsys, command, code=70)
-    assert said == "error: internal: LookupError: no such thing at all; run again with --debug for the traceback\n"
+    assert said == "error: internal: LookupError: no such thing at all; rerun with --debug for the traceback\n"
     assert main([command, "--debug"]) == 70
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last):" in shown and "in broken" in shown
@@ -63,9 +63,9 @@ class Asked:
         (path_error(errno.ENOENT), "/a/b does not exist: "),
         (path_error(errno.EISDIR), "/a/b is a folder: name a file"),
         (path_error(errno.ENOTDIR), "/a/b is a file, or below one: "),
-        (path_error(errno.EEXIST), "/a/b is there already: "),
+        (path_error(errno.EEXIST), "/a/b already exists: "),
         (path_error(errno.EACCES), "/a/b may not be read or written: "),
-        (path_error(errno.EROFS), "/a/b is on a disk that can only be read: "),
+        (path_error(errno.EROFS), "/a/b is on a read-only disk: "),
         (path_error(errno.ENAMETOOLONG, "x" * 300), "x has too long a name: shorten it"),
         (path_error(errno.ELOOP), "/a/b is a link that leads back to itself: "),
         (path_error(errno.ENOSPC), "no space left on the disk while writing /a/b: free some and run this again"),
@@ -148,7 +148,7 @@ def test_more_processes_than_cores_bear_are_refused(corpus, tmp_path, capsys, mo
 def test_a_module_that_is_none_is_refused(text, tmp_path, capsys):
     (tmp_path / "own.py").write_text(text)
     assert f"--rpe-module {tmp_path}/own.py" in error_of(capsys, "list", "--rpe-module", tmp_path / "own.py")
-    assert f"--rpe-module {tmp_path} is no file" in error_of(capsys, "list", "--rpe-module", tmp_path)
+    assert f"--rpe-module {tmp_path} is not a file" in error_of(capsys, "list", "--rpe-module", tmp_path)
 
 
 @pytest.fixture
@@ -309,14 +309,14 @@ def test_a_child_s_words_are_passed_on_and_its_last_ones_become_one_line(capsys,
     assert relayed(says, capsys) == (messages.Ending(0, "", False), "ä\n", "note\n")
     traceback = f"{says}; raise ValueError('bad shape')"
     ending, out, err = relayed(traceback, capsys, code=1)
-    assert ending.why == "fairseq-train failed: ValueError: bad shape; run again with --debug for the traceback"
+    assert ending.why == "fairseq-train failed: ValueError: bad shape; rerun with --debug for the traceback"
     assert (out, err) == ("ä\n", "note\n")
     ours = f"{says}; sys.exit('error: unknown encoding')"
     assert relayed(ours, capsys, code=1) == (messages.Ending(1, "unknown encoding", False), "ä\n", "note\n")
     survived = f"{says}; print('error: of no weight', file=sys.stderr)"
     assert relayed(survived, capsys)[2] == "note\nerror: of no weight\n"
     killed = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert "ended by SIGKILL, perhaps for its memory" in relayed(killed, capsys, code=-9)[0].why
+    assert "ended by SIGKILL, perhaps for lack of memory" in relayed(killed, capsys, code=-9)[0].why
     monkeypatch.setenv(errors.DEBUG, "1")
     ending, out, err = relayed(traceback, capsys, code=1)
     assert ending.why == "fairseq-train failed: ValueError: bad shape" and "Traceback" in err
@@ -339,5 +339,5 @@ def test_the_keyboard_stops_training_without_a_traceback(corpus, tmp_path):
         finally:
             process.kill()
     said = (tmp_path / "err").read_text()
-    assert said.splitlines()[-1] == "stopped by the keyboard; the same command goes on from here"
+    assert said.splitlines()[-1] == "stopped by the keyboard; rerun the same command to resume"
     assert "Traceback" not in said + (tmp_path / "out").read_text()

@@ -75,7 +75,7 @@ def calls(root: Path) -> list[str]:
 
 def test_every_script_is_executable_and_passes_shellcheck():
     names = {p.stem for p in SCRIPTS}
-    assert {"setup", "test", "quickstart", "prepare_stdlib", *THIN, *CORPORA} <= names
+    assert {"setup", "test", "quickstart", "docs", "prepare_stdlib", *THIN, *CORPORA} <= names
     for script in [*SCRIPTS, ROOT / ".ci/run"]:
         assert script.stat().st_mode & stat.S_IXUSR, script
         assert script.read_text().startswith("#!/usr/bin/env bash\n"), script
@@ -85,7 +85,7 @@ def test_every_script_is_executable_and_passes_shellcheck():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["setup", "test", "quickstart"])
+@pytest.mark.parametrize("name", ["setup", "test", "quickstart", "docs"])
 def test_help_does_nothing_else(name, copy):
     done = call(copy / "scripts" / f"{name}.sh", "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: scripts/{name}.sh")

@@ -36,15 +36,15 @@ def told(call, *arguments) -> str:
 
 
 NO_ROW = {
-    "binary": (b"\xff\xfe\0", "line 2 is no JSON object (not UTF-8): delete that line or the file"),
-    "zeros": (b"\0" * 40, "line 2 is no JSON object (Expecting value at character 1)"),
-    "cut": (b'{"name": "a", "tok', "line 2 is no JSON object (Unterminated string starting at at character 15)"),
-    "a list": (b"[1]", "line 2 is no JSON object (it is a list)"),
-    "a number": (b"7", "line 2 is no JSON object (it is a single value)"),
-    "an empty line": (b"", "line 2 is no JSON object"),
-    "nested lists": (b"[" * 200_000, "line 2 is no JSON object (nested too deep)"),
-    "nested tables": (b'{"a":' * 200_000, "line 2 is no JSON object (nested too deep)"),
-    "digits": (b'{"tokens": ' + b"9" * 5000 + b"}", "line 2 is no JSON object (Exceeds the limit (4300 digits)"),
+    "binary": (b"\xff\xfe\0", "line 2 is not a JSON object (not UTF-8): delete that line or the file"),
+    "zeros": (b"\0" * 40, "line 2 is not a JSON object (Expecting value at character 1)"),
+    "cut": (b'{"name": "a", "tok', "line 2 is not a JSON object (Unterminated string starting at at character 15)"),
+    "a list": (b"[1]", "line 2 is not a JSON object (it is a list)"),
+    "a number": (b"7", "line 2 is not a JSON object (it is a single value)"),
+    "an empty line": (b"", "line 2 is not a JSON object"),
+    "nested lists": (b"[" * 200_000, "line 2 is not a JSON object (nested too deep)"),
+    "nested tables": (b'{"a":' * 200_000, "line 2 is not a JSON object (nested too deep)"),
+    "digits": (b'{"tokens": ' + b"9" * 5000 + b"}", "line 2 is not a JSON object (Exceeds the limit (4300 digits)"),
     "nothing of it": (b"{}", "line 2: the row lacks name: delete that line or the file"),
     "text": (b'{"ppl": "x"}', "line 2: ppl of the row must be a number above 0, not 'x': delete that line"),
     "NaN": (b'{"ppl": NaN}', "line 2: ppl of the row must be a number above 0, not nan"),
@@ -99,11 +99,11 @@ def test_rows_stay_as_they_were_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", " line 1 is no JSON object (Expecting value at character 1): restore it or delete it"),
-        (b'{\n"a": 1,\n  b\n}', " line 3 is no JSON object (Expecting property name enclosed in double quotes at "),
-        (b'{\n"a": "\xe9"\n}', " line 2 is no JSON object (not UTF-8)"),
-        (b"[" * 200_000, " line 1 is no JSON object (nested too deep)"),
-        (b"null", " line 1 is no JSON object (it is a single value)"),
+        (b"", " line 1 is not a JSON object (Expecting value at character 1): restore it or delete it"),
+        (b'{\n"a": 1,\n  b\n}', " line 3 is not a JSON object (Expecting property name enclosed in double quotes at "),
+        (b'{\n"a": "\xe9"\n}', " line 2 is not a JSON object (not UTF-8)"),
+        (b"[" * 200_000, " line 1 is not a JSON object (nested too deep)"),
+        (b"null", " line 1 is not a JSON object (it is a single value)"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_line(content: bytes, words: str, tmp_path: Path) -> None:

@@ -563,7 +563,7 @@ def test_damaged_splits_are_noticed(made: Path, tmp_path: Path) -> None:
     (tmp_path / "valid.idx").write_bytes(index)
     assert count_tokens(tmp_path, "valid") == len(read_split(tmp_path, "valid")[0]) == len(ids) // 2
     (tmp_path / "valid.bin").write_bytes(ids[:-2])
-    with pytest.raises(UserError, match="valid.bin has not the tokens that its index counts"):
+    with pytest.raises(UserError, match="valid.bin does not hold the tokens that its index counts"):
         read_split(tmp_path, "valid")
 
 
@@ -613,12 +613,12 @@ def test_gpt2_takes_a_published_dictionary_and_file_names(folder: Path, gpt2: Pa
 
     (published / "dict.txt").write_text("0 1\n1 1\n")
     message = refused(options(tmp_path / "new", folder, **given))
-    assert "dict.txt is of another vocabulary than its vocab.json" in message
+    assert "dict.txt does not match its vocab.json" in message
     (published / "vocab.bpe").write_text("no merges\n")
     (published / "dict.txt").unlink()
     assert "merges.txt does not fit its vocab.json" in refused(options(tmp_path / "new", folder, **given))
     (published / "encoder.json").write_text('{"a": 1}')
-    assert "no GPT-2 vocabulary: it lacks the bytes" in refused(options(tmp_path / "new", folder, **given))
+    assert "not a GPT-2 vocabulary: it lacks the bytes" in refused(options(tmp_path / "new", folder, **given))
     (published / "encoder.json").unlink()
     assert "has no vocab.json or encoder.json" in refused(options(tmp_path / "new", folder, **given))
 
@@ -682,7 +682,7 @@ class Missing(OSError):
         (Gated("terms"), "hub:some/set/data is gated: accept its terms"),
         (Missing("404"), "hub:some/set/data does not exist or is private"),
         (ConnectionError("no route\nto host"), "hub:some/set/data cannot be downloaded (no route): run this again"),
-        ("empty", "has no parquet, .jsonl or .txt files (loading scripts are not run): get its files in another way"),
+        ("empty", "has no parquet, .jsonl or .txt files (loading scripts are not run): get its files some other way"),
         (None, "needs the package huggingface_hub: pip install huggingface_hub pyarrow, or get its files"),
     ],
     ids=str,
@@ -771,10 +771,10 @@ def cases(tmp_path: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]
         "latin": ({"train": write("latin.txt", b"x" * 5000 + b"caf\xe9 au")}, "latin.txt is not UTF-8 at byte 5003"),
         "cut character": ({"train": write("cut.txt", b"caf\xc3")}, "cut.txt is not UTF-8 at byte 3"),
         "latin row": ({"train": write("a.jsonl", rows)}, "a.jsonl line 2 is not UTF-8 at byte 27"),
-        "no json": ({"train": write("b.jsonl", b'{"text": "a"}\n{"te\n')}, "b.jsonl line 2 is no JSON"),
-        "no object": ({"train": write("c.jsonl", b"[1]\n")}, "c.jsonl line 1 is no JSON object"),
+        "no json": ({"train": write("b.jsonl", b'{"text": "a"}\n{"te\n')}, "b.jsonl line 2 is not a JSON"),
+        "no object": ({"train": write("c.jsonl", b"[1]\n")}, "c.jsonl line 1 is not a JSON object"),
         "no field": ({"train": write("d.jsonl", b'{"body": "a"}\n')}, "has no field 'text' but body"),
-        "no string": ({"train": write("e.jsonl", b'{"text": 3}\n')}, "has a 'text' that is no string"),
+        "no string": ({"train": write("e.jsonl", b'{"text": 3}\n')}, "has a 'text' that is not a string"),
         "surrogate": ({"train": write("f.jsonl", b'{"text": "a\\ud800"}\n')}, "half a surrogate pair at character 1"),
         "cut gz": ({"train": write("g.txt.gz", gzip.compress(b"abc" * 999)[:-9])}, "g.txt.gz is cut short or damaged"),
         "cut xz": ({"train": write("h.txt.xz", lzma.compress(b"abc" * 999)[:-9])}, "h.txt.xz is cut short or damaged"),
@@ -792,7 +792,7 @@ def cases(tmp_path: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]
         "few bytes": ({"max_bytes": 4}, "another --seed or a larger --max-bytes"),
         "division": ({"divide_by": "date"}, "--divide-by date is none of text, path"),
         "workers": ({"workers": 0}, "--workers 0 is out of range"),
-        "no corpus": ({"vocab_from": tmp_path / "empty", "vocab_size": None}, "is no prepared corpus"),
+        "no corpus": ({"vocab_from": tmp_path / "empty", "vocab_size": None}, "is not a prepared corpus"),
         "two sizes": ({"vocab_from": tmp_path / "empty"}, "--vocab-size has no effect"),
         "no gpt2": ({"tokenizer": "gpt2", "vocab_size": None}, "--tokenizer gpt2 and --gpt2 FOLDER go together"),
     }

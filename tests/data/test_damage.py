@@ -62,13 +62,13 @@ def last_symbols_exchanged(data: Path) -> None:
 
 DAMAGE = {
     "a folder for a split": (folder("test.bin"), "has no test.bin"),
-    "a folder beside the splits": (folder("more.bin"), "more.bin is no file, but named like one of a split"),
-    "a link to nothing": (lambda data: (data / "x.idx").symlink_to("nowhere"), "x.idx is no file"),
+    "a folder beside the splits": (folder("more.bin"), "more.bin is not a file, but is named like one of a split"),
+    "a link to nothing": (lambda data: (data / "x.idx").symlink_to("nowhere"), "x.idx is not a file"),
     "no dictionary": (lambda data: (data / "dict.txt").unlink(), "has no dict.txt"),
     "an empty dictionary": (text("dict.txt", ""), "dict.txt line 1 is missing, the dictionary is empty"),
     "a binary dictionary": (text("dict.txt", b"a 1\n\xff\xfe\n"), "dict.txt line 2 is not UTF-8"),
-    "no counts": (text("dict.txt", "a 1\nb\n"), "dict.txt line 2 is no symbol with its count"),
-    "a symbol twice": (text("dict.txt", "a 1\nb 1\na 1\n"), "dict.txt line 3 has the symbol 'a' for the second time"),
+    "no counts": (text("dict.txt", "a 1\nb\n"), "dict.txt line 2 is not a symbol with its count"),
+    "a symbol twice": (text("dict.txt", "a 1\nb 1\na 1\n"), "dict.txt line 3 has the symbol 'a' a second time"),
     "a special": (text("dict.txt", "a 1\n<unk> 1\n"), "dict.txt line 2 has the symbol '<unk>'"),
     "a short dictionary": (text("dict.txt", "a 1\n"), r"test.bin holds the number \d+, where dict.txt has 5 symbols"),
     "no index": (text("test.idx", b"nonsense" * 100), "test.idx is not an mmap index"),
@@ -76,22 +76,25 @@ DAMAGE = {
     "another version": (edit("test.idx", lambda c: with_bytes(c, 9, b"\x07")), "index of version 7, not 1: binarise"),
     "a cut index": (edit("test.idx", lambda c: c[:50]), "test.idx is cut short"),
     "an index without its last byte": (edit("test.idx", lambda c: c[:-1]), "test.idx is cut short"),
-    "another size": (edit("test.idx", lambda c: with_bytes(c, HEAD, b"\xff")), "test.bin has not the tokens"),
+    "another size": (edit("test.idx", lambda c: with_bytes(c, HEAD, b"\xff")), "test.bin does not hold the tokens"),
     "a negative size": (
         edit("test.idx", lambda c: with_bytes(c, HEAD, struct.pack("<ii", -1, sum(sizes(c)[:2]) + 1))),
-        "test.bin has not the tokens",
+        "test.bin does not hold the tokens",
     ),
     "another place": (edit("test.idx", lambda c: c[:-1] + b"\x7f"), "test.idx is damaged, its items do not follow"),
     "sizes moved": (
         edit("test.idx", lambda c: with_bytes(c, HEAD, struct.pack("<ii", 1, sum(sizes(c)[:2]) - 1))),
         "test.idx is damaged, its items do not follow",
     ),
-    "a cut text": (edit("test.bin", lambda c: c[:-1]), "test.bin has not the tokens that its index counts"),
-    "a long text": (edit("test.bin", lambda c: c + b"\0\0"), "test.bin has not the tokens that its index counts"),
+    "a cut text": (edit("test.bin", lambda c: c[:-1]), "test.bin does not hold the tokens that its index counts"),
+    "a long text": (edit("test.bin", lambda c: c + b"\0\0"), "test.bin does not hold the tokens that its index counts"),
     "unknown symbols": (edit("test.bin", lambda c: c[:-2] + b"\xff\xfe"), "test.bin holds the number 65279"),
-    "a list for a manifest": (text("corpus.json", "[1, 2]"), r"corpus.json line 1 is no JSON object \(it is a list\)"),
-    "a cut manifest": (text("corpus.json", '{\n"made_by": '), "corpus.json line 2 is no JSON object"),
-    "a binary manifest": (text("corpus.json", b"{\n\n\xff"), r"corpus.json line 3 is no JSON object \(not UTF-8\)"),
+    "a list for a manifest": (
+        text("corpus.json", "[1, 2]"),
+        r"corpus.json line 1 is not a JSON object \(it is a list\)",
+    ),
+    "a cut manifest": (text("corpus.json", '{\n"made_by": '), "corpus.json line 2 is not a JSON object"),
+    "a binary manifest": (text("corpus.json", b"{\n\n\xff"), r"corpus.json line 3 is not a JSON object \(not UTF-8\)"),
     "a deep manifest": (text("corpus.json", "[" * 200_000), r"corpus.json line 1 .*nested too deep\): restore it"),
     "a folder for a maker": (text("corpus.json", '{"made_by": ["x"]}'), "made_by of the corpus must be text"),
     "a list for splits": (manifest(splits=[1]), "splits of the corpus must be a table, not .*: restore it or delete"),
@@ -173,7 +176,7 @@ def test_what_is_not_damaged_is_used(data: Path) -> None:
 @pytest.mark.parametrize("split", ["", "../data/test", "./test", "/test"])
 def test_a_split_is_one_of_the_folder(split: str, data: Path) -> None:
     """Another folder's text would be taken for this one's."""
-    with pytest.raises(UserError, match="is no name of a split: name one of .*data, such as test"):
+    with pytest.raises(UserError, match="is not the name of a split: name one of .*data, such as test"):
         check_folder(data, split)
 
 
@@ -217,9 +220,9 @@ def corrupt(path: Path) -> None:
 SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep.jsonl": (
         lambda p: p.write_text('{"text": "fine"}\n' + "[" * 200_000 + "\n"),
-        r"deep.jsonl line 2 is no JSON object \(nested too deep\): repair or remove it",
+        r"deep.jsonl line 2 is not a JSON object \(nested too deep\): repair or remove it",
     ),
-    "long.jsonl": (lambda p: p.write_text('{"text": ' + "9" * 5000 + "}\n"), "long.jsonl line 1 is no JSON object"),
+    "long.jsonl": (lambda p: p.write_text('{"text": ' + "9" * 5000 + "}\n"), "long.jsonl line 1 is not a JSON object"),
     "fifo.txt": (os.mkfifo, "fifo.txt can be read only once: write its text into a file"),
     "encrypted.zip": (encrypted, "cannot read .*encrypted.zip:a.txt .*is encrypted"),
     "method.zip": (method, "cannot read .*method.zip:a.txt .*not supported"),
@@ -240,7 +243,7 @@ def test_a_damaged_source_is_one_line(name: str, tmp_path: Path, capsys: pytest.
 
 
 VOCABULARIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a list": (text("corpus.json", "[]"), "corpus.json line 1 is no JSON object"),
+    "a list": (text("corpus.json", "[]"), "corpus.json line 1 is not a JSON object"),
     "nothing known": (
         manifest(tokenizer={"kind": "x"}),
         "kind of tokenizer of the corpus must be bpe or gpt2 or words",

@@ -119,7 +119,7 @@ def test_it_ends_with_the_right_file(server: Server, tmp_path: Path, plan: list[
         (["stall:10"], {}, "Read timed out"),
         (["ok+other"], {"sha256": SHA256}, "does not match the known hash"),
         (["cut:9000+nolength"], {"sha256": SHA256}, "does not match the known hash"),
-        (["ok+nolength"], {}, "does not tell its length, and no checksum is known"),
+        (["ok+nolength"], {}, "does not say how long it is, and no checksum is known"),
         (["ok"], {"urls": ["http://127.0.0.1:9/file.zip"]}, "Connection refused"),
     ],
     ids=lambda value: str(value)[:40],
@@ -179,7 +179,7 @@ def test_a_file_that_is_there_is_kept_or_refused(server: Server, tmp_path: Path)
     path.write_bytes(CONTENT)
     assert get(server, path, "500", sha256=SHA256) == path and not server.requests
     path.write_bytes(b"another")
-    with pytest.raises(UserError, match=f"is another file than expected .its sha256 is not {SHA256}.: remove it"):
+    with pytest.raises(UserError, match=f"is not the expected file .its sha256 is not {SHA256}.: remove it"):
         get(server, path, "ok", sha256=SHA256)
     assert path.read_bytes() == b"another"
 

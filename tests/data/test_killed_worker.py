@@ -74,7 +74,7 @@ def test_one_that_is_killed_while_nobody_takes_its_results_is_told(corpus, tmp_p
             child.kill()
     made = "58001\n"
     if killed:
-        told = "an encoding process was killed, perhaps for its memory: give fewer --workers\n"
+        told = "an encoding process was killed, perhaps for lack of memory: use fewer --workers\n"
         assert said in [made * times + told for times in range(4)]
     else:
         assert said == made * 4

@@ -146,7 +146,7 @@ def test_foreign_models_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="prepare-stdlib"):
         Tokenizer(model.getvalue())
-    with pytest.raises(UserError, match="no sentencepiece model"):
+    with pytest.raises(UserError, match="not a sentencepiece model"):
         Tokenizer(b"nonsense")
     with pytest.raises(UserError, match="does not exist"):
         Tokenizer.load(tmp_path / "spm.model")

@@ -241,7 +241,7 @@ def test_accuracy_refuses_in_one_line(checkpoint, tmp_path, capsys):
     assert "raise max to at least 20" in refused("--positions", "randomized:max=19", "--lengths", "2,9")
     assert "raise times to at least 3" in refused("--positions", "randomized:times=2")
     assert "'nope' reads no positions" in refused("--rpe", "nope", "--positions", "interpolate")
-    assert "knows whole positions only" in refused("--rpe", "t5_bias", "--positions", "interpolate")
+    assert "accepts whole positions only" in refused("--rpe", "t5_bias", "--positions", "interpolate")
     assert "does not fit this model" in refused("--rpe", "kerple_log")
     assert "does not exist" in refused(at=tmp_path / "no.pt")
     text = {"cfg": {"task": {"_name": "language_modeling", "data": "x"}, "model": {"rpe": "rope"}}, "model": {}}

@@ -126,7 +126,7 @@ def test_shape_names_its_own_evaluation(task):
     [
         ({"rpe": "nope", "positions_train": "warp"}, "'nope' reads no positions"),
         ({"rpe": "t5_bias", "positions_eval": "interpolate"}, "--positions-eval: 't5_bias.*whole positions only"),
-        ({"rpe": "learned", "positions_train": "cape"}, "--positions-train: 'learned' knows whole positions only"),
+        ({"rpe": "learned", "positions_train": "cape"}, "--positions-train: 'learned' accepts whole positions only"),
         ({"rpe": "rope", "positions_train": "wrap"}, "unknown position transform 'wrap'.*did you mean 'warp'"),
         ({"rpe": "rope", "positions_train": "warp:alpha=2"}, "between 0 and 1"),
         ({"rpe": "rope", "positions_train": "warp:head=0.9,tail=0.9"}, "add up to more than 1"),

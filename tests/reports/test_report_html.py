@@ -439,7 +439,7 @@ def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     assert rope == ["rope", "12.5", "12.5", "12.5", ""] and warping[1:] == ["37.5★"] * 3 + ["43.2★"]
     assert f"Most exact answers to {TASK} beyond the training range: warping, 37.5 %." in page.words
     same = {row[0]: row[3] for row in page.table("What is the same")[1:]}
-    assert same == {"sequences an update": "yes", "updates": "yes"}
+    assert same == {"sequences per update": "yes", "updates": "yes"}
     with open(algorithmic / "accuracy.csv", newline="") as file:
         expected = [[r[k] for k in ("seed", "items", "examples", "right", "accuracy")] for r in csv.DictReader(file)]
     assert page.values["What accuracy.csv holds."][1:] == expected and len(expected) == 16

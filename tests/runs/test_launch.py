@@ -94,14 +94,14 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     assert [start["from_update"] for start in starts] == [0, done]  # noted by the first node alone
     assert f"@ {done} updates" in (folder / "train.log").read_text() or done == 0
     told = (tmp_path / "node1.log").read_text()
-    assert f"node 1 of 2 takes part, its messages: {folder}/train-node1.log" in told and "INFO" not in told
+    assert f"node 1 of 2 has joined, its messages: {folder}/train-node1.log" in told and "INFO" not in told
     one = tmp_path / "one"
     run_here("train", corpus, *RUN, "--updates", end, "--update-freq", 2, "--save-dir", one, *SMALL)
     assert_same_model(one, folder)
 
 
 def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
-    """SIGKILL of the command ends torchrun and every process of it; the same command goes on."""
+    """SIGKILL of the command ends torchrun and every process of it; rerunning resumes."""
     folder = tmp_path / "run"
     command = ["train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
     with open(tmp_path / "log", "wb") as log:
@@ -135,7 +135,7 @@ def test_an_interrupted_torchrun_is_told(corpus, tmp_path):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert process.wait(40) == 143
-    assert "stopped by SIGTERM; the same command goes on from here" in (tmp_path / "log").read_text()
+    assert "stopped by SIGTERM; rerun the same command to resume" in (tmp_path / "log").read_text()
     assert not processes_about(f"--save-dir\0{folder}")
 
 
@@ -220,7 +220,7 @@ def test_a_torch_that_cannot_be_imported_is_no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "_DRIVERS", (str(tmp_path),))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     devices.gpus.cache_clear()
-    with pytest.raises(files.UserError, match="torch cannot be asked for GPUs .ImportError: libcuda is broken"):
+    with pytest.raises(files.UserError, match="torch cannot report its GPUs .ImportError: libcuda is broken"):
         devices.gpus()
     (tmp_path / "torch.py").write_text(
         "class cuda:\n"

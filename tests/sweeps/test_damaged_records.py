@@ -20,15 +20,15 @@ STATE = {"settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"settings": [1]}, "settings of the sweep is no table"),
+        ({"settings": [1]}, "settings of the sweep is not a table"),
         ({"encodings": "alibi"}, "encodings of the sweep must be a list, not 'alibi'"),
         ({"encodings": [1]}, "encodings of the sweep must be text, not 1"),
         ({"seeds": [-1]}, "seeds of the sweep must be a whole number from 0 on, not -1"),
         ({"lengths": [0]}, "lengths of the sweep must be a whole number above 0, not 0"),
         ({"methods": [1]}, "methods of the sweep must be a table, not [1]"),
-        ({"methods": {"a": "rope"}}, "a of methods of the sweep is no table"),
+        ({"methods": {"a": "rope"}}, "a of methods of the sweep is not a table"),
         ({"methods": {"a": {}}}, "a of methods of the sweep lacks rpe"),
-        ({"published": [1]}, "published is no table"),
+        ({"published": [1]}, "published is not a table"),
         ({"published": {"source": "x", "a": {"64": "many"}}}, "must be a whole number, not 'many'"),
         ({"commands": {"a": {"training": "x"}}}, "must be a list, not 'x'"),
         ({"algorithms": 3}, "algorithms of the sweep must be a list, not 3"),
@@ -71,7 +71,7 @@ def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
         (b"title = [\n", "is not TOML: "),
         (b'title = "\xff"\n', "is not TOML: 'utf-8' codec can't decode"),
         (b"a = " + b"[" * 200_000, "is not TOML: "),
-        (b'base = "../x/mine.toml"\n', "mine.toml is a base of itself"),
+        (b'base = "../x/mine.toml"\n', "mine.toml is its own base"),
         (b"", "lacks "),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_recipe_that_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").mkdir()
     (tmp_path / "b.toml").symlink_to("b.toml")
     for name in ("a", "b"):
-        with pytest.raises(UserError, match=f"{name}.toml is no file"):
+        with pytest.raises(UserError, match=f"{name}.toml is not a file"):
             recipes.load(str(tmp_path / f"{name}.toml"))
     with pytest.raises(UserError, match=r"c.toml does not exist"):
         recipes.load(str(tmp_path / "c.toml"))

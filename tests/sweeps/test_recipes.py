@@ -390,7 +390,7 @@ def test_a_recipe_takes_over_what_it_does_not_say(tmp_path):
 @pytest.mark.parametrize(
     ("base", "words"),
     [
-        ("mine.toml", "is a base of itself"),
+        ("mine.toml", "is its own base"),
         ("none.toml", "none.toml does not exist"),
         ("warping-ml", "unknown recipe 'warping-ml' (did you mean 'warping-lm'?)"),
         (3, "base must be the name of a recipe, not 3"),
@@ -430,12 +430,12 @@ def test_a_good_recipe_is_read(tmp_path):
         (changed("scales"), "lacks scales"),
         (changed("title", to=3), "title of the recipe must be text, not 3"),
         (changed("methods", to=["rope"]), "methods of the recipe must be a table"),
-        (changed("methods", "first", to="rope"), "method 'first' is no table"),
+        (changed("methods", "first", to="rope"), "method 'first' is not a table"),
         (changed("methods", "first", "rpe", to=5), "rpe of method 'first' must be text, not 5"),
         (changed("scales", "laptop", "updates", to="many"), "updates of scale 'laptop' must be a whole number above 0"),
         (changed("scales", "laptop", "updates", to=True), "updates of scale 'laptop' must be a whole number above 0"),
         (changed("scales", "laptop", "algorithms", to="copy"), "algorithms of scale 'laptop' must be a list"),
-        (changed("scales", "laptop", to=3), "scale 'laptop' is no table"),
+        (changed("scales", "laptop", to=3), "scale 'laptop' is not a table"),
         (changed("kind", to="algorithm"), "kind of the recipe must be text or algorithms, not 'algorithm'"),
         (changed("methods", to={}), "at least one method and one scale"),
         (changed("scales", to={}), "at least one method and one scale"),

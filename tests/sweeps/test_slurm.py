@@ -201,7 +201,7 @@ def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cl
     with files.lock(out / "runs/nope-seed1/.lock", "busy"):
         done = run_here(*argv, ok=False)
     assert done.returncode == 1
-    assert "nope-seed1 is being carried out by a job of an earlier call: left to it" in done.stderr
+    assert "nope-seed1 is already being run by a job of an earlier call: leaving it to that job" in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "nope-seed1 is not finished: another job is busy with it" in line
     [script] = submitted(cluster).values()

@@ -188,7 +188,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, 
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "nope-seed1 failed while training: checkpoint " in line and "could not be written (" in line
-    assert "make room and start the same command again" in line
+    assert "free some space and rerun" in line
     left = {path.name for path in (out / "runs/nope-seed1/checkpoints").iterdir()}
     assert left == {".lock", "run.json", "environment.json"}
     assert "alibi" in done.stdout and "| nope" not in done.stdout

@@ -49,11 +49,11 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     if q.is_cuda and not _supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
     if plan.remap is not None:
-        return "this encoding changes the scores, which backend 'triton' never has: use 'reference'"
+        return "this encoding changes the scores, which backend 'triton' never holds: use 'reference'"
     if form is not None and not isinstance(form, (Toeplitz, Curve)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     if dropout > 0:
-        return f"backend 'triton' has no attention dropout, and {dropout:g} is asked for: set it to 0 or use 'sdpa'"
+        return f"backend 'triton' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
         given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
         return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {given}: use 'sdpa'"

@@ -28,7 +28,7 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
     exact: list[Block] = [*values.values(), *seeds, drawn]
     about = [Text(f"Exact match in %, mean over the numbers of items; {ranges}.")]
     if known:
-        about.append(Text(f"Published: {known.source}; another size of model, so compare the order."))
+        about.append(Text(f"Published: {known.source}; another model size, so compare only the order."))
     return Findings(
         _lead(state, found),
         [
@@ -48,7 +48,7 @@ def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
     lines = {name: list(found.means(task, name).values()) for name in found.methods(task)}
     if known:
         head.append("published")
-        caption += " Published: not comparable, hold the order of the methods against it only."
+        caption += " Published: not comparable; compare only the order of the methods."
         for name, values in lines.items():
             values.append(known.values.get(name, {}).get(parse(task)[0]))
     best = [max((v for v in column if v is not None), default=None) for column in zip(*lines.values(), strict=True)]

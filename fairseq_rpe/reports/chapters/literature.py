@@ -16,15 +16,15 @@ from fairseq_rpe.sweeps.state import Published, PublishedSettings, State
 _YES, _NO, _OPEN = "yes", "no", "not verified"
 _COMPARED = {
     "tokens": "training length",
-    "batch_sentences": "sequences an update",
+    "batch_sentences": "sequences per update",
     "updates": "updates",
     "lr": "peak learning rate",
     "warmup": "updates of warm-up",
     "schedule": "schedule",
 }
 _CAUTION = (
-    "Published values cannot be held against those here one by one: tokeniser, data, model size and schedule differ or "
-    "could not be verified to be the same. Compare trends only. Source:"
+    "Published values cannot be compared with those here one by one: tokeniser, data, model size and schedule differ "
+    "or could not be verified to be the same. Compare trends only. Source:"
 )
 
 
