@@ -21,7 +21,7 @@ export NO_MKDOCS_2_WARNING=1
 # signatures are formatted by ruff
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ ! -x .venv/bin/mkdocs ]] || ! python -c "import material, mkdocstrings_handlers.python" 2>/dev/null; then
-    python -m pip install -q --no-input --disable-pip-version-check -c requirements/constraints.txt \
+    python -m pip install -qq --no-input --disable-pip-version-check -c requirements/constraints.txt \
         mkdocs-material mkdocstrings-python
 fi
 if [[ "${1:-}" == "--serve" ]]; then

@@ -26,7 +26,7 @@ sys.stdout.writelines(name + "\n" for name in wanted if name.partition("=")[0] n
 ')
 if ((${#missing[@]})); then
     # compiling all of them ahead takes longer than the few that are loaded
-    python -m pip install -q --no-compile --no-input --disable-pip-version-check \
+    python -m pip install -qq --no-compile --no-input --disable-pip-version-check \
         -c requirements/constraints.txt "${missing[@]}"
 fi
 ruff check .

@@ -64,7 +64,16 @@ def test_the_source_archive_has_everything(built):
     wanted = {str(p.relative_to(ROOT)) for top in TOP for p in (ROOT / top).rglob("*") if p.is_file()}
     wanted = {name for name in wanted if is_source(Path(name))}
     assert "docs/quickstart.png" in wanted and "scripts/quickstart.sh" in wanted and len(wanted) > 300
-    more = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "setup.py", "pyproject.toml", ".ci/run"}
+    more = {
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "mkdocs.yml",
+        "setup.py",
+        "pyproject.toml",
+        ".ci/run",
+    }
     assert wanted | more | {"data-bin/README.md"} <= there
 
 
