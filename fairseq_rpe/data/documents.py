@@ -11,10 +11,8 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import json_object
-from fairseq_rpe.data.sourcefiles import Entry, opened, read_blocks, readable
+from fairseq_rpe.data.sourcefiles import MAX_JSON_LINE, Entry, opened, read_blocks, readable
 
-# A JSON line has to be in memory as a whole; text files have no limit.
-MAX_JSON_LINE = 1 << 28
 _PARQUET_ROWS = 64
 
 
@@ -36,7 +34,7 @@ class _NotUtf8(UserError):
 
 @dataclass
 class Reader:
-    """The documents of files, in order: a text file is one, a row of ``.jsonl`` or ``.parquet`` another."""
+    """The documents of files, in order: a text file is one, a row of JSON lines or ``.parquet`` another."""
 
     entries: Sequence[Entry]
     text_field: str = "text"  # of a row

@@ -6,13 +6,14 @@ import fnmatch
 import gzip
 import hashlib
 import io
+import json
 import lzma
 import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +23,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 
 _BLOCK = 1 << 20
+# A JSON line has to be in memory as a whole; text files have no limit.
+MAX_JSON_LINE = 1 << 28
 _BINARY_SAMPLE = 8192
 _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 # Hidden files and folders, and what tools put beside sources.
@@ -51,13 +54,22 @@ class Entry:
         return (self.member or self.path.name).rsplit("/", 1)[-1]
 
     @property
-    def kind(self) -> str:
-        """``jsonl``, ``parquet`` or ``text``, by its name."""
+    def ending(self) -> str:
+        """Of its name, without that of its compression."""
         name = self.name.lower()
-        for ending in _OPENERS:
-            name = name.removesuffix(ending)
-        ending = os.path.splitext(name)[1]
-        return ending[1:] if ending in (".jsonl", ".parquet") else "text"
+        for packed in _OPENERS:
+            name = name.removesuffix(packed)
+        return os.path.splitext(name)[1]
+
+    @cached_property
+    def kind(self) -> str:
+        """``jsonl``, ``parquet`` or ``text``: by its name, and of ``.json`` by its first line.
+
+        Raises UserError: JSON that is not an object per line.
+        """
+        if self.ending == ".json":
+            return _kind_of_json(self)
+        return self.ending[1:] if self.ending in (".jsonl", ".parquet") else "text"
 
 
 def find_entries(
@@ -116,7 +128,7 @@ def _inside(path: Path, exclude: Sequence[str]) -> Iterator[Entry]:
         with _known(path, path), zipfile.ZipFile(path) as archive:
             names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
     for entry in (Entry(path, name) for name in names):
-        if entry.kind == "parquet":
+        if entry.ending == ".parquet":
             raise UserError(f"{entry} is parquet inside an archive: unpack {path} and give the folder")
         yield entry
 
@@ -130,6 +142,19 @@ def _is_binary(entry: Entry) -> bool:
         return False
     with opened(entry) as file:
         return b"\0" in file.read(_BINARY_SAMPLE)
+
+
+def _kind_of_json(entry: Entry) -> str:
+    """Data sets such as C4 name JSON lines ``.json``; one JSON value over all of a file is no text to train on."""
+    with opened(entry) as file:
+        lines = iter(partial(file.readline, MAX_JSON_LINE + 1), b"")
+        first = next((line.strip() for line in lines if line.strip()), b"")
+    try:
+        if not first or isinstance(json.loads(first), dict):
+            return "jsonl"
+    except (ValueError, RecursionError):
+        pass
+    raise UserError(f"{entry} is JSON, but not an object per line: leave it out, or write each document as such a line")
 
 
 @contextlib.contextmanager
