@@ -42,10 +42,12 @@ class Reader:
     skip_invalid: bool = False  # leave out text files that are not UTF-8, instead of refusing them
     keep_blank: bool = False  # give documents without text, too
     skipped: Counter[str] = field(default_factory=Counter)  # by the last pass, by reason
+    begun: int = 0  # the entries that the last pass has looked into
 
     def __iter__(self) -> Iterator[Document]:
         self.skipped.clear()
-        for entry in self.entries:
+        for number, entry in enumerate(self.entries, start=1):
+            self.begun = number
             for name, blocks in self._texts(entry):
                 try:
                     found = look_through(name, entry.place, blocks)
@@ -134,7 +136,7 @@ def _parquet_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
         raise UserError(f"{entry} needs the package pyarrow: pip install pyarrow") from None
     number = 0
     try:
-        with readable(entry), parquet.ParquetFile(entry.path) as file:
+        with readable(entry), parquet.ParquetFile(entry.file) as file:
             names = file.schema_arrow.names
             if key not in names:
                 raise UserError(f"{entry} has no column '{key}' but {', '.join(names)}: name one with --text-field")

@@ -11,8 +11,8 @@ import lzma
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
@@ -38,6 +38,8 @@ class Entry:
     path: Path
     member: str | None = None
     root: Path | None = None
+    # Gets it when it is first read and says where it lies; ``path`` is then but what it is called.
+    get: Callable[[], Path] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return str(self.path) if self.member is None else f"{self.path}:{self.member}"
@@ -48,6 +50,11 @@ class Entry:
         if self.member is not None:
             return self.member
         return self.path.relative_to(self.root).as_posix() if self.root else self.path.name
+
+    @cached_property
+    def file(self) -> Path:
+        """Where it lies on the disk."""
+        return self.get() if self.get else self.path
 
     @property
     def name(self) -> str:
@@ -99,7 +106,7 @@ def find_entries(
             raise UserError(f"{path} can be read only once: write its text into a file and give that")
         several = path.is_dir() or path.suffix == ".zip"
         for entry in _inside(path, exclude) if several else [Entry(path)]:
-            if several and include and not _matches(entry.name, include):
+            if several and include and not matches(entry.name, include):
                 continue
             if (several and keep_binary) or not _is_binary(entry):
                 entries.append(entry)
@@ -113,7 +120,8 @@ def find_entries(
     return entries, binary
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of the patterns."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -121,8 +129,8 @@ def _inside(path: Path, exclude: Sequence[str]) -> Iterator[Entry]:
     with readable(path):
         if path.is_dir():
             for folder, subfolders, names in os.walk(path, onerror=_raise):
-                subfolders[:] = sorted(n for n in subfolders if not _matches(n, exclude))
-                files = (Path(folder, n) for n in sorted(names) if not _matches(n, exclude))
+                subfolders[:] = sorted(n for n in subfolders if not matches(n, exclude))
+                files = (Path(folder, n) for n in sorted(names) if not matches(n, exclude))
                 yield from (Entry(file, root=path) for file in files if file.is_file())
             return
         with _known(path, path), zipfile.ZipFile(path) as archive:
@@ -183,7 +191,7 @@ def opened(entry: Entry) -> Iterator[BinaryIO]:
     """The decompressed bytes. Raises UserError if they cannot be read or are cut short, also while they are read."""
     with readable(entry), contextlib.ExitStack() as stack:
         if entry.member is None:
-            file = stack.enter_context(open(entry.path, "rb"))
+            file = stack.enter_context(open(entry.file, "rb"))
         else:
             with _known(entry, entry.path):
                 file = _archive(entry.path, entry.path.stat().st_mtime_ns).open(entry.member)
@@ -221,8 +229,9 @@ def digest_entries(entries: Sequence[Entry], places: bool) -> str:
     """sha256 over the files as they are on the disk, their formats and the members' names, or all ``places``."""
     digest = hashlib.sha256()
     for path, members in groupby(entries, key=attrgetter("path")):
+        listed = list(members)
         with readable(path):
-            digest.update(bytes.fromhex(file_digest(path)))
-        for entry in members:
+            digest.update(bytes.fromhex(file_digest(listed[0].file)))
+        for entry in listed:
             digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
     return digest.hexdigest()

@@ -705,7 +705,10 @@ class Missing(OSError):
         (Gated("terms"), "hub:some/set/data is gated: accept its terms"),
         (Missing("404"), "hub:some/set/data does not exist or is private"),
         (ConnectionError("no route\nto host"), "hub:some/set/data cannot be downloaded (no route): run this again"),
-        ("empty", "has no parquet, .jsonl or .txt files (loading scripts are not run): get its files in another way"),
+        (
+            "empty",
+            "has no parquet, .jsonl, .json or .txt files (loading scripts are not run): get its files in another way",
+        ),
         (None, "needs the package huggingface_hub: pip install huggingface_hub pyarrow, or get its files"),
     ],
     ids=str,
