@@ -5,12 +5,17 @@ from __future__ import annotations
 import fnmatch
 import gzip
 import json
+import os
+import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -328,3 +333,59 @@ def test_files_that_describe_a_data_set_are_no_text(hub: Hub, one_by_one: bool) 
     hub.files = {"en/a.jsonl": b""}
     with pytest.raises(UserError, match="has no file that is .*.txt: use another --include"):
         sources("hub:allenai/c4/en", ["*.txt"], one_by_one)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Of the hub, as its own library asks them."""
+
+    server: HubServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        path, revision = urlsplit(self.path).path, "a" * 40
+        api = "/api/datasets/allenai/c4"
+        if path.startswith(f"{api}/tree/{revision}/"):
+            folder = path.removeprefix(f"{api}/tree/{revision}/")
+            names = [name for name in c4() if name.startswith(folder)]
+            found = [{"type": "file", "oid": "1", "size": len(c4()[name]), "path": name} for name in names]
+            content = json.dumps([{"type": "directory", "oid": "1", "size": 0, "path": "en/deep"}, *found]).encode()
+        elif path.startswith(api):
+            content = json.dumps({"id": "allenai/c4", "sha": revision, "siblings": []}).encode()
+        else:
+            name = path.partition(f"/resolve/{revision}/")[2]
+            content = c4()[name]
+            self.server.asked[name] = None
+        self.send_response(200)
+        headers = {"Content-Type": "application/json", "X-Repo-Commit": revision, "ETag": f'"{len(content)}"'}
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_GET = do_HEAD
+
+
+class HubServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.asked: dict[str, None] = {}
+
+
+def test_the_hubs_own_library_gets_no_more_shards(tmp_path: Path, vocabulary: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    arguments = ["c4", "--documents", "40", "--vocab-from", str(vocabulary), "--dest", str(tmp_path / "corpus")]
+    command = [sys.executable, "-m", "fairseq_rpe.cli.main", "prepare-known", *arguments, "--workers", "1"]
+    with HubServer() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
+        environment = {**os.environ, **place, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert [name for name in server.asked if "train" in name] == sorted(name for name in c4() if "train" in name)[:2]
+    assert documents(tmp_path / "corpus", "train") == [text("train", number) for number in range(40)]
