@@ -22,7 +22,10 @@ from fairseq_rpe.runs import processes
 COMMANDS = {
     "prepare-stdlib": ("prepare:_stdlib", "make a code corpus from the Python standard library"),
     "prepare": ("prepare", "make a corpus from any text: folders, .txt, .jsonl, .parquet, hub data sets"),
-    "prepare-known": ("prepare:_known", "make a corpus from WikiText-103, PG-19, code or Wikipedia"),
+    "prepare-known": (
+        "prepare:_known",
+        "make a corpus from WikiText-103, PG-19, code, Wikipedia, C4, arXiv or OpenWebText2",
+    ),
     "train": ("train", "train one language model"),
     "eval": ("eval", "evaluate a checkpoint at several lengths"),
     "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),

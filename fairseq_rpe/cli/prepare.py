@@ -7,7 +7,7 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder
-from fairseq_rpe.data.download import local
+from fairseq_rpe.data.hub import sources
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, KNOWN, TOKENIZERS, PrepareOptions, choose, compare, gpt2_vocabulary
 
@@ -32,9 +32,9 @@ def add_stdlib(parser: argparse.ArgumentParser) -> None:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Make a binarised corpus from any text: folders of text files, .txt, .jsonl, .parquet (also .gz, .xz, .zst or "
-        "in a .zip), or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. Documents (text files, rows) "
-        "are kept apart and divided by a hash of their text, unless --valid and --test are given. Needs little memory "
-        f"however large the text is. {_TWICE}"
+        "in a .zip), .json with an object per line, or a data set of the Hugging Face hub as hub:OWNER/NAME[/FOLDER]. "
+        "Documents (text files, rows) are kept apart and divided by a hash of their text, unless --valid and --test "
+        f"are given. Needs little memory however large the text is. {_TWICE}"
     )
     parser.add_argument("source", nargs="*", metavar="SOURCE", help="folders, files or hub:OWNER/NAME")
     parser.add_argument("--dest", type=Path, required=True, metavar="DIR", help="folder to make, e.g. data-bin/NAME")
@@ -52,11 +52,15 @@ def add_known(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Make a binarised corpus from a published data set: downloaded, or from local files with --from. wikitext103 "
         "is the raw text, wikitext103-words the published word-level version with <unk>. books is PG-19, the lawful "
-        "stand-in for BookCorpus. Reports the published counts and warns where the text has different ones."
+        "stand-in for BookCorpus. c4 is the English part of C4; --documents N downloads no more of it than is needed. "
+        "Reports the published counts and warns where the text has different ones."
     )
     parser.add_argument("name", choices=tuple(KNOWN), metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--dest", type=Path, metavar="DIR", help="folder to make (default: data-bin/NAME)")
-    about = "local folders or files instead of a download; train, valid or test in a file's name says its split"
+    about = (
+        "local folders or files instead of a download; train, valid or test in the name of a file or its folder says "
+        "its split"
+    )
     parser.add_argument("--from", dest="local", type=Path, nargs="+", default=[], metavar="PATH", help=about)
     parser.add_argument("--archive", action="store_true", help="download the zip archive instead of the hub's files")
     _add_shared(parser, "the one usual for the corpus")
@@ -72,6 +76,8 @@ def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> 
 
 
 def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
+    about = "train on the first N documents, in the order of the files; what follows them is not read or downloaded"
+    parser.add_argument("--documents", type=int, metavar="N", help=about)
     parser.add_argument("--text-field", metavar="NAME", help="field of a row that holds its text (default: text)")
     about = "leave out text files that are not UTF-8 instead of stopping"
     parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
@@ -101,8 +107,12 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("SOURCE and --train are both given: they are the same, give one")
     if args.valid or args.test:
         _refuse_division(args)
-    sources = {"train": args.train or args.source, "valid": args.valid, "test": args.test}
-    _prepare(args, {"dest": args.dest, **{split: tuple(map(local, given)) for split, given in sources.items()}})
+    given = {"train": args.train or args.source, "valid": args.valid, "test": args.test}
+    found = {}
+    for split, names in given.items():
+        one_by_one = split == "train" and args.documents is not None
+        found[split] = tuple(path for name in names for path in sources(name, args.include or (), one_by_one))
+    _prepare(args, {"dest": args.dest, **found})
 
 
 def run_known(args: argparse.Namespace) -> None:
@@ -111,10 +121,14 @@ def run_known(args: argparse.Namespace) -> None:
         raise UserError("--from and --archive are two sources: give one")
     dest = args.dest or Path("data-bin", args.name)
     print(known.about)
-    own = choose(known, args.local, dest.parent / "downloads", args.archive)
+    own = choose(known, args.local, dest.parent / "downloads", args.archive, args.documents)
     if own.get("valid"):
-        _refuse_division(args)
-    compare(known, _prepare(args, {"dest": dest, **own})["splits"])
+        _refuse_division(args, halved=own.get("test_from_valid", False))
+    splits = _prepare(args, {"dest": dest, **own})["splits"]
+    if args.documents is None:
+        compare(known, splits)
+    elif known.counts:
+        print("the published counts are those of all documents: they are not compared")
 
 
 def _prepare(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
@@ -135,9 +149,9 @@ def _prepare(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
     return prepare(PrepareOptions(**settings))
 
 
-def _refuse_division(args: argparse.Namespace) -> None:
-    """Refuse the options of a division by document where the splits are named."""
-    for name in ("seed", "valid_fraction", "test_fraction", "divide_by"):
+def _refuse_division(args: argparse.Namespace, halved: bool = False) -> None:
+    """Refuse the options of a division by document where the splits are named; a seed decides how one is halved."""
+    for name in (*(() if halved else ("seed",)), "valid_fraction", "test_fraction", "divide_by"):
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} has no effect where the valid and test splits are given: leave it out")

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 
+from tqdm import tqdm
+
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.documents import Document, Reader, look_through
 from fairseq_rpe.data.folder import SPLITS
@@ -82,10 +84,14 @@ class DividedDocuments:
         self._options = options
         self._by_path = options.divide_by == "path"
         given = {"train": options.train, "valid": options.valid, "test": options.test}
-        paths = given if options.valid else {"": options.train}
+        paths = {split: p for split, p in given.items() if p} if options.valid else {"": options.train}
         found = {split: find_entries(p, options.include) for split, p in paths.items()}
         self._binary = sum(binary for _, binary in found.values())
         self._readers = {split: self._reader(entries) for split, (entries, _) in found.items()}
+        # How many documents of training there are, if they are fewer than wanted.
+        self.short: int | None = None
+        if options.documents is not None:
+            self._keep_first(options.documents)
         self._stamp = self._stamps()
         readers = self._readers.items()
         self._few: list[tuple[str, Document]] | None = None
@@ -114,15 +120,41 @@ class DividedDocuments:
         if self._few is not None:
             yield from self._few
             return
+        for given in self._readers:
+            yield from self._divided(given)
+
+    def _divided(self, given: str) -> Iterator[tuple[str, Document]]:
+        """The documents of a reader, and no more when training has as many as are wanted."""
         valid, train = self._options.valid_fraction, self._options.valid_fraction + self._options.test_fraction
-        for given, reader in self._readers.items():
-            for document in reader:
-                number = unit_hash("split", self._options.seed, document.place if self._by_path else document.digest)
-                yield given or ("valid" if number < valid else "test" if number < train else "train"), document
+        reader, left = self._readers[given], self._options.documents
+        if given == "valid" and self._options.test_from_valid:
+            given, valid, train = "", 0.5, 1.0
+        for document in reader:
+            number = unit_hash("split", self._options.seed, document.place if self._by_path else document.digest)
+            split = given or ("valid" if number < valid else "test" if number < train else "train")
+            yield split, document
+            if left is not None and split == "train":
+                left -= 1
+                if not left:
+                    return
+
+    def _keep_first(self, documents: int) -> None:
+        """Keep the files that the first ``documents`` of training are in: no other is read, nor downloaded."""
+        name = next(iter(self._readers))  # that of training
+        found = 0
+        with tqdm(desc="choosing", total=documents, unit="document", unit_scale=True, disable=None) as bar:
+            for split, _ in self._divided(name):
+                found += split == "train"
+                bar.update(split == "train")
+        reader = self._readers[name]
+        if found < documents:
+            self.short = found
+        else:
+            reader.entries = reader.entries[: reader.begun]
 
     def _stamps(self) -> list[tuple[int, int]]:
         entries = (entry for reader in self._readers.values() for entry in reader.entries)
-        return [((stat := entry.path.stat()).st_size, stat.st_mtime_ns) for entry in entries]
+        return [((stat := entry.file.stat()).st_size, stat.st_mtime_ns) for entry in entries]
 
     def check_unchanged(self) -> None:
         """Refuse sources that changed since the first look: the passes may have read different text."""
@@ -131,7 +163,8 @@ class DividedDocuments:
 
     def check_splits(self, documents: dict[str, int]) -> None:
         """Refuse splits that have none of the ``documents``, which are counted by split: raises EmptySplit."""
-        more = "a larger --max-bytes" if self._options.max_bytes else "--valid and --test"
+        limits = {"a larger --max-bytes": self._options.max_bytes, "more --documents": self._options.documents}
+        more = next((remedy for remedy, limit in limits.items() if limit), "--valid and --test")
         for split in SPLITS:
             if not documents.get(split):
                 raise EmptySplit(
@@ -141,7 +174,8 @@ class DividedDocuments:
 
     def divide_few(self) -> str | None:
         """Divide documents that are too few for a hash; says how in one line, or None: there is no way."""
-        if self._few is not None or self._options.valid:
+        limited = self._options.documents is not None and self.short is None
+        if self._few is not None or self._options.valid or limited:
             return None
         [reader] = self._readers.values()
         found = [document for document in islice(reader, _MOST_FEW + 1) if not document.blank]

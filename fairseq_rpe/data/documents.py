@@ -11,10 +11,8 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import json_object
-from fairseq_rpe.data.sourcefiles import Entry, opened, read_blocks, readable
+from fairseq_rpe.data.sourcefiles import MAX_JSON_LINE, Entry, opened, read_blocks, readable
 
-# A JSON line has to be in memory as a whole; text files have no limit.
-MAX_JSON_LINE = 1 << 28
 _PARQUET_ROWS = 64
 
 
@@ -36,7 +34,7 @@ class _NotUtf8(UserError):
 
 @dataclass
 class Reader:
-    """The documents of files, in order: a text file is one, a row of ``.jsonl`` or ``.parquet`` another."""
+    """The documents of files, in order: a text file is one, a row of JSON lines or ``.parquet`` another."""
 
     entries: Sequence[Entry]
     text_field: str = "text"  # of a row
@@ -44,10 +42,12 @@ class Reader:
     skip_invalid: bool = False  # leave out text files that are not UTF-8, instead of refusing them
     keep_blank: bool = False  # give documents without text, too
     skipped: Counter[str] = field(default_factory=Counter)  # by the last pass, by reason
+    begun: int = 0  # the entries that the last pass has looked into
 
     def __iter__(self) -> Iterator[Document]:
         self.skipped.clear()
-        for entry in self.entries:
+        for number, entry in enumerate(self.entries, start=1):
+            self.begun = number
             for name, blocks in self._texts(entry):
                 try:
                     found = look_through(name, entry.place, blocks)
@@ -136,7 +136,7 @@ def _parquet_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
         raise UserError(f"{entry} needs the package pyarrow: pip install pyarrow") from None
     number = 0
     try:
-        with readable(entry), parquet.ParquetFile(entry.path) as file:
+        with readable(entry), parquet.ParquetFile(entry.file) as file:
             names = file.schema_arrow.names
             if key not in names:
                 raise UserError(f"{entry} has no column '{key}' but {', '.join(names)}: name one with --text-field")

@@ -1,12 +1,11 @@
 """Downloads that end with the right file under its name, or with one line that says what to put there by hand.
 
 Single files are got with the package pooch, which tries again, with growing pauses, and checks, but cannot go on where
-a transfer stopped. Data sets of the Hugging Face hub are parquet, JSON lines and text: loading scripts are never run.
+a transfer stopped.
 """
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -21,8 +20,6 @@ from fairseq_rpe.data.destination import scratch
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; fairseq-rpe)", "Accept-Encoding": "identity"}
 _BLOCK = 1 << 16
 _WORTH_RETRYING = frozenset({408, 425, 429})
-_SOURCE = re.compile(r"hub:([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)")
-_ENDINGS = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.xz", "*.jsonl.zst", "*.txt")
 
 
 class _Hopeless(Exception):
@@ -85,37 +82,3 @@ def _get(urls: Sequence[str], path: Path, folder: Path, sha256: str | None, trie
         replace_with(path, partial(os.replace, found))
         return
     raise UserError(f"cannot download {path.name} ({'; '.join(reasons)}): {by_hand}")
-
-
-def local(source: str) -> Path:
-    """The path of a source; of ``hub:OWNER/NAME[/FOLDER]`` it is downloaded first, into the hub's own cache.
-
-    Raises UserError without network or permission, and if the data set has no files that can be read.
-    """
-    if not source.startswith("hub:"):
-        return Path(source)
-    match = _SOURCE.fullmatch(source)
-    if match is None:
-        raise UserError(f"{source} is not a data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
-    name, folder = match[1], match[2].strip("/")
-    by_hand = "get its files some other way and give their folder instead"
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-    except ImportError:
-        remedy = f"pip install huggingface_hub pyarrow, or {by_hand}"
-        raise UserError(f"{source} needs the package huggingface_hub: {remedy}") from None
-    patterns = [f"{folder}/{ending}" if folder else ending for ending in _ENDINGS]
-    try:
-        place = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns)) / folder
-    except GatedRepoError:
-        fault = "is gated: accept its terms on its page and log in with 'hf auth login'"
-    except RepositoryNotFoundError:
-        fault = "does not exist or is private: check the name"
-    except Exception as error:  # the errors of its HTTP library have no common base
-        fault = f"cannot be downloaded ({(str(error) or type(error).__name__).splitlines()[0]}): run this again"
-    else:
-        if any(next(place.rglob(ending), None) for ending in _ENDINGS):
-            return place
-        raise UserError(f"{source} has no parquet, .jsonl or .txt files (loading scripts are not run): {by_hand}")
-    raise UserError(f"{source} {fault}, or {by_hand}")

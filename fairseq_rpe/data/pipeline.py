@@ -75,6 +75,8 @@ def _build_divided(
     for split, count in counts.items():
         if kind != "words" and count["unknown"]:
             raise UserError(f"the {split} split has {count['unknown']} unknown tokens: the vocabulary lacks some bytes")
+    if source.short is not None:
+        say(f"all of the text is taken: it has {source.short} documents of training, not {options.documents}")
     if skipped := source.skipped():
         say("left out: " + ", ".join(f"{count} {reason}" for reason, count in skipped.items()))
     return {

@@ -12,8 +12,9 @@ from typing import Any
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
-from fairseq_rpe.data.download import download, local
+from fairseq_rpe.data.download import download
 from fairseq_rpe.data.folder import SPLITS
+from fairseq_rpe.data.hub import sources
 from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
 from fairseq_rpe.data.tokenizer import MIN_VOCAB_SIZE
 
@@ -23,7 +24,7 @@ DIVISIONS = ("text", "path")
 # The text and a given vocabulary, which are known by their digests, and what changes nothing.
 _NOT_DECIDING = ("dest", "train", "valid", "test", "gpt2", "vocab_from", "workers")
 # Named only where they are not the usual ones, so that corpora made before there were such options stay up to date.
-_LATER = ("divide_by", "boundaries", "max_bytes")
+_LATER = ("divide_by", "boundaries", "max_bytes", "documents", "test_from_valid")
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,20 @@ class PrepareOptions:
     # fairseq-preprocess would have all text in one file.
     boundaries: bool = True
     max_bytes: int | None = None  # upper bound for the text, in bytes of whole files; None takes everything
+    # So many documents of training, the first in the order of the files, and what comes between them for the other
+    # splits, if those have no files of their own; None takes everything.
+    documents: int | None = None
+    # Half of the documents of ``valid``, by a hash of their text, are the test split, which has no files.
+    test_from_valid: bool = False
     workers: int = 2  # processes; changes nothing but the time
 
     def check(self) -> None:
         """Refuse what does not go together, and numbers out of range, naming the option."""
         if not self.train:
             raise UserError("no text is given: name folders or files")
-        if bool(self.valid) != bool(self.test):
+        if self.test_from_valid and (self.test or not self.valid):
+            raise UserError("half of the valid split is to be the test split: give files for valid and none for test")
+        if bool(self.valid) != bool(self.test) and not self.test_from_valid:
             given, missing = ("--valid", "--test") if self.valid else ("--test", "--valid")
             raise UserError(f"{given} is given without {missing}: give both, or none to divide the text by document")
         for name in ("valid_fraction", "test_fraction"):
@@ -76,6 +84,7 @@ class PrepareOptions:
             "seed": (0, 2**63 - 1),
             "sample_bytes": (10**5, 10**10),
             "max_bytes": (1, 2**63),
+            "documents": (1, 2**63),
         }
         for name, (least, most) in ranges.items():
             number = getattr(self, name)
@@ -84,6 +93,10 @@ class PrepareOptions:
         for name, values in {"tokenizer": TOKENIZERS, "divide_by": DIVISIONS}.items():
             if getattr(self, name) not in values:
                 raise UserError(f"{_flag(name)} {getattr(self, name)} is none of {', '.join(values)}")
+        if self.documents and self.max_bytes:
+            raise UserError("--documents and --max-bytes are two limits: give one")
+        if self.documents and self.rows_are_lines:
+            raise UserError("--documents counts whole documents, and all rows of a file are one here: leave it out")
         if self.vocab_size and (self.vocab_from or self.tokenizer == "gpt2"):
             raise UserError("--vocab-size has no effect on a given vocabulary: leave it out")
         if self.vocab_from and self.gpt2:
@@ -116,6 +129,7 @@ class Known:
     hub: tuple[str, ...] = ()
     archives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     divided: bool = False
+    test_from_valid: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = UNWANTED
     keep_binary: bool = False
@@ -149,49 +163,61 @@ def gpt2_vocabulary(folder: Path) -> Path:
     return folder
 
 
-def choose(known: Known, own: Sequence[Path], downloads: Path, archive: bool = False) -> dict[str, Any]:
+def choose(
+    known: Known, own: Sequence[Path], downloads: Path, archive: bool = False, documents: int | None = None
+) -> dict[str, Any]:
     """What a corpus is prepared with, by the names of the options: its own ones, and its files by split.
 
     It is taken from ``own`` folders and files; without any from a download (an archive, kept in ``downloads``, instead
-    of the hub's files if ``archive``), or the installed library.
+    of the hub's files if ``archive``), or the installed library. Of the hub's files, those that the first ``documents``
+    are not in stay there.
 
     Raises UserError without network or permission, with what to do by hand; if some splits have files and others none.
     """
     if archive and not known.archives:
         raise UserError("--archive: this corpus has no archive, leave the option out")
+    if documents is not None and len(known.hub) > 1:
+        raise UserError("--documents would take nothing but the first source of this mixture: leave it out")
     options: dict[str, Any] = {**known.options, **({"sample_bytes": None} if known.learn_all else {})}
     include, exclude = known.include, known.exclude
+    paths: Sequence[Path | Entry]
     if own:
         paths = own
     elif archive:
         paths, include = [download(urls, downloads / name) for name, urls in known.archives.items()], ()
     elif known.hub:
-        paths, include = [local(source) for source in known.hub], ()
+        paths = [path for source in known.hub for path in sources(source, one_by_one=documents is not None)]
+        include = ()
     else:
         paths, exclude, options["skip_invalid"] = [Path(sysconfig.get_path("stdlib"))], _NOT_LIBRARY, True
     entries, _ = find_entries(paths, include, exclude, known.keep_binary)
     return {**options, **_by_split(known, paths, entries)}
 
 
-def _by_split(known: Known, paths: Sequence[Path], entries: Sequence[Entry]) -> dict[str, tuple[Entry, ...]]:
-    """Files by the split in their names; all under ``train`` if they are to be divided by document."""
+def _by_split(known: Known, paths: Sequence[Path | Entry], entries: Sequence[Entry]) -> dict[str, Any]:
+    """Files by the split in their names or folders; all under ``train`` if they are to be divided by document."""
     named: dict[str, list[Entry]] = {split: [] for split in SPLITS}
     for entry in entries:
-        if found := _IN_NAME.findall(entry.name.lower()):
+        folder = entry.place.lower().removesuffix(entry.name.lower())
+        if found := _IN_NAME.findall(entry.name.lower()) or _IN_NAME.findall(folder):
             named[_SPLIT_NAMES[found[-1]]].append(entry)
     if known.divided or not any(named.values()):
         return {"train": tuple(entries)}
+    halved = known.test_from_valid and not named["test"]
     for split, files in named.items():
-        if not files:
-            raise UserError(f"{' '.join(map(str, paths))} has no file with '{split}' in its name: add or rename it")
-    return {split: tuple(files) for split, files in named.items()}
+        if not files and not (halved and split == "test"):
+            where = " ".join(
+                sorted({str(path.root or path) if isinstance(path, Entry) else str(path) for path in paths})
+            )
+            raise UserError(f"{where} has no file with '{split}' in its name: add or rename it")
+    return {**{split: tuple(files) for split, files in named.items()}, **({"test_from_valid": True} if halved else {})}
 
 
 def compare(known: Known, splits: Mapping[str, Mapping[str, Any]], say: Callable[[str], None] = print) -> None:
-    """Say whether the counts of a prepared corpus are the published ones."""
+    """Say whether the counts of a prepared corpus are the published ones; of ``valid+test`` it is their sum."""
     for what, published in known.counts.items():
         for split, expected in published.items():
-            found = splits[split][what]
+            found = sum(splits[one][what] for one in split.split("+"))
             if found == expected:
                 say(f"{split}: {found} {what}, as published")
             else:

@@ -6,13 +6,14 @@ import fnmatch
 import gzip
 import hashlib
 import io
+import json
 import lzma
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +23,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 
 _BLOCK = 1 << 20
+# A JSON line has to be in memory as a whole; text files have no limit.
+MAX_JSON_LINE = 1 << 28
 _BINARY_SAMPLE = 8192
 _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 # Hidden files and folders, and what tools put beside sources.
@@ -35,6 +38,8 @@ class Entry:
     path: Path
     member: str | None = None
     root: Path | None = None
+    # Gets it when it is first read and says where it lies; ``path`` is then but what it is called.
+    get: Callable[[], Path] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return str(self.path) if self.member is None else f"{self.path}:{self.member}"
@@ -46,18 +51,32 @@ class Entry:
             return self.member
         return self.path.relative_to(self.root).as_posix() if self.root else self.path.name
 
+    @cached_property
+    def file(self) -> Path:
+        """Where it lies on the disk."""
+        return self.get() if self.get else self.path
+
     @property
     def name(self) -> str:
         return (self.member or self.path.name).rsplit("/", 1)[-1]
 
     @property
-    def kind(self) -> str:
-        """``jsonl``, ``parquet`` or ``text``, by its name."""
+    def ending(self) -> str:
+        """Of its name, without that of its compression."""
         name = self.name.lower()
-        for ending in _OPENERS:
-            name = name.removesuffix(ending)
-        ending = os.path.splitext(name)[1]
-        return ending[1:] if ending in (".jsonl", ".parquet") else "text"
+        for packed in _OPENERS:
+            name = name.removesuffix(packed)
+        return os.path.splitext(name)[1]
+
+    @cached_property
+    def kind(self) -> str:
+        """``jsonl``, ``parquet`` or ``text``: by its name, and of ``.json`` by its first line.
+
+        Raises UserError: JSON that is not an object per line.
+        """
+        if self.ending == ".json":
+            return _kind_of_json(self)
+        return self.ending[1:] if self.ending in (".jsonl", ".parquet") else "text"
 
 
 def find_entries(
@@ -87,7 +106,7 @@ def find_entries(
             raise UserError(f"{path} can be read only once: write its text into a file and give that")
         several = path.is_dir() or path.suffix == ".zip"
         for entry in _inside(path, exclude) if several else [Entry(path)]:
-            if several and include and not _matches(entry.name, include):
+            if several and include and not matches(entry.name, include):
                 continue
             if (several and keep_binary) or not _is_binary(entry):
                 entries.append(entry)
@@ -101,7 +120,8 @@ def find_entries(
     return entries, binary
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of the patterns."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -109,14 +129,14 @@ def _inside(path: Path, exclude: Sequence[str]) -> Iterator[Entry]:
     with readable(path):
         if path.is_dir():
             for folder, subfolders, names in os.walk(path, onerror=_raise):
-                subfolders[:] = sorted(n for n in subfolders if not _matches(n, exclude))
-                files = (Path(folder, n) for n in sorted(names) if not _matches(n, exclude))
+                subfolders[:] = sorted(n for n in subfolders if not matches(n, exclude))
+                files = (Path(folder, n) for n in sorted(names) if not matches(n, exclude))
                 yield from (Entry(file, root=path) for file in files if file.is_file())
             return
         with _known(path, path), zipfile.ZipFile(path) as archive:
             names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
     for entry in (Entry(path, name) for name in names):
-        if entry.kind == "parquet":
+        if entry.ending == ".parquet":
             raise UserError(f"{entry} is parquet inside an archive: unpack {path} and give the folder")
         yield entry
 
@@ -130,6 +150,19 @@ def _is_binary(entry: Entry) -> bool:
         return False
     with opened(entry) as file:
         return b"\0" in file.read(_BINARY_SAMPLE)
+
+
+def _kind_of_json(entry: Entry) -> str:
+    """Data sets such as C4 name JSON lines ``.json``; one JSON value over all of a file is no text to train on."""
+    with opened(entry) as file:
+        lines = iter(partial(file.readline, MAX_JSON_LINE + 1), b"")
+        first = next((line.strip() for line in lines if line.strip()), b"")
+    try:
+        if not first or isinstance(json.loads(first), dict):
+            return "jsonl"
+    except (ValueError, RecursionError):
+        pass
+    raise UserError(f"{entry} is JSON, but not an object per line: leave it out, or write each document as such a line")
 
 
 @contextlib.contextmanager
@@ -158,7 +191,7 @@ def opened(entry: Entry) -> Iterator[BinaryIO]:
     """The decompressed bytes. Raises UserError if they cannot be read or are cut short, also while they are read."""
     with readable(entry), contextlib.ExitStack() as stack:
         if entry.member is None:
-            file = stack.enter_context(open(entry.path, "rb"))
+            file = stack.enter_context(open(entry.file, "rb"))
         else:
             with _known(entry, entry.path):
                 file = _archive(entry.path, entry.path.stat().st_mtime_ns).open(entry.member)
@@ -196,8 +229,9 @@ def digest_entries(entries: Sequence[Entry], places: bool) -> str:
     """sha256 over the files as they are on the disk, their formats and the members' names, or all ``places``."""
     digest = hashlib.sha256()
     for path, members in groupby(entries, key=attrgetter("path")):
+        listed = list(members)
         with readable(path):
-            digest.update(bytes.fromhex(file_digest(path)))
-        for entry in members:
+            digest.update(bytes.fromhex(file_digest(listed[0].file)))
+        for entry in listed:
             digest.update(os.fsencode(f"{entry.kind}:{entry.place if places else entry.member or ''}") + b"\0")
     return digest.hexdigest()

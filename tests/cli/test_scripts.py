@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 CORPORA = {
     "prepare_text": "[prepare]",
-    **{f"prepare_{name}": f"[prepare-known][{name}]" for name in ("wikitext103", "books", "github", "wikibook")},
+    **{
+        f"prepare_{name}": f"[prepare-known][{name}]"
+        for name in ("wikitext103", "books", "github", "wikibook", "c4", "arxiv", "openwebtext2")
+    },
 }
 THIN = ("train", "eval", "sweep", "report", "sensitivity", "sliding")
 

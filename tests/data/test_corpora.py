@@ -30,7 +30,7 @@ from fairseq_rpe.data.encoders import EOS, Encoder, load_encoder
 from fairseq_rpe.data.folder import SPLITS, Units, count_tokens, read_dictionary, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
-from fairseq_rpe.data.sourcefiles import Entry, read_blocks
+from fairseq_rpe.data.sourcefiles import Entry, find_entries, read_blocks
 from fairseq_rpe.data.stream import PIECE, Piece, SplitWriter, cut, decode_documents, encode_chunk, gather
 from fairseq_rpe.data.tokenizer import Tokenizer
 from fairseq_rpe.data.vocabulary import BpeLearner
@@ -280,7 +280,7 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
         half = len(lines) // 2
         path.write_bytes(b"".join(pyarrow.compress(p, "zstd", asbytes=True) for p in (lines[:half], lines[half:])))
     else:
-        pack = {".gz": gzip.compress, ".xz": lzma.compress, ".jsonl": bytes}[path.suffix]
+        pack = {".gz": gzip.compress, ".xz": lzma.compress, ".jsonl": bytes, ".json": bytes}[path.suffix]
         path.write_bytes(pack(lines))
     return path
 
@@ -291,6 +291,29 @@ def test_formats_give_the_same_corpus(made: Path, tmp_path: Path, ending: str) -
     path = write_rows(tmp_path / f"rows.{ending}", [TEXTS[number] for number in order])
     prepare(options(tmp_path / "corpus", path), lambda _: None)
     assert contents(tmp_path / "corpus", "corpus.json") == contents(made, "corpus.json")
+
+
+@pytest.mark.parametrize("ending", ["json", "json.gz", "json.zst"])
+def test_json_lines_by_another_name(tmp_path: Path, ending: str) -> None:
+    """The Colossal Clean Crawled Corpus names its shards so."""
+    shards = tmp_path / "en"
+    shards.mkdir()
+    for shard in range(2):
+        write_rows(shards / f"c4-train.0000{shard}-of-01024.{ending}", TEXTS[shard::2])
+    prepare(options(tmp_path / "corpus", shards), lambda _: None)
+    assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
+
+
+@pytest.mark.parametrize("text", ['{\n  "text": "words"\n}\n', '["words"]\n', "no JSON at all\n", "[" * 100_000])
+def test_json_that_is_one_document_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "all.json").write_text(text)
+    with pytest.raises(UserError, match=r"all.json is JSON, but not an object per line: leave it out, or write each"):
+        find_entries([tmp_path])
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("package.json", text)
+        archive.writestr("a.txt", "words")
+    entries, _ = find_entries([tmp_path / "all.zip"], include=["*.txt"])
+    assert [entry.name for entry in entries] == ["a.txt"]
 
 
 def test_zip_archives_and_patterns(folder: Path, tmp_path: Path) -> None:
@@ -682,7 +705,10 @@ class Missing(OSError):
         (Gated("terms"), "hub:some/set/data is gated: accept its terms"),
         (Missing("404"), "hub:some/set/data does not exist or is private"),
         (ConnectionError("no route\nto host"), "hub:some/set/data cannot be downloaded (no route): run this again"),
-        ("empty", "has no parquet, .jsonl or .txt files (loading scripts are not run): get its files some other way"),
+        (
+            "empty",
+            "has no parquet, .jsonl, .json or .txt files (loading scripts are not run): get its files some other way",
+        ),
         (None, "needs the package huggingface_hub: pip install huggingface_hub pyarrow, or get its files"),
     ],
     ids=str,

@@ -68,7 +68,7 @@ def test_a_dictionary_that_its_corpus_was_not_made_with_is_refused(corpus, tmp_p
     described = describe_files(data, ["dict.txt"])
     (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "files": described}))
     corpus_files.check_folder(data, "test")
-    (data / "dict.txt").write_text((data / "dict.txt").read_text() + "more 1\n")
+    (data / "dict.txt").write_text((data / "dict.txt").read_text() + "added-afterwards 1\n")
     with pytest.raises(UserError, match="dict.txt is not the one"):
         corpus_files.check_folder(data, "test")
 

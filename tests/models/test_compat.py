@@ -332,7 +332,7 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        with pytest.raises(UserError, match="could not be written .*No space left.*make room"):
+        with pytest.raises(UserError, match="could not be written .*No space left.*free some space"):
             PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_text() == "old" and not list(tmp_path.glob("*.copying"))
     assert PathManager.copy(str(source), str(target), overwrite=True)
@@ -350,7 +350,9 @@ def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     checkpoint_utils.torch_persistent_save({"x": 1}, str(target))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(UserError, match=r"checkpoint_last\.pt could not be written .*No space left.*make room"):
+        with pytest.raises(
+            UserError, match=r"checkpoint_last\.pt could not be written .*No space left.*free some space"
+        ):
             checkpoint_utils.torch_persistent_save({"x": 2}, str(target))
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_last.pt"]
     assert torch.load(target) == {"x": 1}
