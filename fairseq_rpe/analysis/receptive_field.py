@@ -1,6 +1,6 @@
 """Empirical receptive field: how many of the nearest keys hold all but ε of the attention.
 
-Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 6 and the quantisation in its appendix.
+Source: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 5 and the quantisation in its appendix.
 n_emp(ε) = inf{ j : C_ij > (1 - ε)·C_ii } for query i, where C_ij sums exp(q·k/sqrt(D) + bias) over the j keys nearest
 to it, itself included: C_ij / C_ii is the softmax mass of those keys. Distances count tokens, not moved positions.
 """
