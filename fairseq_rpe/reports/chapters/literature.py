@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from fairseq_rpe.core.sizes import full_name
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
 from fairseq_rpe.reports.chapters.training import Run, here
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
-from fairseq_rpe.runs.settings import full_name
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.state import Published, PublishedSettings, State
 
