@@ -129,7 +129,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help=f"{', '.join(SIZES)} or a full name (default: tiny)")
     parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({by_arch('tokens')})")
     parser.add_argument("--updates", type=positive_int, metavar="N", help=by_arch("updates"))
-    about = f"per process ({by_arch('batch_sentences')})"
+    about = f"per process; a recipe's is divided among all ({by_arch('batch_sentences')})"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches an update (1)")
     parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs of a node (1)")
