@@ -127,7 +127,7 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
     """Without its data there: preparation, training and evaluation as they will be carried out."""
     monkeypatch.chdir(tmp_path)
     expected = dict(PAPERS[name])
-    lengths = ["--lengths", "2,3"] if name == "warping-algorithmic" else []
+    lengths = ["--lengths", "2,3", "--methods", "rope"] if name == "warping-algorithmic" else []
     lines = dry_run(capsys, "--recipe", name, "--scale", "paper", "--nproc", processes, *lengths)
     if corpus := expected.pop("prepare", None):
         folder = f"data-bin/{corpus}-gpt2"

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from fairseq_rpe.core.sizes import full_name
+from fairseq_rpe.core.sizes import full_name, size_of
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
-from fairseq_rpe.reports.chapters.training import Run, here
+from fairseq_rpe.reports.chapters.training import TIED, Run, here
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
 from fairseq_rpe.sweeps import recipes
@@ -15,13 +15,25 @@ from fairseq_rpe.sweeps.state import Published, PublishedSettings, State
 
 _YES, _NO, _OPEN = "yes", "no", "not verified"
 _COMPARED = {
+    "activation_fn": "activation",
+    "share_embeddings": "embeddings",
+    "context": "training sequences",
     "tokens": "training length",
     "batch_sentences": "sequences an update",
     "updates": "updates",
+    "betas": "betas",
+    "weight_decay": "weight decay",
     "lr": "peak learning rate",
     "warmup": "updates of warm-up",
     "schedule": "schedule",
+    "min_lr": "rate at its end",
+    "clip_norm": "gradients clipped at",
+    "dropout": "dropout",
+    "attention_dropout": "dropout of attention",
+    "activation_dropout": "dropout of activations",
 }
+_NEAR = 0.02  # parameters: as many, up to the rounding of a published number
+_NOT_STATED = "not stated"
 _CAUTION = (
     "Published values cannot be held against those here one by one: tokeniser, data, model size and schedule differ or "
     "could not be verified to be the same. Compare trends only. Source:"
@@ -33,9 +45,13 @@ def completed(state: State) -> State:
     if state.recipe not in recipes.names():
         return state
     recipe, known = recipes.load(state.recipe), state.published
-    if known and known.settings is None and recipe.published:
-        url = known.url or recipe.published.url
-        known = replace(recipe.published, source=known.source, url=url, values=known.values)
+    if known and recipe.published:
+        ours, was = recipe.published, known.settings
+        if was is None:
+            known = replace(ours, source=known.source, url=known.url or ours.url, values=known.values)
+        elif ours.settings and known.source == ours.source:
+            given = {name: value for name, value in vars(was).items() if value is not None}
+            known = replace(known, settings=replace(ours.settings, **given))
     return replace(state, title=state.title or recipe.title, paper=state.paper or recipe.paper, published=known)
 
 
@@ -74,24 +90,50 @@ def _differences(state: State, own: PublishedSettings, there: PublishedSettings)
     types = [f"{n:,} types" if n else None for n in (own.vocabulary, there.vocabulary)]
     tokeniser = ", ".join(filter(None, (there.tokeniser, types[1])))
     model = None if there.arch is None or state.settings.extra else full_name(there.arch) == own.model
+    count, optimisers = (own.parameters, there.parameters), (own.optimiser, there.optimiser)
+    near = abs(count[0] / count[1] - 1) <= _NEAR if count[0] and count[1] else None
     compared: list[tuple[str, object, object, str]] = [
         ("data", own.data, there.data, f"{_OPEN}: the same name" if alike else _NO if own.data else _OPEN),
         ("tokeniser", types[0], tokeniser or None, _NO if all(types) and types[0] != types[1] else _OPEN),
-        ("model", own.model, there.model, _OPEN if model is None else _YES if model else _NO),
+        (
+            "layers, width, heads",
+            _sized(state, own.model),
+            there.model,
+            _OPEN if model is None else _YES if model else _NO,
+        ),
+        ("parameters", *count, _OPEN if near is None else f"{_YES}, within {_NEAR:.0%}" if near else _NO),
+        # of a plain Adam it is not said where its weight decay goes
+        ("optimiser", *optimisers, _YES if optimisers[0] == optimisers[1] and optimisers[0] else _OPEN),
     ]
     for key, name in _COMPARED.items():
+        if key == "min_lr" and own.schedule != there.schedule:
+            continue
         ours, other = getattr(own, key), getattr(there, key)
-        compared.append((name, ours, other, _OPEN if ours is None else _YES if ours == other else _NO))
+        same = _OPEN if ours is None or other is None else _YES if ours == other else _NO
+        compared.append((name, ours, other, same))
     rows = [
-        Row(name, [_said(ours), _said(other), words(same)]) for name, ours, other, same in compared if other is not None
+        Row(name, [_said(ours, NOT_RECORDED), _said(other, _NOT_STATED), words(same if other is not None else _OPEN)])
+        for name, ours, other, same in compared
+        if ours is not None or other is not None
     ]
-    return Table("What is the same and what is not.", ["", "here", "published", "same?"], rows, words=True)
+    caption = "What is the same and what is not: what a paper does not state is not compared."
+    return Table(caption, ["", "here", "published", "same?"], rows, words=True)
 
 
-def _said(value: object) -> Cell:
+def _sized(state: State, arch: str | None) -> str | None:
+    """The size of a model in words, or the name of its architecture where further flags may have changed it."""
+    size = size_of(arch) if arch and not state.settings.extra else None
+    return f"{size.layers} layers of width {size.width}, {size.heads} heads" if size else arch
+
+
+def _said(value: object, missing: str) -> Cell:
+    if isinstance(value, bool):
+        return words(TIED[value])
     if isinstance(value, (int, float)):
         return Cell(f"{value:,}" if isinstance(value, int) else f"{value:g}", value)
-    return words(NOT_RECORDED if value is None else value)
+    if isinstance(value, tuple):
+        return words(", ".join(f"{one:g}" for one in value))
+    return words(missing if value is None else value)
 
 
 def _plain(name: str) -> str:
