@@ -151,8 +151,11 @@ class Settings:
     def difference(self, before: "Settings") -> str:
         """In words, the first setting that was another one ``before``; nothing where all are the same."""
         there, here = before.record(), self.record()
-        found = (key for key in {**here, **there} if there.get(key) != here.get(key))
-        return next((f"{key} is {there.get(key)!r} there, {here.get(key)!r} here" for key in found), "")
+        key = next((key for key in {**here, **there} if there.get(key) != here.get(key)), None)
+        if key is None:
+            return ""
+        was, now = (one.usual(key) if key in LATER else one.record().get(key) for one in (before, self))
+        return f"{key} is {was!r} there, {now!r} here"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def test_each_makes_another_run_and_comes_back_from_its_record(name):
     again = records.read(Settings, settings.record(), "run.json", "the run", strict=False)
     assert settings.difference(again) == "" and again.usual(name) == OTHERS[name]
     before = records.read(Settings, {**BEFORE, **({"schedule": "cosine", "last_update": 400} if cosine else {})}, "", "")
-    assert name in settings.difference(before)
+    assert f"{name} is {before.usual(name)!r} there, {OTHERS[name]!r} here" == settings.difference(before)
 
 
 def test_what_fairseq_gets():

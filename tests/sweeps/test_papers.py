@@ -246,3 +246,31 @@ def test_another_schedule_leaves_out_where_the_cosine_ends(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     given = ["--recipe", "fire-lm", "--scale", "paper", "--schedule", "linear"]
     assert parsed(dry_run(capsys, *given)[1]).min_lr is None
+
+
+# the desktop scale
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "desktop" in recipes.load(name).scales])
+def test_the_desktop_scale_trains_for_long_enough_to_show_the_effect(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = dry_run(capsys, "--recipe", name, "--scale", "desktop")
+    trained = [parsed(line) for line in lines if line[0] == "train"]
+    assert [one.rpe for one in trained] == ["sinusoidal", "alibi", "kerple_log", "type1", "inv_n"]
+    for one in trained:
+        assert 12e6 <= one.tokens * one.batch_sentences * one.updates <= 20e6
+        assert (one.arch, one.compute_dtype, one.activation_fn, one.share_embeddings) == ("small", "bf16", "gelu", True)
+        assert (one.betas, one.schedule, one.min_lr) == ((0.9, 0.95), "cosine", one.lr / 10)
+    assert {parsed(line).lengths for line in lines if line[0] == "eval"} == {
+        (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 9216)
+    }
+    published = recipes.load(name).published.values
+    assert len(published) == 9
+    named = dry_run(capsys, "--recipe", name, "--scale", "desktop", "--methods", " ".join(published))
+    assert len([line for line in named if line[0] == "train"]) == 9
+    other = parsed(dry_run(capsys, "--recipe", name, "--scale", "desktop", "--compute-dtype", "fp32")[1])
+    assert other.compute_dtype == "fp32"
+
+
+def test_four_recipes_have_a_desktop_scale():
+    assert sum("desktop" in recipes.load(name).scales for name in RECIPES) == 4
