@@ -388,10 +388,20 @@ def test_same_names_are_not_taken_for_the_same_data(tmp_path):
     assert same["training length"] == "yes" and same["updates"] == "no"
 
 
+PRINTED = {"arch": "tiny", "model": "some", "betas": [0.9, 0.98], "weight_decay": 0.01, "activation_fn": "relu"}
+
+
 def test_model_and_optimiser_are_compared_one_by_one(tmp_path):
     """A model of the same layers with another activation, untied, of more parameters is not the same."""
     known = recipes.load("fire-lm").published.record()
-    write_sweep(tmp_path, published=known)
+    of_brown = {
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "min_lr": 6e-5,
+        "share_embeddings": True,
+    }
+    write_sweep(tmp_path, published={**known, "settings": {**known["settings"], **of_brown}})
     same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
     assert same["activation"] == ["relu", "gelu", "no"]
     assert same["embeddings"] == ["two tables", "one table for input and output", "no"]
@@ -402,8 +412,17 @@ def test_model_and_optimiser_are_compared_one_by_one(tmp_path):
     assert same["dropout of activations"] == ["0", "not stated", "not verified"]
 
 
-def test_what_a_further_flag_may_have_changed_is_not_compared(tmp_path):
+def test_what_the_paper_does_not_print_is_not_said_to_be_the_same(tmp_path):
     write_sweep(tmp_path, published=recipes.load("fire-lm").published.record())
+    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    for name in ("betas", "weight decay", "schedule", "gradients clipped at", "embeddings", "updates of warm-up"):
+        assert same[name][1:] == ["not stated", "not verified"]
+
+
+def test_what_a_further_flag_may_have_changed_is_not_compared(tmp_path):
+    write_sweep(
+        tmp_path, published=recipes.load("extrapolation-wikitext103").published.record() | {"settings": PRINTED}
+    )
     path = tmp_path / "sweep.json"
     state = files.read_json(path)
     state["settings"]["extra"] = ["--weight-decay", "0.1", "--activation-fn=gelu"]
@@ -411,7 +430,7 @@ def test_what_a_further_flag_may_have_changed_is_not_compared(tmp_path):
     same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
     for name in ("weight decay", "activation", "layers, width, heads"):
         assert same[name][2] == "not verified", name
-    assert same["weight decay"][0] == "not recorded" and same["betas"][2] == "no"
+    assert same["weight decay"][0] == same["activation"][0] == "not recorded" and same["betas"][2] == "yes"
 
 
 def test_an_older_record_takes_what_its_recipe_now_knows(tmp_path):
@@ -419,7 +438,7 @@ def test_an_older_record_takes_what_its_recipe_now_knows(tmp_path):
     older = {name: known["settings"][name] for name in ("data", "model", "arch", "tokens", "updates", "lr")}
     write_sweep(tmp_path, recipe="fire-lm", published={**known, "settings": older})
     same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
-    assert same["weight decay"] == ["0.01", "0.1", "no"]
+    assert same["activation"] == ["relu", "gelu", "no"] and same["optimiser"] == ["AdamW", "AdamW", "yes"]
 
 
 def test_several_sweeps_on_one_page(tmp_path, capsys):

@@ -32,7 +32,7 @@ EXTRAPOLATION = {  # Exploring Transformer Extrapolation, Table 3; ReLU, untied 
     "lengths": (512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 9216),
     "vocabulary": 50_265,
 }
-FIRE = {  # FIRE, Section 4 and Table 8; betas, decay, schedule, warm-up and clipping: Brown et al. 2020, Appendix B
+FIRE = {  # FIRE and its Table 8; betas, decay, schedule, warm-up, clipping: Brown et al. 2020
     "prepare": "c4",
     "arch": "base",
     "tokens": 2048,
@@ -59,7 +59,7 @@ PAPERS = {
     "extrapolation-wikibook": {**EXTRAPOLATION, "prepare": "wikibook", "arch": "base"},
     "fire-lm": FIRE,
     "fire-lm-shared": {**FIRE, "rpe_share": "model"},
-    "warping-lm": {  # Position Index Warping, Section 4.2; dropout, GeLU, tying and vocabulary: GPT-2's
+    "warping-lm": {  # Position Index Warping; dropout, GeLU, tying and vocabulary: GPT-2's
         "prepare": "wikitext103",
         "arch": "base",
         "tokens": 512,
@@ -75,7 +75,7 @@ PAPERS = {
         "lengths": (512, 1024, 2048, 3072, 4096),
         "vocabulary": 50_265,
     },
-    "warping-algorithmic": {  # the same, Appendix; AdamW's own betas
+    "warping-algorithmic": {  # the same; AdamW's own betas
         "arch": "base",
         "batch": 64,
         "updates": 40_000,
