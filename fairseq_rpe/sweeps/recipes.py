@@ -60,20 +60,20 @@ class Scale(Training):
         usual = defaults_for(filled.arch or "tiny", self.algorithms is not None)
         whole = self.batch_sentences or usual.batch_sentences
         if whole % parts:
+            each = f" of {freq} batches each" if freq and freq > 1 else ""
             raise UserError(
-                f"the recipe's {whole} sequences an update cannot be divided among {request.world} processes of "
-                f"{freq or 1} batches: choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
+                f"the recipe's {whole} sequences an update cannot be divided among {request.world} processes{each}: "
+                "choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
             )
         return replace(filled, batch_sentences=whole // parts)
 
     def preparation(self, data: Path) -> tuple[str, ...]:
         """The words after ``fairseq-rpe`` that make ``data``; none where it is not a known corpus."""
-        if self.corpus is None:
-            return ()
-        words = ["prepare-known", self.corpus, "--dest", str(data)]
-        words += ["--tokenizer", self.tokenizer] if self.tokenizer else []
-        words += ["--vocab-size", str(self.vocabulary)] if self.tokenizer == "bpe" and self.vocabulary else []
-        return tuple(words)
+        return () if self.corpus is None else ("prepare-known", self.corpus, *self._making(data))
+
+    def _making(self, data: Path) -> list[str]:
+        words = ["--dest", str(data), *(["--tokenizer", self.tokenizer] if self.tokenizer else [])]
+        return words + (["--vocab-size", str(self.vocabulary)] if self.tokenizer == "bpe" and self.vocabulary else [])
 
     def check(self, data: Path) -> None:
         """Refuse a prepared folder with another vocabulary than this scale's."""
@@ -81,15 +81,16 @@ class Scale(Training):
             return
         symbols = len(folder.read_dictionary(data / "dict.txt"))
         kind = folder.read_manifest(data).get("tokenizer", {}).get("kind")
-        wanted = self.tokenizer or kind
-        if symbols == self.vocabulary and kind in (None, wanted):
+        if symbols == self.vocabulary and kind in (None, self.tokenizer or kind):
             return
-        own = Path(self.data or data)
-        place = Path(f"{data}-{wanted or 'other'}") if own == data else own
-        words = (f"{symbols:,} types{f' of {kind}' if kind else ''}", f"{self.vocabulary:,} of {wanted}")
+        place = Path(self.data or data)
+        if place == data:
+            place = Path(f"{data}-{self.tokenizer or self.vocabulary}")
+        how = self.preparation(place) or ("prepare", "SOURCE", *self._making(place))
+        there, here = (f" of {name}" if name else "" for name in (kind, self.tokenizer))
         raise UserError(
-            f"{data} has a vocabulary of {words[0]}, this recipe trains on {words[1]}: prepare another folder, "
-            f"e.g. fairseq-rpe {shlex.join(self.preparation(place))}"
+            f"{data} has a vocabulary of {symbols:,} types{there}, this recipe trains on {self.vocabulary:,}{here}: "
+            f"prepare another folder, e.g. fairseq-rpe {shlex.join(how)}"
         )
 
 

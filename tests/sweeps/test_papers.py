@@ -198,6 +198,17 @@ def test_another_vocabulary_is_refused(corpus, tmp_path, capsys):
     assert "--dest data-bin/wikitext103-4096 --tokenizer bpe --vocab-size 4096" in said
 
 
+def test_a_recipe_of_your_own_names_its_vocabulary(corpus, tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "fire-lm"\n[scales.laptop]\nvocabulary = 999\n')
+    said = refused(capsys, corpus, "--recipe", path)
+    assert "this recipe trains on 999: prepare another folder" in said and "prepare-known stdlib --dest" in said
+    scales = '[scales.laptop]\ntokens = 32\nlengths = [32]\nvocabulary = 999\ntokenizer = "bpe"\n'
+    path.write_text(f'title = "t"\npaper = "p"\nkind = "text"\n[methods.a]\nrpe = "alibi"\n{scales}')
+    said = refused(capsys, corpus, "--recipe", path)
+    assert f"fairseq-rpe prepare SOURCE --dest {corpus}-bpe --tokenizer bpe --vocab-size 999" in said
+
+
 def test_a_laptop_scale_takes_any_vocabulary(corpus, tmp_path, capsys):
     for name in RECIPES:
         assert recipes.load(name).scale("laptop").vocabulary is None
