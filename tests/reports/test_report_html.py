@@ -385,6 +385,9 @@ def test_same_names_are_not_taken_for_the_same_data(tmp_path):
     write_sweep(tmp_path, published={**known, "settings": settings}, data="data-bin/wikitext103")
     same = {row[0]: row[3] for row in page_of(tmp_path).table("What is the same")[1:]}
     assert same["data"] == "not verified: the same name" and same["tokeniser"] == "not verified"
+    write_sweep(tmp_path / "gpt2", published={**known, "settings": settings}, data="data-bin/wikitext103-gpt2")
+    same = {row[0]: row[3] for row in page_of(tmp_path / "gpt2").table("What is the same")[1:]}
+    assert same["data"] == "not verified: the same name"
     assert same["training length"] == "yes" and same["updates"] == "no"
 
 

@@ -32,7 +32,8 @@ _COMPARED = {
     "attention_dropout": "dropout of attention",
     "activation_dropout": "dropout of activations",
 }
-_NEAR = 0.02  # parameters: as many, up to the rounding of a published number
+_SAME = {True: _YES, False: _NO, None: _OPEN}
+_NEAR = 0.02
 _NOT_STATED = "not stated"
 _CAUTION = (
     "Published values cannot be held against those here one by one: tokeniser, data, model size and schedule differ or "
@@ -85,32 +86,31 @@ def _table(known: Published, printed: Mapping[str, Mapping[int, float]]) -> Tabl
 
 def _differences(state: State, own: PublishedSettings, there: PublishedSettings) -> Table:
     """The setting here beside the published one, as far as either is known."""
-    # the same name is no proof of the same text, nor as many types of the same tokeniser
-    alike = own.data is not None and _plain(PurePath(own.data).name) == _plain(there.data or "")
+    # the same name, perhaps with the tokenizer's, is no proof of the same text, nor as many types of the same tokeniser
+    named = _plain(there.data or "")
+    alike = own.data is not None and named and _plain(PurePath(own.data).name).startswith(named)
     types = [f"{n:,} types" if n else None for n in (own.vocabulary, there.vocabulary)]
     tokeniser = ", ".join(filter(None, (there.tokeniser, types[1])))
     model = None if there.arch is None or state.settings.extra else full_name(there.arch) == own.model
-    count, optimisers = (own.parameters, there.parameters), (own.optimiser, there.optimiser)
-    near = abs(count[0] / count[1] - 1) <= _NEAR if count[0] and count[1] else None
+    near = _near(own.parameters, there.parameters)
     compared: list[tuple[str, object, object, str]] = [
         ("data", own.data, there.data, f"{_OPEN}: the same name" if alike else _NO if own.data else _OPEN),
-        ("tokeniser", types[0], tokeniser or None, _NO if all(types) and types[0] != types[1] else _OPEN),
         (
-            "layers, width, heads",
-            _sized(state, own.model),
-            there.model,
-            _OPEN if model is None else _YES if model else _NO,
+            "tokeniser",
+            types[0],
+            tokeniser or None,
+            _OPEN if _near(own.vocabulary, there.vocabulary) is not False else _NO,
         ),
-        ("parameters", *count, _OPEN if near is None else f"{_YES}, within {_NEAR:.0%}" if near else _NO),
+        ("layers, width, heads", _sized(state, own.model), there.model, _SAME[model]),
+        ("parameters", own.parameters, there.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]),
         # of a plain Adam it is not said where its weight decay goes
-        ("optimiser", *optimisers, _YES if optimisers[0] == optimisers[1] and optimisers[0] else _OPEN),
+        ("optimiser", own.optimiser, there.optimiser, _SAME[own.optimiser == there.optimiser or None]),
     ]
     for key, name in _COMPARED.items():
         if key == "min_lr" and own.schedule != there.schedule:
             continue
         ours, other = getattr(own, key), getattr(there, key)
-        same = _OPEN if ours is None or other is None else _YES if ours == other else _NO
-        compared.append((name, ours, other, same))
+        compared.append((name, ours, other, _SAME[None if ours is None or other is None else ours == other]))
     rows = [
         Row(name, [_said(ours, NOT_RECORDED), _said(other, _NOT_STATED), words(same if other is not None else _OPEN)])
         for name, ours, other, same in compared
@@ -118,6 +118,11 @@ def _differences(state: State, own: PublishedSettings, there: PublishedSettings)
     ]
     caption = "What is the same and what is not: what a paper does not state is not compared."
     return Table(caption, ["", "here", "published", "same?"], rows, words=True)
+
+
+def _near(ours: int | None, other: int | None) -> bool | None:
+    """Whether two counts agree up to rounding, and a few symbols of fairseq's own; ``None``: one is not known."""
+    return abs(ours / other - 1) <= _NEAR if ours and other else None
 
 
 def _sized(state: State, arch: str | None) -> str | None:
