@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -117,6 +118,18 @@ def make_model(task, rpe: str, seed: int = 0, **changes):
 
     torch.manual_seed(seed)
     return TransformerRPELanguageModel.build_model(model_args(rpe, **changes), task).eval()
+
+
+def with_vocabulary(corpus: Path, folder: Path, symbols: int) -> Path:
+    """A copy of a prepared corpus, as of fairseq-preprocess, whose dictionary has so many symbols, its specials too."""
+    from fairseq_rpe.data.folder import read_dictionary
+
+    copy = folder / "bin"
+    shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("corpus.json"))
+    lacking = symbols - len(read_dictionary(copy / "dict.txt"))
+    with open(copy / "dict.txt", "a", encoding="utf-8") as file:
+        file.writelines(f"madeup{n} 0\n" for n in range(lacking))
+    return copy
 
 
 def save_checkpoint(folder, spec, layers=1, change=None, **model):

@@ -530,8 +530,8 @@ train {data} --rpe alibi {run} {small} --dropout 1  -> --dropout: '1' is not a n
 train {data} --rpe alibi {run} {small} --warmup 99999999999999999999  -> --warmup: '99999999999999999999' is not a whole number from 1 to
 train {data} --rpe alibi {run} {small} --update-freq 99999999999999999999  -> --update-freq: '99999999999999999999' is not a whole number from 1 to
 train {data} --rpe alibi {run} {small} --save-every 99999999999999999999  -> --save-every: '99999999999999999999' is not a whole number from 1 to
-train {data} --rpe alibi {run} {small} --arch foo  -> --arch foo is not one of tiny, wiki103, base, large (or
-train {data} --rpe alibi {run} {small} --arch transformer_lm  -> --arch transformer_lm is not one of tiny, wiki103, base, large (or
+train {data} --rpe alibi {run} {small} --arch foo  -> --arch foo is not one of tiny, small, wiki103, base, large (or
+train {data} --rpe alibi {run} {small} --arch transformer_lm  -> --arch transformer_lm is not one of tiny, small, wiki103, base, large (or
 train {data} --rpe alibi {run} {small} --nproc 99999999999  -> --nproc: '99999999999' is not a whole number from 1 to 1024
 train {data} --rpe alibi {run} {small} --nodes 2  -> --nodes 2: say which of them this is, with --node-rank 0 to 1
 train {data} --rpe alibi {run} {small} --master somewhere  -> --master: 'somewhere' is not HOST:PORT
@@ -570,7 +570,7 @@ sweep {data} --encodings alibi {sweep} --seeds 0  -> --seeds: '0' is not a whole
 sweep {data} --encodings alibi {sweep} --seeds 1000000000000000000000000000000  -> --seeds: '1000000000000000000000000000000' is not a whole number from 1
 sweep {data} --encodings alibi {sweep} --seeds 1,1  -> --seeds: '1,1' gives a number twice
 sweep {data} --encodings alibi {sweep} --jobs 0  -> --jobs: '0' is not a whole number from 1 to 1024
-sweep {data} --encodings alibi {sweep} --arch foo  -> --arch foo is not one of tiny, wiki103, base, large (or
+sweep {data} --encodings alibi {sweep} --arch foo  -> --arch foo is not one of tiny, small, wiki103, base, large (or
 sweep {data} --encodings alibi {sweep} --lr 1e30  -> --lr: '1e30' is not a number above 0 and at most 100
 sweep {data} --encodings alibi {sweep} --subset exam  -> data has no exam.idx: it is not a binarised data folder with train and
 sweep {data} --encodings alibi {sweep} --max-tokens 99999999999999999999  -> --max-tokens: '99999999999999999999' is not a whole number from 1 to

@@ -20,7 +20,7 @@ from fairseq_rpe.analysis.convergence import verdict
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, show
-from fairseq_rpe.runs.settings import defaults_for
+from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def of_model_flags() -> str:
 
 def of_architectures() -> str:
     """Sizes of the model, and what ``train`` and ``sweep`` take where no option says otherwise; imports fairseq."""
-    from fairseq_rpe.models.transformer_rpe_lm import SIZES
+    from fairseq_rpe.core.sizes import SIZES
 
     head = ("`--arch`", "layers", "width", "heads", "width of the feed-forward part", "activation")
     sizes = table(head, ((code(name), *map(str, size)) for name, size in SIZES.items()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError, shown
+from fairseq_rpe.core.sizes import SIZES
 from fairseq_rpe.evaluation import log_to
 
 MOST = 10**9  # of whole numbers that have no limit of their own
@@ -37,6 +38,7 @@ def _number(text: str, holds: Callable[[float], bool], words: str) -> float:
 number = partial(_number, holds=lambda v: True, words="a number")
 positive_float = partial(_number, holds=lambda v: 0 < v < float("inf"), words="a number above 0")
 rate = partial(_number, holds=lambda v: 0 < v <= 100, words="a number above 0 and at most 100")
+least = partial(_number, holds=lambda v: 0 <= v < float("inf"), words="a number from 0 on")
 fraction = partial(_number, holds=lambda v: 0 <= v < 1, words="a number from 0 to below 1")
 
 
@@ -54,6 +56,14 @@ def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
 
 int_list, number_list = partial(_list, item=positive_int), partial(_list, item=number)
 seed_list = partial(_list, item=seed)
+
+
+def betas(text: str) -> tuple[float, ...]:
+    """Adam's two decay rates, e.g. ``0.9,0.98``."""
+    values = tuple(map(fraction, text.replace(" ", "").split(",")))
+    if len(values) != 2:
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not two numbers, e.g. 0.9,0.98")
+    return values
 
 
 def spec(text: str) -> str:
@@ -75,7 +85,7 @@ def words(text: str) -> tuple[str, ...]:
 
 def by_arch(name: str) -> str:
     """The default of a setting that depends on the architecture, and perhaps on whether a task is trained."""
-    from fairseq_rpe.runs.settings import defaults_for
+    from fairseq_rpe.runs.defaults import defaults_for
 
     def of(algorithm: bool) -> str:
         tiny, other = (getattr(defaults_for(arch, algorithm), name) for arch in ("tiny", "base"))
@@ -116,28 +126,40 @@ def make_ready(args: argparse.Namespace) -> None:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """The options that ``train`` and ``sweep`` have in common."""
-    parser.add_argument("--arch", help="tiny, wiki103, base, large or a full name (default: tiny)")
+    parser.add_argument("--arch", help=f"{', '.join(SIZES)} or a full name (default: tiny)")
     parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({by_arch('tokens')})")
     parser.add_argument("--updates", type=positive_int, metavar="N", help=by_arch("updates"))
-    about = f"per process ({by_arch('batch_sentences')})"
+    about = f"per process; a recipe's is divided among all ({by_arch('batch_sentences')})"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches per update (1)")
     parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs per machine (1)")
     parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines per run (1)")
     parser.add_argument("--lr", type=rate, help=f"peak learning rate ({by_arch('lr')})")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates of warm-up ({by_arch('warmup')})")
-    about = f"linear ends at 0 ({by_arch('schedule')})"
-    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear"), help=about)
+    about = f"after the warm-up; linear ends at 0, cosine at --min-lr ({by_arch('schedule')})"
+    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear", "cosine"), help=about)
+    parser.add_argument("--min-lr", type=least, metavar="LR", help="where --schedule cosine ends (default: 0)")
+    about = "decay rates of Adam's two means (default: 0.9,0.98)"
+    parser.add_argument("--betas", type=betas, metavar="B1,B2", help=about)
+    about = "decoupled, as AdamW's (default: 0.01)"
+    parser.add_argument("--weight-decay", type=least, metavar="X", help=about)
+    about = "largest norm of the gradient; 0: no limit (default: 1)"
+    parser.add_argument("--clip-norm", type=least, metavar="X", help=about)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
+    parser.add_argument("--attention-dropout", type=fraction, metavar="X", help="of attention's weights (default: 0)")
+    about = "inside the feed-forward part (default: 0)"
+    parser.add_argument("--activation-dropout", type=fraction, metavar="X", help=about)
+    about = "of the feed-forward part (default: gelu for small and large, else relu)"
+    parser.add_argument("--activation-fn", choices=("relu", "gelu", "gelu_accurate"), help=about)
+    about = "one table for input and output embeddings (default: two)"
+    parser.add_argument("--share-embeddings", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help="default: identity")
     parser.add_argument(
         "--positions-eval", type=spec, metavar="SPEC", help="default: what --positions-train names, or identity"
     )
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
-    parser.add_argument(
-        "--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of matrix products (fp32)"
-    )
+    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (fp32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"

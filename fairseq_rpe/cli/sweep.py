@@ -83,7 +83,7 @@ def resolved(args: argparse.Namespace) -> Sweep:
 def run(args: argparse.Namespace) -> int:
     sweep = resolved(args)
     on_slurm = _on_slurm(args)
-    digest = carry.check_data(sweep)
+    digest = carry.check_data(sweep, dry=args.launcher == "dry-run")
     unseen: set[str] = set()
     if sweep.base.inspect_every:
         from fairseq_rpe.sweeps import methods

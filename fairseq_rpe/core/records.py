@@ -37,6 +37,10 @@ Counts = Annotated[
 ]
 Rate = Annotated[float, Rule(lambda v: 0 < v < float("inf"), "a number above 0 with a decimal point")]
 Fraction = Annotated[float, Rule(lambda v: 0 <= v < 1, "a number with a decimal point from 0 to below 1")]
+FromZero = Annotated[float, Rule(lambda v: 0 <= v < math.inf, "a number from 0 on with a decimal point")]
+Betas = Annotated[
+    tuple[Fraction, ...], Rule(lambda v: len(v) == 2, "two numbers with a decimal point from 0 to below 1")
+]
 # of what was measured: a perplexity is above 0, one of words may be too large for a float
 Positive = Annotated[float, Rule(lambda v: 0 < v < math.inf, "a number above 0")]
 Unbounded = Annotated[float, Rule(lambda v: v > 0, "a number above 0")]

@@ -18,7 +18,8 @@ from fairseq_rpe.evaluation.loading import load
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerRequest, AnswerResult
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.settings import IDENTITY, defaults_for
+from fairseq_rpe.runs.defaults import defaults_for
+from fairseq_rpe.runs.settings import IDENTITY
 
 
 def algorithm_of(checkpoint: Checkpoint) -> algorithms.Algorithm:

@@ -15,6 +15,7 @@ from fairseq.modules import AdaptiveInput
 from omegaconf import II
 
 from ..core import UserError
+from ..core.sizes import ARCH_PREFIX, SIZES
 from ..encodings import build, load_module
 from ..modules.decoder import COMPUTE, RPEDecoder
 from ..modules.moves import Moves
@@ -178,13 +179,6 @@ def _moves(args, encoding, rank):
     return moves
 
 
-# layers, width, heads, FFN, activation
-SIZES = {
-    "tiny": (2, 128, 4, 512, "relu"),
-    "wiki103": (6, 512, 8, 2048, "relu"),
-    "base": (12, 768, 12, 3072, "relu"),
-    "large": (24, 1024, 16, 4096, "gelu"),
-}
 PARTS = ("decoder_layers", "decoder_embed_dim", "decoder_attention_heads", "decoder_ffn_embed_dim", "activation_fn")
 
 
@@ -205,4 +199,4 @@ def _architecture(size, args):
 
 
 for _name, _size in SIZES.items():
-    register_model_architecture("transformer_rpe_lm", f"transformer_rpe_lm_{_name}")(partial(_architecture, _size))
+    register_model_architecture("transformer_rpe_lm", ARCH_PREFIX + _name)(partial(_architecture, _size))

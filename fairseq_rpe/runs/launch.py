@@ -116,10 +116,13 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     flags += ["--rpe", s.rpe, "--rpe-share", s.rpe_share, "--attention-backend", request.attention_backend]
     flags += ["--positions-train", s.positions_train]
     flags += ["--batch-size", str(s.batch_sentences), "--update-freq", str(s.update_freq)]
-    flags += ["--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.01"]
-    flags += ["--clip-norm", "1.0", "--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
+    flags += ["--optimizer", "adam", "--adam-betas", str(s.usual("betas"))]
+    flags += ["--weight-decay", repr(s.usual("weight_decay")), "--clip-norm", repr(s.usual("clip_norm"))]
+    flags += ["--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]
     if s.schedule == "linear":
         flags += ["--lr-scheduler", "polynomial_decay", "--total-num-update", str(s.last_update)]
+    elif s.schedule == "cosine":
+        flags += ["--lr-scheduler", "cosine", "--min-lr", repr(s.usual("min_lr")), "--warmup-init-lr", "1e-7"]
     else:
         flags += ["--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
     flags += ["--dropout", repr(s.dropout), "--seed", str(s.seed), "--max-update", str(plan.updates)]
@@ -133,9 +136,13 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
         "--rpe-module": request.rpe_module,
         "--tensorboard-logdir": request.tensorboard,
         "--rpe-inspect-every": request.inspect_every,
+        "--attention-dropout": s.attention_dropout,
+        "--activation-dropout": s.activation_dropout,
+        "--activation-fn": s.activation_fn,
     }
     for flag, value in optional.items():
         flags += [flag, str(value)] if value else []
+    flags += ["--share-decoder-input-output-embed"] if s.share_embeddings else []
     return flags + list(request.extra)
 
 

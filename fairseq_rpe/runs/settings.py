@@ -1,7 +1,6 @@
 """What one training run is asked to be, and what that comes to: defaults filled in, numbers fixed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,111 +8,24 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.core.sizes import full_name, size_of
+from fairseq_rpe.runs.defaults import Defaults, check_arch, defaults_for
+from fairseq_rpe.runs.further import LATER, check_extra
 
-ARCH_PREFIX = "transformer_rpe_lm_"
 IDENTITY = "identity"
 PROGRESS = "progress"  # the log format in which fairseq's words go to a file
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """Training defaults of an architecture.
-
-    ``batch_sentences`` is per process and per accumulation step; ``threads`` is per process,
-    ``None`` for an equal share of the cores, and gives way to OMP_NUM_THREADS. ``schedule`` is ``inverse_sqrt``, or
-    ``linear`` down to zero at the last update.
-    """
-
-    tokens: int
-    updates: int
-    batch_sentences: int
-    lr: float
-    warmup: int
-    dropout: float
-    save_every: int
-    threads: int | None
-    schedule: str = "inverse_sqrt"
-
-
-# Minutes on a laptop: enough to see which encodings break beyond the training length. One thread,
-# because sums over several depend on their number: so the same command gives the same bits anywhere.
-_TINY = Defaults(tokens=64, updates=400, batch_sentences=16, lr=2e-3, warmup=80, dropout=0.0, save_every=200, threads=1)
-# The common published setting: 128 sequences of 512 tokens, 50k updates, 4k of them warm-up.
-_PAPER = Defaults(
-    tokens=512, updates=50000, batch_sentences=128, lr=5e-4, warmup=4000, dropout=0.1, save_every=1000, threads=None
-)
-_SIZES = ("tiny", "wiki103", "base", "large")
-# Generated tasks know their training length themselves. A thousand updates learn to copy 20 items, two thousand more
-# sharpen it; the published setting is that of the index-warping paper.
-_TINY_TASK = replace(
-    _TINY, tokens=0, batch_sentences=64, schedule="linear", updates=3000, lr=1e-3, warmup=200, save_every=500
-)
-_PAPER_TASK = replace(
-    _PAPER, tokens=0, batch_sentences=64, schedule="linear", updates=40000, lr=3e-5, warmup=2400
-)
-
-
-def full_name(arch: str) -> str:
-    """``tiny`` stands for ``transformer_rpe_lm_tiny``; a full name stays as it is."""
-    return ARCH_PREFIX + arch if arch in _SIZES else arch
-
-
-def check_arch(arch: str, module: Path | None) -> None:
-    """Refuse an architecture that is neither ours nor of a ``module``: fairseq would take seconds to say so."""
-    own = module is not None and arch.startswith(ARCH_PREFIX)
-    if full_name(arch) not in (known := [ARCH_PREFIX + size for size in _SIZES]) and not own:
-        shorts = ", ".join(_SIZES)
-        raise UserError(f"--arch {arch} is not one of {shorts} (or {known[0]} and so on){nearest(arch, _SIZES)}")
-
-
-# flags of fairseq-train that are decided by options of ours, which put them on record
-OURS = {
-    "--save-dir": "--save-dir",
-    "--user-dir": "",
-    "--arch": "--arch",
-    "-a": "--arch",
-    "--task": "DATA or --algorithm",
-    "--algorithm": "--algorithm",
-    "--tokens-per-sample": "--tokens",
-    "--max-update": "--updates",
-    "--batch-size": "--batch-sentences",
-    "--max-sentences": "--batch-sentences",
-    "--update-freq": "--update-freq",
-    "--lr": "--lr",
-    "--learning-rate": "--lr",
-    "--warmup-updates": "--warmup",
-    "--dropout": "--dropout",
-    "--seed": "--seed",
-    "--rpe": "--rpe",
-    "--rpe-share": "--rpe-share",
-    "--rpe-module": "--rpe-module",
-    "--positions-train": "--positions-train",
-    "--positions-eval": "--positions-eval",
-    "--compute-dtype": "--compute-dtype",
-    "--attention-backend": "--attention-backend",
-    "--rpe-inspect-every": "--inspect-every",
-    "--tensorboard-logdir": "--tensorboard",
-    "--log-format": "--log-format",
-    "--log-interval": "--log-interval",
-    "--cpu": "--device cpu",
-    "--distributed-world-size": "--nproc and --nodes",
+# What runs had before LATER's settings could be chosen.
+USUAL: dict[str, object] = {
+    "min_lr": 0.0,
+    "betas": (0.9, 0.98),
+    "weight_decay": 0.01,
+    "clip_norm": 1.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "share_embeddings": False,
 }
-
-
-def check_extra(extra: Sequence[str]) -> None:
-    """Refuse flags for fairseq-train that are set here already."""
-    for word in extra:
-        flag = word.partition("=")[0]
-        if flag in OURS:
-            how = f"give {OURS[flag]} before the -- instead" if OURS[flag] else "leave it out"
-            raise UserError(f"{flag} after -- is set by this command itself: {how}")
-
-
-def defaults_for(arch: str, algorithm: bool) -> Defaults:
-    """The defaults of an architecture, for text or for an algorithmic task; one of your own gets the published ones."""
-    tiny = full_name(arch) == ARCH_PREFIX + "tiny"
-    return (_TINY_TASK if tiny else _PAPER_TASK) if algorithm else (_TINY if tiny else _PAPER)
 
 
 @dataclass(frozen=True)
@@ -150,8 +62,16 @@ class Request:
     lr: float | None = None
     warmup: int | None = None
     schedule: str | None = None
+    min_lr: float | None = None
+    betas: tuple[float, ...] | None = None
+    weight_decay: float | None = None
+    clip_norm: float | None = None
     dropout: float | None = None
-    compute_dtype: str = "fp32"
+    attention_dropout: float | None = None
+    activation_dropout: float | None = None
+    activation_fn: str | None = None
+    share_embeddings: bool | None = None
+    compute_dtype: str | None = None
     save_every: int | None = None
     inspect_every: int | None = None
     extra: tuple[str, ...] = ()
@@ -170,8 +90,11 @@ class Request:
         words = [] if self.data is None else [str(self.data)]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("data", "extra") and value is not None and (field.name, value) != ("nodes", 1):
-                words += ["--" + field.name.replace("_", "-"), str(value)]
+            flag = field.name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            elif field.name not in ("data", "extra") and value is not None and (field.name, value) != ("nodes", 1):
+                words += [f"--{flag}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return [*words, *(["--", *self.extra] if self.extra else [])]
 
 
@@ -180,7 +103,8 @@ class Settings:
     """What fixes the numbers of a run and may not change between two starts; ``None``: not on record.
 
     ``data`` and ``rpe_module`` are digests (for a generated task its spec), ``nproc`` counts the processes of all
-    nodes. ``last_update`` is there for a ``schedule`` that depends on it.
+    nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from ``compute_dtype`` on
+    ``None`` is what runs had before there was a choice.
     """
 
     rpe: str | None = None
@@ -202,18 +126,36 @@ class Settings:
     compute_dtype: str | None = None
     schedule: str | None = None
     last_update: int | None = None
+    min_lr: float | None = None
+    betas: tuple[float, ...] | None = None
+    weight_decay: float | None = None
+    clip_norm: float | None = None
+    attention_dropout: float | None = None
+    activation_dropout: float | None = None
+    activation_fn: str | None = None
+    share_embeddings: bool | None = None
 
     def record(self) -> dict[str, object]:
-        """As run.json has them: of the last three only those that are set, because older runs lack them."""
-        late = ("compute_dtype", "schedule", "last_update")
+        """As run.json has them: of those from ``compute_dtype`` on only what is set, because older runs lack them."""
+        late = ("compute_dtype", "schedule", "last_update", *LATER)
         found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
         return {**found, "extra": list(self.extra or ())}
+
+    def usual(self, name: str) -> Any:
+        """A setting of ``LATER`` as it takes effect: what runs had before there was a choice, unless it is set."""
+        value = getattr(self, name)
+        if value is None and name == "activation_fn":
+            return size.activation if (size := size_of(self.arch or "")) else None
+        return USUAL[name] if value is None else value
 
     def difference(self, before: "Settings") -> str:
         """In words, the first setting that was another one ``before``; nothing where all are the same."""
         there, here = before.record(), self.record()
-        found = (key for key in {**here, **there} if there.get(key) != here.get(key))
-        return next((f"{key} is {there.get(key)!r} there, {here.get(key)!r} here" for key in found), "")
+        key = next((key for key in {**here, **there} if there.get(key) != here.get(key)), None)
+        if key is None:
+            return ""
+        was, now = (one.usual(key) if key in LATER else one.record().get(key) for one in (before, self))
+        return f"{key} is {was!r} there, {now!r} here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,18 +191,23 @@ def plan(request: Request, data_digest: str) -> Plan:
         given = getattr(request, name)
         return getattr(request.defaults, name) if given is None else given
 
-    check_arch(request.arch or "tiny", request.rpe_module)
-    check_extra(request.extra)
+    arch = request.arch or "tiny"
+    check_arch(arch, request.rpe_module)
+    check_extra(request.extra, {name for name in ("schedule", *LATER) if getattr(request, name) is not None})
     data, tokens = data_digest, chosen("tokens")
     if request.algorithm:
         if request.tokens is not None:
             raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
         task = build(request.algorithm)
         data, tokens = task.spec, task.tokens(task.longest("train"))
-    linear = chosen("schedule") == "linear"
+    schedule = chosen("schedule")
+    if schedule == "cosine" or request.min_lr is not None:
+        _check_cosine(schedule, chosen("lr"), request.min_lr or 0.0, chosen("warmup"), chosen("updates"))
+    before = Settings(arch=full_name(arch))
+    later: dict[str, Any] = {name: v if (v := getattr(request, name)) != before.usual(name) else None for name in LATER}
     settings = Resolved(
         rpe=request.rpe.strip(),
-        arch=full_name(request.arch or "tiny"),
+        arch=full_name(arch),
         data=data,
         tokens=tokens,
         **{name: chosen(name) for name in ("batch_sentences", "lr", "warmup", "dropout")},
@@ -274,7 +221,17 @@ def plan(request: Request, data_digest: str) -> Plan:
         extra=request.extra,
         compute_dtype=request.compute_dtype if request.compute_dtype != "fp32" else None,
         # the learning rate depends on the last update, so a run cannot be prolonged
-        schedule="linear" if linear else None,
-        last_update=chosen("updates") if linear else None,
+        schedule=schedule if schedule != "inverse_sqrt" else None,
+        last_update=chosen("updates") if schedule != "inverse_sqrt" else None,
+        **later,
     )
     return Plan(settings, chosen("updates"), chosen("save_every"))
+
+
+def _check_cosine(schedule: str, lr: float, least: float, warmup: int, updates: int) -> None:
+    if schedule != "cosine":
+        raise UserError(f"--min-lr is where a cosine ends: give --schedule cosine too, not {schedule}, or drop it")
+    if least >= lr:
+        raise UserError(f"--min-lr {least:g} is not below --lr {lr:g}: a cosine falls from the one to the other")
+    if warmup >= updates:
+        raise UserError(f"--warmup {warmup} leaves nothing of {updates} updates to a cosine: lower it")

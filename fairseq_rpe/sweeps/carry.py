@@ -11,27 +11,34 @@ from fairseq_rpe.core.files import lock
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.runs import launch
 from fairseq_rpe.sweeps import local, slurm
-from fairseq_rpe.sweeps.cells import Cell, Stage
+from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Stage
 from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import State, SweepFolder, SweepSettings
 
 Slurm = Sequence[tuple[str, str]] | None
 
 
-def check_data(sweep: Sweep) -> str | None:
-    """The digest of the text to train and evaluate on, if it is one.
+def check_data(sweep: Sweep, dry: bool = False) -> str | None:
+    """The digest of the text to train and evaluate on, if it is one; ``dry``: what a recipe prepares need not be there.
 
-    Raises UserError: it is not there, or not whole.
+    Raises UserError: it is not there, or not whole, or has another vocabulary than the recipe.
     """
     if sweep.data is None:
         return None
+    if sweep.preparation and not sweep.data.is_dir():
+        if dry:
+            return None
+        how = shlex.join(("fairseq-rpe", *sweep.preparation))
+        raise UserError(f"data folder {sweep.data} does not exist: make it with {how}")
     corpus.check_folder(sweep.data, "train", "valid", sweep.subset)
+    if sweep.scale is not None:
+        sweep.scale.check(sweep.data)
     return corpus.digest(sweep.data)
 
 
 def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
     """Refuse a text that does not fill the blocks of training and evaluation."""
-    if sweep.data is None:
+    if sweep.data is None or not sweep.data.is_dir():
         return
     tokens = cells[0].plan.settings.tokens
     for split in ("train", "valid"):
@@ -41,7 +48,7 @@ def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
 
 def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
     """Every command as a line, and as comments what is started in turn."""
-    lines = []
+    lines = [shlex.join((*PROGRAM, *sweep.preparation))] if sweep.preparation else []
     if on_slurm is not None:
         given = ", ".join(f"{key}={value}" for key, value in slurm.settings(sweep, on_slurm).items())
         lines.append(f"# an array of {len(cells)} SLURM jobs: {given}")

@@ -16,7 +16,7 @@ from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import Method, SweepFolder
 
 TRAINING, EVALUATING = "training", "evaluating"
-_PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def train_command(self) -> list[str]:
-        return [*_PROGRAM, "train", *self.request.argv()]
+        return [*PROGRAM, "train", *self.request.argv()]
 
     @property
     def rows(self) -> int:
@@ -130,10 +130,10 @@ def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | Non
         common += ["--positions", method.positions_eval]
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
     if task:
-        command = [*_PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
+        command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
         key = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, positions=method.positions_eval, length=1)
         return Evaluation(command, tuple(replace(key, length=n) for n in lengths))
-    command = [*_PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
+    command = [*PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
     command += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
     digest, transform = data_digest or "", method.positions_eval
     text = TextKey(checkpoint="", data=digest, subset=sweep.subset, positions=transform, length=1)

@@ -1,6 +1,7 @@
 """Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
 import os
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,33 +11,87 @@ from typing import Literal
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
-from fairseq_rpe.core.records import Count, Counts, Fraction, Words
+from fairseq_rpe.core.records import Count, Counts, Words
 from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.data import folder
+from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps.state import Method, Published, Training, read_published
 
 FOLDER = PACKAGE / "recipes"
-_OF_A_RUN = (*(f.name for f in fields(Training)), "update_freq", "rpe_share", "dropout")
+_OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype")
 
 
 @dataclass(frozen=True)
 class Scale(Training):
-    """A size of a recipe: what it fixes. Each is also an option of ``sweep``, which wins."""
+    """A size of a recipe: what it fixes. Each is also an option of ``sweep``, which wins.
+
+    ``batch_sentences`` is of all processes and accumulated batches of an update together. ``corpus`` is the known one
+    that ``data`` is made of, with the given ``tokenizer`` or its usual one; a folder whose dictionary has not as many
+    symbols as ``vocabulary`` is refused.
+    """
 
     data: str | None = None
+    corpus: str | None = None
+    tokenizer: Literal["bpe", "gpt2", "words"] | None = None
+    vocabulary: Count | None = None
     algorithms: Words | None = None
     methods: Words | None = None
     update_freq: Count | None = None
     rpe_share: Literal["auto", "model", "layer"] | None = None
-    dropout: Fraction | None = None
+    compute_dtype: Literal["fp32", "bf16"] | None = None
     lengths: Counts | None = None
     seeds: Counts | None = None
     extra: Words = ()
 
     def under(self, request: Request) -> Request:
-        """``request`` with this scale's values where it has none, and the scale's further flags before its own."""
+        """``request`` with this scale's values where it has none, and the scale's further flags before its own.
+
+        Raises UserError: the batch cannot be divided among the processes and batches of an update.
+        """
         given = {name: getattr(self, name) for name in _OF_A_RUN if getattr(request, name) is None}
-        return replace(request, **given, extra=(*self.extra, *request.extra))
+        freq = request.update_freq or self.update_freq
+        if (request.schedule or self.schedule) != "cosine":
+            given.pop("min_lr", None)
+        filled = replace(request, **given, update_freq=freq, extra=(*self.extra, *request.extra))
+        parts = request.world * (freq or 1)
+        if request.batch_sentences is not None or parts == 1:
+            return filled
+        usual = defaults_for(filled.arch or "tiny", self.algorithms is not None)
+        whole = self.batch_sentences or usual.batch_sentences
+        if whole % parts:
+            each = f" of {freq} batches each" if freq and freq > 1 else ""
+            raise UserError(
+                f"the recipe's {whole} sequences per update cannot be divided among {request.world} processes{each}: "
+                "choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
+            )
+        return replace(filled, batch_sentences=whole // parts)
+
+    def preparation(self, data: Path) -> tuple[str, ...]:
+        """The words after ``fairseq-rpe`` that make ``data``; none where it is not a known corpus."""
+        return () if self.corpus is None else ("prepare-known", self.corpus, *self._making(data))
+
+    def _making(self, data: Path) -> list[str]:
+        words = ["--dest", str(data), *(["--tokenizer", self.tokenizer] if self.tokenizer else [])]
+        return words + (["--vocab-size", str(self.vocabulary)] if self.tokenizer == "bpe" and self.vocabulary else [])
+
+    def check(self, data: Path) -> None:
+        """Refuse a prepared folder with another vocabulary than this scale's."""
+        if self.vocabulary is None:
+            return
+        symbols = len(folder.read_dictionary(data / "dict.txt"))
+        kind = folder.read_manifest(data).get("tokenizer", {}).get("kind")
+        if symbols == self.vocabulary and kind in (None, self.tokenizer or kind):
+            return
+        place = Path(self.data or data)
+        if place == data:
+            place = Path(f"{data}-{self.tokenizer or self.vocabulary}")
+        how = self.preparation(place) or ("prepare", "SOURCE", *self._making(place))
+        there, here = (f" of {name}" if name else "" for name in (kind, self.tokenizer))
+        raise UserError(
+            f"{data} has a vocabulary of {symbols:,} types{there}, this recipe trains on {self.vocabulary:,}{here}: "
+            f"prepare another folder, e.g. fairseq-rpe {shlex.join(how)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs.settings import IDENTITY, Request
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.recipes import Recipe
+from fairseq_rpe.sweeps.recipes import Recipe, Scale
 from fairseq_rpe.sweeps.state import Method
 
 
@@ -16,6 +16,7 @@ class Sweep:
     """A resolved sweep.
 
     ``lengths``: in tokens, or items of the ``algorithms`` (none: all there are). ``jobs`` runs at a time.
+    ``preparation``: what makes ``data``, where the recipe says so and the folder is its own or not there yet.
     """
 
     out: Path
@@ -30,6 +31,8 @@ class Sweep:
     base: Request
     recipe_name: str | None
     recipe: Recipe | None
+    scale: Scale | None = None
+    preparation: tuple[str, ...] = ()
 
 
 def resolve(
@@ -56,7 +59,8 @@ def resolve(
     """
     if (recipe is None) == (encodings is None):
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
-    found = None
+    found = size = None
+    preparation: tuple[str, ...] = ()
     if recipe is not None:
         if base.positions_train or base.positions_eval:
             raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
@@ -68,7 +72,11 @@ def resolve(
         if found.kind == "algorithms" and data is not None:
             raise UserError(f"recipe '{found.name}' generates its data: drop {data}")
         algorithms = size.algorithms if algorithms is None else algorithms
-        data = data or (None if size.data is None else Path(size.data))
+        if data is None and size.data is not None:
+            data = Path(size.data)
+            preparation = size.preparation(data)
+        elif data is not None and not data.is_dir():
+            preparation = size.preparation(data)
         lengths, seeds = lengths or size.lengths, seeds or size.seeds
         out = out or Path("runs") / f"{found.name}-{scale}"
         base = size.under(base)
@@ -101,6 +109,8 @@ def resolve(
         base=replace(base, positions_train=None, positions_eval=None, log_format="json"),
         recipe_name=recipe,
         recipe=found,
+        scale=size,
+        preparation=preparation,
     )
 
 

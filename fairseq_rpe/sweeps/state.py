@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import RESTORE, read_json, write_json
-from fairseq_rpe.core.records import Count, Natural, Rate, Rule
+from fairseq_rpe.core.records import Betas, Count, Fraction, FromZero, Natural, Rate, Rule
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import IDENTITY, Settings
@@ -57,17 +57,29 @@ class Training:
     updates: Count | None = None
     lr: Rate | None = None
     warmup: Count | None = None
-    schedule: Literal["inverse_sqrt", "linear"] | None = None
+    schedule: Literal["inverse_sqrt", "linear", "cosine"] | None = None
+    min_lr: FromZero | None = None
+    betas: Betas | None = None
+    weight_decay: FromZero | None = None
+    clip_norm: FromZero | None = None
+    dropout: Fraction | None = None
+    attention_dropout: Fraction | None = None
+    activation_dropout: Fraction | None = None
+    activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = None
+    share_embeddings: bool | None = None
 
 
 @dataclass(frozen=True)
 class PublishedSettings(Training):
-    """What is known of published runs."""
+    """What is known of published runs; ``context``: whether a training sequence may hold more than one document."""
 
     data: str | None = None
     tokeniser: str | None = None
     model: str | None = None
     vocabulary: Count | None = None
+    parameters: Count | None = None
+    optimiser: str | None = None
+    context: Literal["across documents", "within documents"] | None = None
 
 
 @dataclass(frozen=True)

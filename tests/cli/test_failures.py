@@ -18,7 +18,7 @@ from fairseq_rpe.cli.main import COMMANDS, main
 from fairseq_rpe.core import errors, files
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.runs import messages, processes
-from fairseq_rpe.runs.settings import OURS
+from fairseq_rpe.runs.further import OURS
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--rpe", "alibi", "--tokens", "32", "--updates", "2", "--batch-sentences", "4", "--device", "cpu"]
@@ -122,7 +122,9 @@ def test_the_parser_s_mistakes_are_one_line(argv, words, capsys):
 @pytest.mark.parametrize("arch", ["foo", "transformer_lm", "tiny "])
 def test_only_our_architectures(arch, corpus, tmp_path, capsys):
     words = ["--save-dir", tmp_path / "r", "--arch", arch]
-    assert "is not one of tiny, wiki103, base, large" in error_of(capsys, "train", corpus, "--rpe", "rope", *words)
+    assert "is not one of tiny, small, wiki103, base, large" in error_of(
+        capsys, "train", corpus, "--rpe", "rope", *words
+    )
     assert not (tmp_path / "r").exists()
 
 

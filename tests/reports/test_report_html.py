@@ -347,8 +347,20 @@ def test_published_values_stand_beside_ours_and_what_differs_is_named(tmp_path):
         same = {row[0]: row[1:] for row in page.table("What is the same")[1:]}
         assert same["data"] == ["data-bin/stdlib", "WikiText-103", "no"]
         assert same["tokeniser"] == ["4,096 types", "BPE, 50,265 types", "no"]
-        assert same["model"][2] == "no" and same["training length"] == ["64", "512", "no"]
+        assert same["layers, width, heads"] == [
+            "2 layers of width 128, 4 heads",
+            "6 layers of width 512, 8 heads",
+            "no",
+        ]
+        assert same["training length"] == ["64", "512", "no"]
         assert same["schedule"] == ["inverse_sqrt", "inverse_sqrt", "yes"]
+        assert same["betas"] == ["0.9, 0.98", "0.9, 0.98", "yes"] and same["weight decay"] == ["0.01", "0.01", "yes"]
+        # what the paper does not state is shown, and not said to be the same
+        assert same["activation"] == ["relu", "not stated", "not verified"]
+        assert same["embeddings"] == ["two tables", "not stated", "not verified"]
+        assert same["gradients clipped at"][1:] == ["not stated", "not verified"]
+        assert same["optimiser"] == ["AdamW", "Adam", "not verified"]
+        assert same["training sequences"] == ["across documents", "not stated", "not verified"]
         groups, head, alibi, inv_n = page.table("Trends")
         assert groups == ["", "2 L", "4 L"] and head == ["", *["here", "published"] * 2]
         assert alibi == ["alibi", "0.979", f"{23.06 / 24.22:.3f}", "0.968", f"{22.52 / 24.22:.3f}"]
@@ -373,7 +385,63 @@ def test_same_names_are_not_taken_for_the_same_data(tmp_path):
     write_sweep(tmp_path, published={**known, "settings": settings}, data="data-bin/wikitext103")
     same = {row[0]: row[3] for row in page_of(tmp_path).table("What is the same")[1:]}
     assert same["data"] == "not verified: the same name" and same["tokeniser"] == "not verified"
+    write_sweep(tmp_path / "gpt2", published={**known, "settings": settings}, data="data-bin/wikitext103-gpt2")
+    same = {row[0]: row[3] for row in page_of(tmp_path / "gpt2").table("What is the same")[1:]}
+    assert same["data"] == "not verified: the same name"
     assert same["training length"] == "yes" and same["updates"] == "no"
+
+
+PRINTED = {"arch": "tiny", "model": "some", "betas": [0.9, 0.98], "weight_decay": 0.01, "activation_fn": "relu"}
+
+
+def test_model_and_optimiser_are_compared_one_by_one(tmp_path):
+    """A model of the same layers with another activation, untied, of more parameters is not the same."""
+    known = recipes.load("fire-lm").published.record()
+    of_brown = {
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "min_lr": 6e-5,
+        "share_embeddings": True,
+    }
+    write_sweep(tmp_path, published={**known, "settings": {**known["settings"], **of_brown}})
+    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    assert same["activation"] == ["relu", "gelu", "no"]
+    assert same["embeddings"] == ["two tables", "one table for input and output", "no"]
+    assert same["parameters"] == ["1,445,376", "125,000,000", "no"]
+    assert same["optimiser"] == ["AdamW", "AdamW", "yes"] and same["betas"] == ["0.9, 0.98", "0.9, 0.95", "no"]
+    assert same["schedule"][1:] == ["cosine", "no"] and "rate at its end" not in same
+    assert same["training sequences"] == ["across documents", "within documents", "no"]
+    assert same["dropout of activations"] == ["0", "not stated", "not verified"]
+
+
+def test_what_the_paper_does_not_print_is_not_said_to_be_the_same(tmp_path):
+    write_sweep(tmp_path, published=recipes.load("fire-lm").published.record())
+    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    for name in ("betas", "weight decay", "schedule", "gradients clipped at", "embeddings", "updates of warm-up"):
+        assert same[name][1:] == ["not stated", "not verified"]
+
+
+def test_what_a_further_flag_may_have_changed_is_not_compared(tmp_path):
+    write_sweep(
+        tmp_path, published=recipes.load("extrapolation-wikitext103").published.record() | {"settings": PRINTED}
+    )
+    path = tmp_path / "sweep.json"
+    state = files.read_json(path)
+    state["settings"]["extra"] = ["--weight-decay", "0.1", "--activation-fn=gelu"]
+    files.write_json(path, state)
+    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    for name in ("weight decay", "activation", "layers, width, heads"):
+        assert same[name][2] == "not verified", name
+    assert same["weight decay"][0] == same["activation"][0] == "not recorded" and same["betas"][2] == "yes"
+
+
+def test_an_older_record_takes_what_its_recipe_now_knows(tmp_path):
+    known = recipes.load("fire-lm").published.record()
+    older = {name: known["settings"][name] for name in ("data", "model", "arch", "tokens", "updates", "lr")}
+    write_sweep(tmp_path, recipe="fire-lm", published={**known, "settings": older})
+    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    assert same["activation"] == ["relu", "gelu", "no"] and same["optimiser"] == ["AdamW", "AdamW", "yes"]
 
 
 def test_several_sweeps_on_one_page(tmp_path, capsys):
@@ -439,7 +507,8 @@ def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     assert rope == ["rope", "12.5", "12.5", "12.5", ""] and warping[1:] == ["37.5★"] * 3 + ["43.2★"]
     assert f"Most exact answers to {TASK} beyond the training range: warping, 37.5 %." in page.words
     same = {row[0]: row[3] for row in page.table("What is the same")[1:]}
-    assert same == {"sequences per update": "yes", "updates": "yes"}
+    assert {name for name, one in same.items() if one != "not verified"} == {"sequences per update", "updates"}
+    assert same["sequences per update"] == same["updates"] == "yes" and same["betas"] == "not verified"
     with open(algorithmic / "accuracy.csv", newline="") as file:
         expected = [[r[k] for k in ("seed", "items", "examples", "right", "accuracy")] for r in csv.DictReader(file)]
     assert page.values["What accuracy.csv holds."][1:] == expected and len(expected) == 16

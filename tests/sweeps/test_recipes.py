@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import with_vocabulary
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.cli.main import main
@@ -224,11 +225,13 @@ def test_algorithm_scales_resolve(name, scale, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "scale"), scales_of("text"))
-def test_text_scales_resolve(name, scale, corpus, tmp_path, capsys, monkeypatch):
+def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, capsys, monkeypatch):
     """With DATA given; what goes beyond the small corpus is replaced."""
     monkeypatch.chdir(tmp_path)
     recipe = recipes.load(name)
     settings = recipe.scale(scale)
+    if settings.vocabulary:
+        corpus = with_vocabulary(corpus, tmp_path_factory.mktemp("data"), settings.vocabulary)
     given = [] if max(settings.lengths) < 1500 else ["--lengths", "600,1200"]
     if settings.tokens > 600:
         given += ["--tokens", "600"]
@@ -333,7 +336,9 @@ def test_the_other_corpora_are_changes_of_the_first():
         assert laptop.data == f"data-bin/{name}" and laptop.arch == "tiny"
         assert laptop.tokens == min(LENGTHS) and set(laptop.lengths) <= set(LENGTHS)
         assert max(laptop.lengths) == max(LENGTHS) and set(laptop.methods) == set(recipe.published.values)
-        assert recipe.scale("paper") == replace(base.scale("paper"), data=f"data-bin/{name}", arch="base")
+        for scale, own in (("paper", {"data": f"data-bin/{name}-gpt2", "arch": "base"}), ("desktop", {})):
+            own = {"data": f"data-bin/{name}-4096", "corpus": name, **own}
+            assert recipe.scale(scale) == replace(base.scale(scale), **own)
         assert recipe.published.settings.model.startswith("12 layers of width 768")
         assert name in recipe.published.source.lower()
         assert recipe.published.values["alibi"] != base.published.values["alibi"]
@@ -484,7 +489,14 @@ def test_malformed_published_values_are_refused(published, culprit, tmp_path):
         ("lengths", [0]),
         ("seeds", [0]),
         ("seeds", [1, 1]),
-        ("schedule", "cosine"),
+        ("schedule", "steps"),
+        ("betas", [0.9]),
+        ("betas", [0.9, 1.0]),
+        ("weight_decay", -0.1),
+        ("activation_fn", "tanh"),
+        ("share_embeddings", "yes"),
+        ("compute_dtype", "fp16"),
+        ("vocabulary", 0),
         ("rpe_share", "head"),
         ("updates", 0),
         ("batch_sentences", -1),

@@ -5,23 +5,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from fairseq_rpe.core.sizes import full_name, size_of
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
-from fairseq_rpe.reports.chapters.training import Run, here
+from fairseq_rpe.reports.chapters.training import TIED, Run, here
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Text
-from fairseq_rpe.runs.settings import full_name
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.state import Published, PublishedSettings, State
 
 _YES, _NO, _OPEN = "yes", "no", "not verified"
 _COMPARED = {
+    "activation_fn": "activation",
+    "share_embeddings": "embeddings",
+    "context": "training sequences",
     "tokens": "training length",
     "batch_sentences": "sequences per update",
     "updates": "updates",
+    "betas": "betas",
+    "weight_decay": "weight decay",
     "lr": "peak learning rate",
     "warmup": "updates of warm-up",
     "schedule": "schedule",
+    "min_lr": "rate at its end",
+    "clip_norm": "gradients clipped at",
+    "dropout": "dropout",
+    "attention_dropout": "dropout of attention",
+    "activation_dropout": "dropout of activations",
 }
+_SAME = {True: _YES, False: _NO, None: _OPEN}
+_NEAR = 0.02
+_NOT_STATED = "not stated"
 _CAUTION = (
     "Published values cannot be compared with those here one by one: tokeniser, data, model size and schedule differ "
     "or could not be verified to be the same. Compare trends only. Source:"
@@ -33,9 +46,13 @@ def completed(state: State) -> State:
     if state.recipe not in recipes.names():
         return state
     recipe, known = recipes.load(state.recipe), state.published
-    if known and known.settings is None and recipe.published:
-        url = known.url or recipe.published.url
-        known = replace(recipe.published, source=known.source, url=url, values=known.values)
+    if known and recipe.published:
+        ours, was = recipe.published, known.settings
+        if was is None:
+            known = replace(ours, source=known.source, url=known.url or ours.url, values=known.values)
+        elif ours.settings and known.source == ours.source:
+            given = {name: value for name, value in vars(was).items() if value is not None}
+            known = replace(known, settings=replace(ours.settings, **given))
     return replace(state, title=state.title or recipe.title, paper=state.paper or recipe.paper, published=known)
 
 
@@ -69,29 +86,59 @@ def _table(known: Published, printed: Mapping[str, Mapping[int, float]]) -> Tabl
 
 def _differences(state: State, own: PublishedSettings, there: PublishedSettings) -> Table:
     """The setting here beside the published one, as far as either is known."""
-    # the same name is no proof of the same text, nor as many types of the same tokeniser
-    alike = own.data is not None and _plain(PurePath(own.data).name) == _plain(there.data or "")
+    # the same name, perhaps with the tokenizer's, is no proof of the same text, nor as many types of the same tokeniser
+    named = _plain(there.data or "")
+    alike = own.data is not None and named and _plain(PurePath(own.data).name).startswith(named)
     types = [f"{n:,} types" if n else None for n in (own.vocabulary, there.vocabulary)]
     tokeniser = ", ".join(filter(None, (there.tokeniser, types[1])))
     model = None if there.arch is None or state.settings.extra else full_name(there.arch) == own.model
+    near = _near(own.parameters, there.parameters)
     compared: list[tuple[str, object, object, str]] = [
         ("data", own.data, there.data, f"{_OPEN}: the same name" if alike else _NO if own.data else _OPEN),
-        ("tokeniser", types[0], tokeniser or None, _NO if all(types) and types[0] != types[1] else _OPEN),
-        ("model", own.model, there.model, _OPEN if model is None else _YES if model else _NO),
+        (
+            "tokeniser",
+            types[0],
+            tokeniser or None,
+            _OPEN if _near(own.vocabulary, there.vocabulary) is not False else _NO,
+        ),
+        ("layers, width, heads", _sized(state, own.model), there.model, _SAME[model]),
+        ("parameters", own.parameters, there.parameters, f"{_YES}, within {_NEAR:.0%}" if near else _SAME[near]),
+        # of a plain Adam it is not said where its weight decay goes
+        ("optimiser", own.optimiser, there.optimiser, _SAME[own.optimiser == there.optimiser or None]),
     ]
     for key, name in _COMPARED.items():
+        if key == "min_lr" and own.schedule != there.schedule:
+            continue
         ours, other = getattr(own, key), getattr(there, key)
-        compared.append((name, ours, other, _OPEN if ours is None else _YES if ours == other else _NO))
+        compared.append((name, ours, other, _SAME[None if ours is None or other is None else ours == other]))
     rows = [
-        Row(name, [_said(ours), _said(other), words(same)]) for name, ours, other, same in compared if other is not None
+        Row(name, [_said(ours, NOT_RECORDED), _said(other, _NOT_STATED), words(same if other is not None else _OPEN)])
+        for name, ours, other, same in compared
+        if ours is not None or other is not None
     ]
-    return Table("What is the same and what is not.", ["", "here", "published", "same?"], rows, words=True)
+    caption = "What is the same and what is not: what a paper does not state is not compared."
+    return Table(caption, ["", "here", "published", "same?"], rows, words=True)
 
 
-def _said(value: object) -> Cell:
+def _near(ours: int | None, other: int | None) -> bool | None:
+    """Whether two counts agree up to rounding, and a few symbols of fairseq's own; ``None``: one is not known."""
+    return abs(ours / other - 1) <= _NEAR if ours and other else None
+
+
+def _sized(state: State, arch: str | None) -> str | None:
+    """The size of a model in words, or the name of its architecture where further flags may have changed it."""
+    size = size_of(arch) if arch and not state.settings.extra else None
+    return f"{size.layers} layers of width {size.width}, {size.heads} heads" if size else arch
+
+
+def _said(value: object, missing: str) -> Cell:
+    if isinstance(value, bool):
+        return words(TIED[value])
     if isinstance(value, (int, float)):
         return Cell(f"{value:,}" if isinstance(value, int) else f"{value:g}", value)
-    return words(NOT_RECORDED if value is None else value)
+    if isinstance(value, tuple):
+        return words(", ".join(f"{one:g}" for one in value))
+    return words(missing if value is None else value)
 
 
 def _plain(name: str) -> str:

@@ -12,6 +12,7 @@ from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.findings import asked
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Commands, Part, Text, picture
 from fairseq_rpe.runs import log
+from fairseq_rpe.runs.further import LATER, known
 from fairseq_rpe.runs.log import TrainLog
 from fairseq_rpe.runs.run_folder import Start
 from fairseq_rpe.sweeps.state import PublishedSettings, State, SweepFolder
@@ -19,6 +20,8 @@ from fairseq_rpe.sweeps.state import PublishedSettings, State, SweepFolder
 _DIGITS = 12  # of a digest: enough to tell checkpoints apart
 _TITLES = {"commit": "git commit", "python": "Python", "threads": "threads of a process", "gpus": "GPUs"}
 _LAST = ("threads", "gpus")
+OPTIMISER = "AdamW"  # fairseq's adam, whose weight decay is decoupled
+TIED = {True: "one table for input and output", False: "two tables"}
 _PROGRAM = re.compile(r"\S*python[\d.]* -m fairseq_rpe\.cli\.main\b")
 _ABSOLUTE = re.compile(r"(?<![\w.~/…$-])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 _COSTS = ("parameters", "training (s)", "tokens/s", "training loss", "validation loss", "evaluation (s)", "tokens/s")
@@ -56,23 +59,34 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
     """The setting of a sweep, as far as it or a training log has it on record."""
     own = state.settings
     named = _portable(state.data or next((run.log.data for run in made if run.log.data), None) or "", made) or None
-    return filled(
+    sizes = [run.log.parameters for run in made if run.log.parameters]
+    flags = {word.partition("=")[0] for word in own.extra or ()}
+    # what a further flag may have changed is not known
+    later = {name: own.usual(name) if own.arch and known(name, own.extra or ()) else None for name in LATER}
+    schedule = own.schedule or (None if own.lr is None else "inverse_sqrt")
+    found = filled(
         PublishedSettings,
         own,
         data=None if state.algorithms else named,
         model=own.arch,
         vocabulary=next((run.log.vocabulary for run in made if run.log.vocabulary), None),
+        parameters=max(sizes, default=None),
         # of all processes together
         batch_sentences=(own.batch_sentences or 0) * (own.update_freq or 1) * (own.nproc or 1) or None,
-        schedule=own.schedule or (None if own.lr is None else "inverse_sqrt"),
+        schedule=schedule,
+        optimiser=OPTIMISER if own.arch and "--optimizer" not in flags else None,
+        context=None if state.algorithms else "across documents",
+        **later,
     )
+    return found if schedule == "cosine" else replace(found, min_lr=None)
 
 
 def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
     """What was trained and how, as far as it is on record."""
     settings, own = state.settings, here(state, made)
     sizes = sorted({run.log.parameters for run in made if run.log.parameters})
-    schedule = "linear to 0" if own.schedule == "linear" else "inverse square root"
+    shapes = {"linear": "linear to 0", "cosine": f"cosine to {own.min_lr or 0:g}"}
+    falls = shapes.get(own.schedule or "", "inverse square root")
     trained = own.batch_sentences and own.updates is not None
     found = [
         ("recipe", state.recipe),
@@ -83,15 +97,26 @@ def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
         ("data, SHA-256", None if state.algorithms else settings.data),
         ("vocabulary", own.vocabulary and f"{own.vocabulary:,} types"),
         ("architecture", own.model),
+        ("activation", own.activation_fn),
+        ("embeddings", None if own.share_embeddings is None else TIED[own.share_embeddings]),
         ("parameters", " to ".join(dict.fromkeys(f"{n:,}" for n in (*sizes[:1], *sizes[-1:])))),
         ("training length", own.tokens and f"{own.tokens} tokens"),
         ("training", f"{own.updates:,} updates of {own.batch_sentences} sequences" if trained else None),
-        ("learning rate", own.lr and f"{own.lr:g}, {own.warmup} of warm-up, {schedule}"),
+        ("learning rate", own.lr and f"{own.lr:g}, {own.warmup} of warm-up, {falls}"),
+        ("optimiser", _optimiser(own)),
         ("dropout", None if settings.dropout is None else f"{settings.dropout:g}"),
         ("further flags", " ".join(settings.extra or ())),
         ("seeds", ", ".join(map(str, state.seeds))),
     ]
     return [(key, str(value)) for key, value in found if value]
+
+
+def _optimiser(own: PublishedSettings) -> str | None:
+    """Where all of it is known."""
+    if own.optimiser is None or own.betas is None or own.weight_decay is None or own.clip_norm is None:
+        return None
+    betas = ", ".join(f"{beta:g}" for beta in own.betas)
+    return f"{own.optimiser}, betas {betas}, weight decay {own.weight_decay:g}, gradients clipped at {own.clip_norm:g}"
 
 
 def parts(state: State, made: Sequence[Run]) -> list[Part]:
