@@ -16,7 +16,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh --quiet
 export PATH="$PWD/.venv/bin:$PATH"
 # too large for everybody's set-up; torch's builds for CUDA bring their own triton
-mapfile -t missing < <(python -c '
+missing=()
+while read -r name; do missing+=("$name"); done < <(python -c '
 import sys
 from importlib.metadata import distributions
 there = {one.name.lower() for one in distributions()}
