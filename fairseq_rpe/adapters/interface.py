@@ -186,7 +186,7 @@ def attention(
     if (query.shape[2], key.shape[2]) != (tokens.n, tokens.m):
         raise UserError(
             f"{query.shape[2]} queries and {key.shape[2]} keys, where the pass has {tokens.n} and {tokens.m}: keys "
-            "that are no tokens (prefix tuning) have no positions"
+            "that are not tokens (prefix tuning) have no positions"
         )
     tokens.settle(adapter, more.get("position_ids"), module.training)
     if heads != key.shape[1]:
@@ -202,7 +202,7 @@ def attention(
 def check_type(model: Any) -> str:
     """The type of a model. Raises UserError: it is none of transformers, or of a type that nobody has checked."""
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{type(model).__name__} is no model of transformers: unwrap it first")
+        raise UserError(f"{type(model).__name__} is not a model of transformers: unwrap it first")
     kind = model.config.model_type
     if kind not in TYPES:
         known = ", ".join(TYPES)

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 from ..core import UserError
 from ..core.progress import Progress
 from ..data import folder as corpus
+from ..data.encoders import EOS
 from ..evaluation.results import BATCH_TOKENS, TextKey, TextResult, resumed
 from ..evaluation.tally import check_scored, peak_mb, result_of, with_units
 from ..modules.cross_entropy import target_losses
-
-_EOS = 2  # of every fairseq dictionary
 
 
 def evaluate(
@@ -57,11 +56,11 @@ def evaluate(
 
     Raises:
         UserError: no such data, ids that the model does not have, a length of more than T tokens, a perplexity that is
-            no number, or other than all tokens scored.
+            not a number, or other than all tokens scored.
     """
     head = _head(model)
     text, digest, units = _text(data, subset)
-    first = start if start is not None else _EOS if isinstance(data, (str, Path)) else model.config.eos_token_id
+    first = start if start is not None else EOS if isinstance(data, (str, Path)) else model.config.eos_token_id
     if not isinstance(first, int):
         raise UserError("the model's config names no single end-of-text token: give start=ID, the one before the text")
     stream = torch.cat([torch.tensor([first]), text])

@@ -114,7 +114,7 @@ def _guarded(argv: list[str], extra: list[str], debug: bool) -> int:
             print(f"error: {said}", file=sys.stderr)
             return 2
         about = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        more = "" if debug else f"; rerun with {DEBUG_FLAG} for the traceback"
+        more = "" if debug else f"; run again with {DEBUG_FLAG} for the traceback"
         print(f"error: internal: {about}{more}", file=sys.stderr)
         return INTERNAL
 

@@ -219,14 +219,14 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
 
 
 def _opened_for_lock(path: Path) -> int:
-    for tries in range(5):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # somebody who was refused has just removed the folder that they had made
-            if tries == 4:
-                raise
-    raise AssertionError
+    def opened() -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
+
+    for _ in range(4):
+        with contextlib.suppress(FileNotFoundError):  # whoever was refused has just removed the folder they had made
+            return opened()
+    return opened()
 
 
 def _remove(made: list[Path]) -> None:

@@ -104,7 +104,7 @@ class Relay:
             return f"fairseq-train ended with code {code} and said nothing"
         if any(line.rstrip().endswith(f"error: {said}") for line in self._lines):
             return said
-        more = "; rerun with --debug for the traceback" if self._traced and DEBUG not in os.environ else ""
+        more = "; run again with --debug for the traceback" if self._traced and DEBUG not in os.environ else ""
         return f"fairseq-train failed: {said}{more}"
 
     def _read(self, pipe: IO[bytes], stream: TextIO) -> None:

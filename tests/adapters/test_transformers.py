@@ -396,7 +396,7 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: use_encoding(torch.nn.Linear(2, 2), "alibi"), "no model of transformers"),
+        (lambda: use_encoding(torch.nn.Linear(2, 2), "alibi"), "not a model of transformers"),
         (lambda: use_encoding(random_model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)), "alibi"), "'gpt2'"),
         (lambda: use_encoding(neox(), "albi"), "did you mean 'alibi'"),
         (lambda: use_encoding(neox(), "rope:scalin=yarn"), "no option 'scalin'"),

@@ -44,7 +44,7 @@ def test_an_unknown_error_is_one_line_and_debug_shows_where_it_comes_from(comman
     monkeypatch.setattr("fairseq_rpe.cli.main.make_ready", broken)
     monkeypatch.setattr("fairseq_rpe.cli.main.Parser.parse_known_args", lambda self, argv: (Asked(command), []))
     said = error_of(capsys, command, code=70)
-    assert said == "error: internal: LookupError: no such thing at all; rerun with --debug for the traceback\n"
+    assert said == "error: internal: LookupError: no such thing at all; run again with --debug for the traceback\n"
     assert main([command, "--debug"]) == 70
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last):" in shown and "in broken" in shown
@@ -311,7 +311,7 @@ def test_a_child_s_words_are_passed_on_and_its_last_ones_become_one_line(capsys,
     assert relayed(says, capsys) == (messages.Ending(0, "", False), "ä\n", "note\n")
     traceback = f"{says}; raise ValueError('bad shape')"
     ending, out, err = relayed(traceback, capsys, code=1)
-    assert ending.why == "fairseq-train failed: ValueError: bad shape; rerun with --debug for the traceback"
+    assert ending.why == "fairseq-train failed: ValueError: bad shape; run again with --debug for the traceback"
     assert (out, err) == ("ä\n", "note\n")
     ours = f"{says}; sys.exit('error: unknown encoding')"
     assert relayed(ours, capsys, code=1) == (messages.Ending(1, "unknown encoding", False), "ä\n", "note\n")

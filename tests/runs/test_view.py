@@ -70,7 +70,7 @@ def test_of_a_failure_the_reason_is_told_and_the_log_has_the_traceback(capsys, m
     monkeypatch.delenv(errors.DEBUG, raising=False)
     log = io.BytesIO()
     ending = relayed("raise ValueError('bad shape')", log, code=1)
-    assert ending.why == "fairseq-train failed: ValueError: bad shape; rerun with --debug for the traceback"
+    assert ending.why == "fairseq-train failed: ValueError: bad shape; run again with --debug for the traceback"
     assert b"Traceback" in log.getvalue() and capsys.readouterr() == ("", "")
 
 
