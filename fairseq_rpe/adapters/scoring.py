@@ -78,6 +78,8 @@ def evaluate(
     of = {"checkpoint": _digest(model, encoding), "data": digest, "subset": subset, "positions": positions}
     keys = [TextKey(**of, length=length) for length in lengths]
 
+    unigram = corpus.unigram_ppl(text.numpy())
+
     def measure(key: TextKey) -> TextResult:
         begin, device = time.monotonic(), next(model.parameters()).device
         if device.type == "cuda":
@@ -89,7 +91,12 @@ def evaluate(
         check_scored(found, len(text))
         seconds, peak = round(time.monotonic() - begin, 3), round(peak_mb(device.type), 1)
         return replace(
-            with_units(found, units), encoding=encoding, seconds=seconds, engine="transformers", peak_mb=peak
+            with_units(found, units),
+            encoding=encoding,
+            seconds=seconds,
+            engine="transformers",
+            peak_mb=peak,
+            unigram_ppl=unigram,
         )
 
     training = model.training

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tabulate import tabulate
@@ -71,6 +71,14 @@ def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     writer.writerow(head)
     writer.writerows(rows)
     return out.getvalue()
+
+
+def spread(mean: float | None, form: str, seeds: Sequence[float], best: float | None = None) -> Cell:
+    """The mean over seeds, of several followed by the least and the largest: 0.98 (0.97 to 0.99)."""
+    cell = number(mean, form, best)
+    if mean is None or len(seeds) < 2:
+        return cell
+    return replace(cell, text=f"{cell.text} ({min(seeds):{form}} to {max(seeds):{form}})")
 
 
 def number(value: float | None, form: str, best: float | None = None, note: str = "") -> Cell:

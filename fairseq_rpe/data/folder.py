@@ -160,6 +160,12 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return np.fromfile(folder / f"{split}.bin", dtype, _check_sizes(folder, split, dtype, sizes)), sizes
 
 
+def unigram_ppl(ids: np.ndarray) -> float:
+    """2 ** H of token ids (tokens,), H the entropy in bits of their own frequencies: no fixed distribution has less."""
+    counts = np.bincount(ids)
+    return float(np.exp2(np.log2(len(ids)) - np.dot(counts, np.log2(np.maximum(counts, 1))) / len(ids)))
+
+
 def write_dictionary(path: Path, symbols: Sequence[str]) -> None:
     """Write a fairseq dictionary; its symbols get the ids 4, 5, ... after fairseq's specials."""
     path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")

@@ -44,7 +44,8 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     """
     checkpoint = checkpoints.load(request.checkpoint)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
-    tokens, units = corpus.count_tokens(request.data, request.subset), corpus.read_units(request.data, request.subset)
+    ids, _ = corpus.read_split(request.data, request.subset)
+    tokens, unigram, units = len(ids), corpus.unigram_ppl(ids), corpus.read_units(request.data, request.subset)
 
     def measure(key: TextKey) -> TextResult:
         start = time.monotonic()
@@ -59,6 +60,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
             seconds=round(time.monotonic() - start, 3),
             engine=request.engine,
             peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
+            unigram_ppl=unigram,
         )
 
     return measure

@@ -110,8 +110,9 @@ class Buckets:
 class TextResult(TextKey, Result):
     """A perplexity per token over every token of a split, in blocks of ``length`` tokens.
 
-    ``loss_base2`` in bits per token, ``seconds`` of the measurement, ``peak_mb`` in MiB. What was not measured, or not
-    yet when the result was written, is ``None``.
+    ``loss_base2`` in bits per token, ``seconds`` of the measurement, ``peak_mb`` in MiB. ``unigram_ppl``: the least
+    that one fixed distribution over the symbols can have on the split, 2 ** entropy of their frequencies. What was not
+    measured, or not yet when the result was written, is ``None``.
     """
 
     of = TextKey
@@ -124,6 +125,7 @@ class TextResult(TextKey, Result):
     engine: str | None = None
     peak_mb: float | None = None
     positions_loss: Buckets | None = None
+    unigram_ppl: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
 from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
-from fairseq_rpe.core.table import Cell, Row, Table, csv_text, number, words
+from fairseq_rpe.core.table import Cell, Row, Table, csv_text, spread, words
 from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.reports.findings import Perplexities, asked
 from fairseq_rpe.reports.page import Block, Text
@@ -15,6 +15,7 @@ from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 NONE = "none"
 DELTA = 0.05
+NO_VERDICT = "no verdict: this model does not use its context yet"
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
 
@@ -42,14 +43,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Judged:
-    """A method, what was predicted of it, and how its perplexity changed."""
+    """A method, what was predicted of it, and how its perplexity changed.
+
+    ``seeds``: the same of each seed, by its own training length. ``why``: why it does not use its context yet, if so.
+    """
 
     name: str
     prediction: Prediction
     found: Deviation
+    seeds: Sequence[Deviation] = ()
+    why: str = ""
 
     def answers(self, limit: float) -> list[str]:
         """Whether it extrapolates: as the definition says, and one-sided."""
+        if self.why:
+            return ["no verdict"] * 2
         return ["yes" if self.found.extrapolates(limit, side) else "no" for side in (False, True)]
 
 
@@ -83,7 +91,9 @@ def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Ju
     for name in found.encodings:
         values = found.means(name)
         if name in predictions and found.trained_at in values and max(values) > found.trained_at:
-            judged.append(Judged(name, predictions[name], deviation(values, found.trained_at)))
+            own = [deviation(one, found.trained_at) for one in found.seeds(name)]
+            why = "; ".join(dict.fromkeys(found.contextless(name)))
+            judged.append(Judged(name, predictions[name], deviation(values, found.trained_at), own, why))
     return judged
 
 
@@ -96,8 +106,13 @@ def blocks(judged: Sequence[Judged], trained_at: int, limit: float) -> list[Bloc
         f"every length n > {trained_at}; one-sided, improvements are free. Its theorems: it does if Σ exp(bias) "
         "converges."
     )
+    found: list[Block] = [Text(text, _PAPER, _URL), deviations(judged, limit)]
+    found += [Text(f"{one.name}, {NO_VERDICT}: {one.why}.") for one in judged if one.why]
+    judged = [one for one in judged if not one.why]
+    if not judged:
+        return found
     both, one_sided = (observed(judged, limit, side) for side in (False, True))
-    found: list[Block] = [Text(text, _PAPER, _URL), deviations(judged, limit), both, Text(where(judged, False))]
+    found += [both, Text(where(judged, False))]
     if one_sided.rows == both.rows:
         return [*found, Text(f"One-sided, the table is the same. {where(judged, True)}")]
     return [*found, one_sided, Text(where(judged, True))]
@@ -108,9 +123,15 @@ def deviations(judged: Sequence[Judged], limit: float) -> Table:
     head = ["encoding", "Σ exp(bias) as trained", "largest", "worst rise", "at the end", "extrapolates", "one-sided"]
     rows = []
     for one in judged:
-        numbers = [number(one.found.largest, ".3f"), number(one.found.worst, ".3f"), number(one.found.end, "+.3f")]
+        numbers = [
+            spread(getattr(one.found, part), form, [getattr(seed, part) for seed in one.seeds])
+            for part, form in (("largest", ".3f"), ("worst", ".3f"), ("end", "+.3f"))
+        ]
         rows.append(Row(one.name, [words(one.prediction), *numbers, *map(Cell, one.answers(limit))]))
-    return Table("Relative deviation from the perplexity at the training length, and what the series says.", head, rows)
+    caption = "Relative deviation from the perplexity at the training length, and what the series says."
+    if any(len(one.seeds) > 1 for one in judged):
+        caption += " Of the mean over seeds; in brackets, from the least seed to the largest."
+    return Table(caption, head, rows)
 
 
 def observed(judged: Sequence[Judged], limit: float, one_sided: bool) -> Table:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
+from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, context_gain
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
 from fairseq_rpe.evaluation import results
@@ -48,6 +49,14 @@ class Perplexities:
         """By length, the perplexity of each seed."""
         return _by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
 
+    def seeds(self, encoding: str) -> list[dict[int, float]]:
+        """The perplexity by length of each seed that was evaluated at the training length and beyond it."""
+        own: dict[int, dict[int, float]] = {}
+        for row in self.rows:
+            if row.method == encoding:
+                own.setdefault(row.seed, {})[row.result.length] = row.result.ppl
+        return [one for one in own.values() if self.trained_at in one and max(one) > self.trained_at]
+
     def ratios(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed over that of the same run at the training length."""
         own = [row for row in self.rows if row.method == encoding]
@@ -61,6 +70,11 @@ class Perplexities:
         """At the longest length of all, the mean over seeds."""
         at = self.lengths[-1]
         return _mean(row.ratio for row in self.rows if (row.method, row.result.length) == (encoding, at))
+
+    def contextless(self, encoding: str) -> list[str]:
+        """Why the model of a seed cannot be said to use its context yet, by its result at the training length."""
+        own = (row.result for row in self.rows if row.method == encoding and row.result.length == self.trained_at)
+        return [why for one in own if (why := _contextless(one))]
 
     def csv(self) -> str:
         found = ((row, row.result) for row in self.rows)
@@ -120,6 +134,16 @@ def _by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
     for length, value in found:
         values.setdefault(length, []).append(value)
     return dict(sorted(values.items()))
+
+
+def _contextless(one: TextResult) -> str:
+    if one.unigram_ppl is not None and one.ppl >= one.unigram_ppl:
+        return f"perplexity {one.ppl:.1f}, where symbol frequencies alone have {one.unigram_ppl:.1f}"
+    seen = one.positions_loss
+    gain = context_gain(seen.upto, seen.loss_base2, seen.tokens) if seen else None
+    if gain is not None and gain < GAIN:
+        return f"at the end of a block its loss is {100 * gain:.1f} % below that of the first {EARLY + 1} tokens"
+    return ""
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

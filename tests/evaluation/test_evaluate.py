@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -135,10 +136,13 @@ def test_adaptive_softmax(task):
 
 
 def test_row_and_buckets(state, corpus, tmp_path, capsys):
-    total = corpus_files.count_tokens(corpus, "test")
+    ids, _ = corpus_files.read_split(corpus, "test")
+    total, counts = len(ids), Counter(ids.tolist())
+    unigram = math.prod((total / n) ** (n / total) for n in counts.values())
     for row in rows_of(capsys, checkpoint_with(state, tmp_path), corpus, "1,2,37,901"):
         keys = ["encoding", "checkpoint", "data", "subset", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
-        assert list(row) == [*keys, "seconds", "engine", "peak_mb", "positions_loss"]
+        assert list(row) == [*keys, "seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl"]
+        assert row["unigram_ppl"] == pytest.approx(unigram, rel=1e-9)
         assert row["tokens"] == total and 50 < row["peak_mb"] < 50_000
         found, length = row["positions_loss"], row["length"]
         starts = [0, *(last + 1 for last in found["upto"][:-1])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+import numpy as np
 import pytest
 import torch
 from conftest import p_of_heads, save_checkpoint
@@ -12,7 +13,8 @@ from conftest import p_of_heads, save_checkpoint
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
 from fairseq_rpe.analysis.extrapolation import agreeing
 from fairseq_rpe.core import UserError
-from fairseq_rpe.evaluation.results import TextResult
+from fairseq_rpe.data.folder import unigram_ppl
+from fairseq_rpe.evaluation.results import Buckets, TextResult
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import NONE, Prediction
 from fairseq_rpe.reports.findings import Finding, Perplexities
@@ -175,3 +177,50 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
 def test_methods_without_the_training_length_or_without_more_are_left_out():
     assert definition.judge(found({"flat": {128: 1.0, 256: 1.0}}), SAID) == []
     assert definition.judge(found({"flat": {64: 1.0}}), SAID) == []
+
+
+def under(ppl, unigram=None, loss=None):
+    """Two lengths of one model, with what its evaluation recorded at the training length."""
+    seen = loss and Buckets((0, 1, 3, 7, 63), loss, (9, 9, 18, 36, 504))
+    given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
+    rows = [TextResult(length=64, ppl=ppl, unigram_ppl=unigram, positions_loss=seen, **given)]
+    return [*rows, TextResult(length=128, ppl=ppl, **given)]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (under(1600.0, 812.0), "perplexity 1600.0, where symbol frequencies alone have 812.0"),
+        (under(600.0, 812.0, (9.0, 9.0, 9.0, 8.99, 8.95)), "its loss is 0.6 % below that of the first 4 tokens"),
+        (under(600.0, 812.0, (9.0, 9.0, 9.0, 9.0, 9.1)), "its loss is -1.1 % below"),
+        (under(600.0, 812.0, (9.0, 8.8, 8.7, 8.6, 8.5)), ""),
+        (under(600.0), ""),
+    ],
+)
+def test_no_verdict_on_a_model_that_does_not_use_its_context(model, why):
+    rows = [Finding("young", 1, one) for one in model] + [Finding("young", 2, one) for one in under(500.0, 812.0)]
+    [one] = definition.judge(Perplexities(rows, 64), {"young": Prediction(CONVERGES, 4, 4)})
+    assert one.answers(0.05) == (["no verdict"] * 2 if why else ["yes", "yes"])
+    text = markdown(definition.blocks([one], 64, 0.05))
+    assert (definition.NO_VERDICT in text) is bool(why) and why in text
+    assert ("Predicted (rows)" in text or "| converges" in text) is not bool(why)
+    [line] = csv.DictReader(io.StringIO(definition.csv([one], 0.05)))
+    assert line["extrapolates"] == ("no verdict" if why else "yes")
+
+
+def test_deviations_show_the_spread_of_seeds():
+    given = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
+    rows = [Finding("a", seed, TextResult(length=n, ppl=p, **given)) for seed, n, p in
+            [(1, 64, 10.0), (1, 128, 11.0), (2, 64, 10.0), (2, 128, 9.0)]]  # fmt: skip
+    judged = definition.judge(Perplexities(rows, 64), {"a": Prediction(CONVERGES, 4, 4)})
+    shown = cells(definition.deviations(judged, 0.05))["a"]
+    assert shown[1:4] == ["0.000 (0.100 to 0.100)", "0.000 (0.000 to 0.100)", "+0.000 (-0.100 to +0.100)"]
+
+
+def test_the_unigrams_perplexity_is_that_of_the_best_fixed_distribution():
+    ids = np.array([4, 4, 5, 6], np.uint16)  # entropy 1.5 bits
+    assert unigram_ppl(ids) == pytest.approx(2**1.5)
+    for other in ([0.5, 0.3, 0.2], [0.4, 0.3, 0.3]):
+        ppl = np.exp(-np.log([other[i - 4] for i in ids]).mean())
+        assert ppl > unigram_ppl(ids)
+    assert unigram_ppl(np.full(7, 9)) == pytest.approx(1.0)

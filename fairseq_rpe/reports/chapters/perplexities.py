@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fairseq_rpe.core.table import Cell, Row, Table, least, number, words
+from fairseq_rpe.core.table import Cell, Row, Table, least, number, spread, words
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.chapters import literature
 from fairseq_rpe.reports.chapters.training import Run, here
@@ -58,6 +58,9 @@ def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
         if values:
             best = min(values, key=values.__getitem__)
             lead.append(f"Lowest perplexity at {n} tokens: {best}, {values[best]:.2f}.")
+    unused = [name for name in encodings if found.contextless(name)]
+    if unused:
+        lead.append(f"Not trained for long enough to use the context, so no verdict: {', '.join(unused)}.")
     ratios = [ratio for name in encodings if (ratio := found.ratio(name)) is not None]
     if ratios and last > first:
         held = sum(ratio <= 1 for ratio in ratios)
@@ -75,7 +78,7 @@ def _table(state: State, found: Perplexities) -> Table:
     for name, row in means.items():
         spans = {n: f"{min(v):.2f}–{max(v):.2f}" for n, v in found.of(name).items() if len(v) > 1}
         cells = [number(row.get(n), ".2f", best[n], spans.get(n, "")) for n in found.lengths]
-        cells.append(number(found.ratio(name), ".3f", smallest))
+        cells.append(spread(found.ratio(name), ".3f", found.ratios(name).get(last, []), smallest))
         spec = state.method(name).rpe
         rows.append(Row(name, cells, spec if spec != name else ""))
     ratio = f"{last} / {found.trained_at}"
