@@ -16,7 +16,8 @@ o - a = δ·(b - a), and both means lie between the least and the largest value 
 the last maximum over all distances between the two blocks, whether the table is monotone or not. With L_i the
 log-sum-exp of the nearest keys, computed exactly, block J holds at most |J|·exp(bound - L_i) of the weights, since what
 they are divided by is at least exp(L_i). From the far end on, blocks are left out as long as the sum of these stays at
-or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides.
+or below ``eps``. ``SLACK`` covers the rounding of float32 on both sides: of products of q and k, and of the sum of one
+with a bias, which is the coarser the larger the bias.
 """
 
 import math
@@ -30,7 +31,8 @@ from .blocks import ToeplitzBias, flash
 from .plan import Plan
 
 BLOCK = 256  # queries, and keys, that are decided about together
-SLACK, SLACK_OF_SCORE = 1e-3, 1e-5  # nats, and a part of the largest score that the norms allow
+# nats; a part of the largest score that the norms allow; and of the largest bias
+SLACK, SLACK_OF_SCORE, SLACK_OF_BIAS = 1e-3, 1e-5, 1e-6
 
 
 def check_eps(eps: float) -> None:
@@ -61,7 +63,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
         (B, H, n, D): within eps·(max v - min v) of the exact output in every component, but for rounding.
     """
     n = q.shape[2]
-    bias = ToeplitzBias(n, q, table)
+    bias = ToeplitzBias(n, q, level(table))
     offset, norm, radius = norms(q, k)
     tail, holes = tail_bounds(bias.vector[:, :n].flip(1)), bias.holes
     out = torch.empty_like(q)
@@ -77,7 +79,9 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
                 one, far = (slice(b, b + 1), slice(h, h + 1)), slice(int(first[b, h]), near)
                 seen = (*one, far)
                 more, more_lse = _partial(qb[one], k[seen], v[seen], added[:, one[1], :, far], holes)
-                found[one] = torch.lerp(found[one], more, (more_lse - lse[one]).sigmoid()[..., None])
+                # a query that sees no key, near or far, has -inf twice and an output of 0
+                share = (more_lse - lse[one]).sigmoid().masked_fill(more_lse == float("-inf"), 0.0)
+                found[one] = torch.lerp(found[one], more, share[..., None])
         out[:, :, rows] = found.flip(2)
     return out
 
@@ -101,10 +105,20 @@ def norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.linalg.vecdot(q, mean) * scale + slack, norm, radius  # a product of matrices might be in TF32
 
 
+def level(table: Tensor) -> Tensor:
+    """(H, n) less its largest element by head, which softmax does not see: sums with scores then keep their digits."""
+    top = table.amax(1, keepdim=True)
+    return table - top.masked_fill(top == float("-inf"), 0.0)
+
+
 def tail_bounds(table: Tensor) -> Tensor:
-    """(H, n) -> (H, N): ln BLOCK + the largest bias between two blocks that are 0, 1, … blocks apart."""
+    """(H, n) -> (H, N): ln BLOCK + the largest bias between two blocks 0, 1, … apart, with slack for rounding."""
     blocks = math.ceil(table.shape[1] / BLOCK)
-    padded = F.pad(table, (BLOCK - 1, (blocks + 1) * BLOCK - table.shape[1]), value=float("-inf"))
+    padded = F.pad(
+        table + SLACK_OF_BIAS * table.abs().nan_to_num(posinf=0.0),
+        (BLOCK - 1, (blocks + 1) * BLOCK - table.shape[1]),
+        value=float("-inf"),
+    )
     return F.max_pool1d(padded, 2 * BLOCK - 1, BLOCK)[:, :blocks] + math.log(BLOCK)
 
 

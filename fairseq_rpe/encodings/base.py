@@ -142,7 +142,7 @@ class DistanceBias(Encoding):
         return ()
 
     def form(self, pos: Positions) -> Form:
-        if pos.step is None and type(self).bias is DistanceBias.bias:
+        if pos.step is None and type(self).of_head is not DistanceBias.of_head:
             return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
         if pos.step is None:
             return Pair(self._pairwise)

@@ -39,6 +39,10 @@ class Sandwich(DistanceBias):
     def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
         return (self.heads / (8 * torch.arange(1, self.heads + 1, device=like.device, dtype=like.dtype)),)
 
+    def bias(self, d: Tensor) -> Tensor:
+        # in float32 the angle of a distance near 10,000 is off by 1e-3
+        return super().bias(d.double()).to(d.dtype)
+
     def of_head(self, d: Tensor, scale: Tensor) -> Tensor:
         first = 0 if self.config.form == "paper" else 1
         total = torch.zeros_like(d)

@@ -102,6 +102,27 @@ def test_huge_norms_prune_nothing():
         assert pairs_kept(*inputs(size)[:2], table, 0.5) == 1.0
 
 
+def test_a_query_that_sees_no_key_gives_0():
+    """-inf at every distance that a query has: near and far parts are both empty, and 0 is what the reference says."""
+    q, k, v = inputs()
+    table = tables(N)["alibi"].clone()
+    table[0, : N - 5] = -math.inf
+    exact = reference(q, k, v, Plan(POS, Toeplitz(table)))
+    found = sdpa(q, k, v, Plan(POS, Toeplitz(table), prune=1e-3))
+    assert (exact[:, 0, : N - 5] == 0).all()
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["alibi", "flat", "waves"])
+def test_a_constant_in_the_bias_changes_nothing(name):
+    """Sums with 2 ** 27 are rounded to multiples of 8 in float32, near and far could not be weighed by them."""
+    table, eps = (tables(N)[name] * 64).round() * 16, 1e-3
+    q, k, v = inputs(3.0)
+    exact = reference(q, k, v, Plan(POS, Toeplitz(table)))
+    found = sdpa(q, k, v, Plan(POS, Toeplitz(table + 2.0**27), prune=eps))
+    assert ((found - exact).abs() <= eps * (v.amax(2, keepdim=True) - v.amin(2, keepdim=True)) + ROUNDING * 10).all()
+
+
 def test_not_a_number_propagates():
     q, k, v = inputs()
     q[0, 0, 5], k[1, 2, 700] = math.nan, math.inf

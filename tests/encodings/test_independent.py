@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from types import ModuleType
 
 import pytest
@@ -14,11 +14,16 @@ from fairseq_rpe.encodings.t5 import bucket
 
 
 def library(name: str) -> ModuleType:
-    """The module, or skip; a package whose own compiled parts do not load is as good as absent."""
+    """The module, or skip where the package is not installed; one that is and does not load is a failure."""
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if package == "transformers":
+        importlib.import_module("fairseq_rpe.adapters.present")  # for its way with torchaudio
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        pytest.skip(f"{name}: {error}")
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.fail(f"{package} is installed and {name} does not load ({error}): repair it or remove it")
 
 
 @pytest.mark.parametrize("heads", [8, 12, 16, 6])

@@ -18,7 +18,7 @@ from ...core.scores import columns
 from ..blocks import LOG2E
 from ..curve import pieces_of
 from ..plan import Plan, by_distance, evenly_spaced
-from ..prune import BLOCK, left_out, norms, tail_bounds
+from ..prune import BLOCK, left_out, level, norms, tail_bounds
 from .bias_gradient import bias_gradients
 from .tiles import CURVE, DISTANCE, NONE, POSITIONS, TABLE_MARGIN
 from .tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
@@ -45,6 +45,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
     The kernel runs twice: over the nearest keys, whose log-sum-exp the bound needs, and over all that are kept.
     """
     q, k, v = _arranged(q, k, v)
+    table = level(table)
     batch, heads, n, _ = q.shape
     blocks = triton.cdiv(n, BLOCK)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
