@@ -1,7 +1,7 @@
 """The results that belong to a sweep's settings, in the order in which they were asked for, and their means."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
@@ -178,10 +178,16 @@ def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
     record = run.checkpoints.record()
     if record is None:
         return []
-    return [
+    drawn = results.draws_of(method.positions_eval)
+    found = [
         result
         for result in results.read(kind, run.results)
         if result.checkpoint == record.finished.checkpoint
         and result.positions == method.positions_eval
+        and result.draws in (None, drawn)
         and not any(getattr(result, key, None) for key in ("rpe", "compute_dtype", "attention_prune"))
     ]
+    # an older version drew random positions once for all blocks, and its results stand until there are others
+    return list(
+        {replace(result.key, draws=None): result for result in sorted(found, key=lambda one: one.draws or 0)}.values()
+    )

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
@@ -128,15 +129,15 @@ def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | Non
         common += ["--rpe-module", str(cell.request.rpe_module)]
     if method.positions_eval:
         common += ["--positions", method.positions_eval]
+    of: dict[str, Any] = {"positions": method.positions_eval, "draws": results.draws_of(method.positions_eval)}
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
     if task:
         command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
-        key = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, positions=method.positions_eval, length=1)
-        return Evaluation(command, tuple(replace(key, length=n) for n in lengths))
+        answers = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, **of, length=1)
+        return Evaluation(command, tuple(replace(answers, length=n) for n in lengths))
     command = [*PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
     command += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    digest, transform = data_digest or "", method.positions_eval
-    text = TextKey(checkpoint="", data=digest, subset=sweep.subset, positions=transform, length=1)
+    text = TextKey(checkpoint="", data=data_digest or "", subset=sweep.subset, **of, length=1)
     return Evaluation(command, tuple(replace(text, length=n) for n in lengths))
 
 

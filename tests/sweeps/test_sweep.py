@@ -22,6 +22,7 @@ from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import kept
+from fairseq_rpe.reports.findings import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps import carry, cells, local
@@ -243,6 +244,20 @@ def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
     assert (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
     (tmp_path / "ppl.pdf").unlink()
     assert kept.text(folder) is None
+
+
+def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
+    write_results(tmp_path, {"rope": {64: 50.0}})
+    moved = "randomized:max=200"
+    state = files.read_json(tmp_path / "sweep.json")
+    files.write_json(tmp_path / "sweep.json", {**state, "methods": {"rope": {"rpe": "rope", "positions_eval": moved}}})
+    row = {"checkpoint": "c", "subset": "test", "positions": moved, "loss_base2": 1.0, "tokens": 99}
+    results = tmp_path / "runs" / slug("rope", 1) / "eval.jsonl"
+    for more in ({"length": 64, "draws": 1, "ppl": 8.0}, {"length": 64, "ppl": 9.0}, {"length": 128, "ppl": 7.0}):
+        files.append_json_line(results, {**row, **more})
+    files.append_json_line(results, {**row, "length": 64, "draws": 5, "ppl": 6.0})
+    folder = SweepFolder(tmp_path)
+    assert [(one.result.length, one.result.ppl) for one in collect(folder, folder.state()).rows] == [(64, 8), (128, 7)]
 
 
 def test_names_of_runs_never_collide():
