@@ -3,6 +3,7 @@
 A sweep that is finished asks this, and says so in a second. Of a transform of the user's own it knows nothing.
 """
 
+from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import parse
 
@@ -34,3 +35,11 @@ def longest_row(spec: str | None, train_length: int) -> int | None:
         return usual if given.get(key, "none").lower() == "none" else int(given[key])
     except (UserError, ValueError):
         return None
+
+
+def most_items(spec: str | None, algorithm: Algorithm, split: str) -> int | None:
+    """The most items of an example of ``split`` for which ``spec`` has positions; None: it has them for all."""
+    limit = longest_row(spec, algorithm.tokens(algorithm.longest("train")))
+    if limit is None or algorithm.tokens(algorithm.longest(split)) <= limit:
+        return None
+    return max((n for n in range(1, algorithm.longest(split)) if algorithm.tokens(n) <= limit), default=0)

@@ -1,13 +1,14 @@
 """The results that belong to a sweep's settings, in the order in which they were asked for, and their means."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.evaluation.reach import most_items
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
@@ -72,11 +73,15 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class ExactAnswers:
-    """What a sweep over algorithmic tasks found; of each task the most items in training and in evaluation."""
+    """What a sweep over algorithmic tasks found; of each task the most items in training and in evaluation.
+
+    ``ends``: by task and method, the most items for which its positions reach, where that is less than ``longest``.
+    """
 
     rows: Sequence[Finding[AnswerResult]]
     trained: Mapping[str, int]
     longest: Mapping[str, int]
+    ends: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[str]:
@@ -94,7 +99,7 @@ class ExactAnswers:
     def means(self, task: str, method: str) -> dict[str, float | None]:
         """In per cent over the trained numbers of items, those beyond, and all; every number and seed weighs alike."""
         found, trained, longest = self.of(task, method), self.trained[task], self.longest[task]
-        parts = {"trained": (2, trained), "beyond": (trained + 1, longest), "all": (2, longest)}
+        parts = {"trained": (1, trained), "beyond": (trained + 1, longest), "all": (1, longest)}
         return {
             part: _mean(v for n in range(first, last + 1) for v in found.get(n, ()))
             for part, (first, last) in parts.items()
@@ -103,7 +108,8 @@ class ExactAnswers:
     def ranges(self) -> str:
         """In words, how many items each task has in training and in evaluation."""
         return "; ".join(
-            f"{task}: 2 … {self.trained[task]} items in training, up to {self.longest[task]} here"
+            f"{task}: {build(task).config.least} … {self.trained[task]} items in training, "
+            f"up to {self.longest[task]} here"
             for task in self.tasks
         )
 
@@ -170,7 +176,10 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
         rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: one.length)]
     built = {task: build(task) for task in state.algorithms}
     longest = {part: {task: one.longest(part) for task, one in built.items()} for part in ("train", split)}
-    return ExactAnswers(rows, longest["train"], longest[split])
+    methods = map(state.method, state.encodings)
+    reached = {(task, m.name): most_items(m.positions_eval, built[task], split) for m in methods for task in built}
+    ends = {of: most for of, most in reached.items() if most is not None}
+    return ExactAnswers(rows, longest["train"], longest[split], ends)
 
 
 def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:

@@ -1,6 +1,7 @@
 """A sweep over algorithmic tasks: exact answers by number of items."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.core.table import Cell, Row, Table, number, stacked
@@ -44,6 +45,9 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
 def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
     """The mean exact answers in per cent: within the training range, beyond it, over all; published."""
     caption = f"{task}: exact match in %, mean over the numbers of items and seeds."
+    ends = {name: found.ends[task, name] for name in found.methods(task) if (task, name) in found.ends}
+    if ends:
+        caption += " (to N): its positions end at N items; the mean goes no further and is not compared."
     head = ["method", "trained", "beyond", "all"]
     lines = {name: list(found.means(task, name).values()) for name in found.methods(task)}
     if known:
@@ -51,8 +55,17 @@ def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
         caption += " Published: not comparable; compare only the order of the methods."
         for name, values in lines.items():
             values.append(known.values.get(name, {}).get(parse(task)[0]))
-    best = [max((v for v in column if v is not None), default=None) for column in zip(*lines.values(), strict=True)]
+    # the mean over fewer, shorter examples is another number
+    compared = [
+        [own[place] for name, own in lines.items() if own[place] is not None and not (name in ends and place in (1, 2))]
+        for place in range(len(head) - 1)
+    ]
+    best = [max(column, default=None) for column in compared]
     rows = [Row(name, [number(v, ".1f", b) for v, b in zip(own, best, strict=True)]) for name, own in lines.items()]
+    for row in rows:
+        if row.name in ends:
+            marked = [replace(cell, text=f"{cell.text} (to {ends[row.name]})", best=False) for cell in row.cells[1:3]]
+            row.cells[1:3] = [new if new.value is not None else Cell("") for new in marked]
     return Table(caption, head, rows, starred="largest")
 
 
@@ -64,7 +77,8 @@ def _lead(state: State, found: ExactAnswers) -> list[str]:
         f"examples of the {state.settings.subset} split answered by greedy decoding for each; {found.ranges()}."
     ]
     for task in found.tasks:
-        beyond = {n: v for n in found.methods(task) if (v := found.means(task, n)["beyond"]) is not None}
+        whole = [name for name in found.methods(task) if (task, name) not in found.ends]
+        beyond = {n: v for n in whole if (v := found.means(task, n)["beyond"]) is not None}
         if beyond:
             best = max(beyond, key=beyond.__getitem__)
             lines.append(f"Most exact answers to {task} beyond the training range: {best}, {beyond[best]:.1f} %.")
