@@ -77,7 +77,7 @@ PAPERS = {
     "fire-lm-shared": {**FIRE, "rpe_share": "model"},
     "warping-lm": WARPING,
     "warping-lm-alpha": WARPING,
-    "warping-copy": {  # its Figure 3: two layers; the rest is that of its Table A
+    "warping-copy": {  # its Figure 3: two layers; for as long as its Table A
         "arch": "tiny",
         "algorithm": "copy:items=10,times=2,least=1",
         "batch": 64,
