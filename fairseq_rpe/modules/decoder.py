@@ -93,10 +93,10 @@ class RPEDecoder(TransformerDecoderBase):
         positions, padding = counted(prev_output_tokens.eq(self.padding_idx), tokens.shape[1], self.reads_length)
         moves = self.moves.active(self.training)
         if moves is not None:
-            real = prev_output_tokens.ne(self.padding_idx).cpu()
+            lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
             drawn = moves.random and not self.training
-            rows = [ids[own] for ids, own in zip(prev_output_tokens.cpu(), real, strict=True)] if drawn else []
-            positions = self.moves(positions, real.sum(1), self.training, incremental_state is not None, rows)
+            rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if drawn else []
+            positions = self.moves(positions, lengths, self.training, incremental_state is not None, rows)
 
         x = self.embed_scale * self.embed_tokens(tokens.contiguous())
         for change in (self.quant_noise, self.project_in_dim):

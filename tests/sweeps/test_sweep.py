@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import kept
+from fairseq_rpe.reports.definition import _predicted
 from fairseq_rpe.reports.findings import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
@@ -294,6 +296,9 @@ def test_the_report_says_where_positions_end(tmp_path):
         files.append_json_line(results, {**row, "draws": 1, "length": length, "ppl": 41.0})
     write(SweepFolder(tmp_path))
     assert "| alibi      | 41.00 | 41.00 | ends at 128 |" in (tmp_path / "results.md").read_text()
+    state = SweepFolder(tmp_path).state()
+    for length, why in ((256, "positions are moved, and end at 128"), (128, "positions are moved")):
+        assert str(_predicted(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
     assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
 
 

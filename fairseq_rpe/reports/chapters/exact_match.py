@@ -1,5 +1,6 @@
 """A sweep over algorithmic tasks: exact answers by number of items."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -55,25 +56,33 @@ def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
         caption += " Published: not comparable; compare only the order of the methods."
         for name, values in lines.items():
             values.append(known.values.get(name, {}).get(parse(task)[0]))
-    # the mean over fewer, shorter examples is another number
-    compared = [
-        [own[place] for name, own in lines.items() if own[place] is not None and not (name in ends and place in (1, 2))]
+    # a mean over fewer items is another number
+    partly = {(name, place) for name in ends for place in (1, 2) if lines[name][place] is not None}
+    best = [
+        max(
+            (own[place] for name, own in lines.items() if (name, place) not in partly and own[place] is not None),
+            default=None,
+        )
         for place in range(len(head) - 1)
     ]
-    best = [max(column, default=None) for column in compared]
-    rows = [Row(name, [number(v, ".1f", b) for v, b in zip(own, best, strict=True)]) for name, own in lines.items()]
-    for row in rows:
-        if row.name in ends:
-            marked = [replace(cell, text=f"{cell.text} (to {ends[row.name]})", best=False) for cell in row.cells[1:3]]
-            row.cells[1:3] = [new if new.value is not None else Cell("") for new in marked]
+
+    def cell(name: str, place: int) -> Cell:
+        if (name, place) in partly:
+            made = number(lines[name][place], ".1f")
+            return replace(made, text=f"{made.text} (to {ends[name]})")
+        return number(lines[name][place], ".1f", best[place])
+
+    rows = [Row(name, [cell(name, place) for place in range(len(best))]) for name in lines]
     return Table(caption, head, rows, starred="largest")
 
 
 def _lead(state: State, found: ExactAnswers) -> list[str]:
-    methods, first = found.methods(), found.rows[0]
-    own = [row.result.examples for row in found.rows if (row.method, row.seed) == (first.method, first.seed)]
+    methods, answered = found.methods(), Counter[tuple[str, int]]()
+    for row in found.rows:
+        answered[row.method, row.seed] += row.result.examples
     lines = [
-        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(state.algorithms)}, {sum(own):,} generated "
+        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(state.algorithms)}, "
+        f"{'up to ' * bool(found.ends)}{max(answered.values()):,} generated "
         f"examples of the {state.settings.subset} split answered by greedy decoding for each; {found.ranges()}."
     ]
     for task in found.tasks:
