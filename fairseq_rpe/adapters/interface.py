@@ -47,6 +47,7 @@ class Adapter(nn.Module):
     """
 
     undo: tuple[Any, ...]  # what the model had before; see ``use_encoding``
+    ids: Tensor | None = None  # (B, n) of the pass at hand, where it was given ids
 
     def __init__(
         self, encodings: list[Encoding], spec: str, moves: Moves, positions: str | None, backend: Backend
@@ -95,8 +96,16 @@ class Tokens:
         else:
             real = self.m if self.padding is None else (~self.padding).sum(1).cpu()
             lengths = torch.as_tensor(real).expand(self.rows)
-            self.positions = adapter.moves(count, lengths, training, self.n < self.m)
+            self.positions = adapter.moves(count, lengths, training, self.n < self.m, self._rows(adapter.ids))
         return self.positions
+
+    def _rows(self, ids: Tensor | None) -> list[Tensor]:
+        """The ids of each row's real tokens; none where they are not known."""
+        if ids is None or ids.shape != (self.rows, self.m):
+            return []
+        if self.padding is None:
+            return list(ids.cpu())
+        return [own[real] for own, real in zip(ids.cpu(), ~self.padding.cpu(), strict=True)]
 
     def _check(self, given: Tensor, plain: Tensor) -> None:
         """Positions from 0, counted with padding or without; those of padding itself have no meaning."""
@@ -218,7 +227,9 @@ class NoRotation(nn.Module):
 
 
 def before_model(base: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuse what a caller asks of a forward pass and this attention does not give."""
+    """Refuse what a caller asks of a forward pass and this attention does not give; keep its ids, for random draws."""
+    ids = args[0] if args else given.get("input_ids")
+    getattr(base, NAME).ids = ids.detach() if isinstance(ids, Tensor) else None
     asked = given.get("output_attentions")
     if asked or (asked is None and base.config.output_attentions):
         raise UserError("attention weights are never built, so output_attentions has nothing to give: leave it out")

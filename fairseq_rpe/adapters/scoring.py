@@ -20,7 +20,7 @@ from ..core import UserError
 from ..core.progress import Progress
 from ..data import folder as corpus
 from ..data.encoders import EOS
-from ..evaluation.results import BATCH_TOKENS, TextKey, TextResult, resumed
+from ..evaluation.results import BATCH_TOKENS, TextKey, TextResult, draws_of, resumed
 from ..evaluation.tally import check_scored, peak_mb, result_of, with_units
 from ..modules.cross_entropy import target_losses
 
@@ -76,7 +76,7 @@ def evaluate(
     adapter = getattr(model.base_model, NAME, None)
     encoding, positions = _named(model, adapter)
     of = {"checkpoint": _digest(model, encoding), "data": digest, "subset": subset, "positions": positions}
-    keys = [TextKey(**of, length=length) for length in lengths]
+    keys = [TextKey(**of, draws=draws_of(positions), length=length) for length in lengths]
 
     unigram = corpus.unigram_ppl(text.numpy())
 

@@ -59,7 +59,8 @@ def use_encoding(
             config's rope_parameters, or its max_position_embeddings.
         share: one encoding for the ``model``, one per ``layer``, or ``auto``: what the encoding's paper does.
         positions, positions_train: position transforms in evaluation and in training, as ``--positions-eval`` and
-            ``--positions-train``; ``seed``: of random ones, in training a new draw for every forward pass.
+            ``--positions-train``; ``seed``: of random ones, in training a new draw for every forward pass, in
+            evaluation one for each row of ids, which follows from them.
         backend: as in ``attend``.
 
     Returns:

@@ -24,10 +24,15 @@ class Sizes:
 
     items: int = option(20, "M: training lengths are Uniform(2, M) items", minimum=2, maximum=10_000)
     times: int = option(5, "test lengths are Uniform(2, times·M) items", minimum=1, maximum=100)
+    least: int = option(2, "the fewest items, in training and test, in place of that 2", minimum=1, maximum=10_000)
     train: int = option(100_000, "training examples", minimum=1, maximum=_MOST)
     valid: int = option(2_000, "validation examples, lengths as in training", minimum=1, maximum=_MOST)
     test: int = option(10_000, "test examples", minimum=1, maximum=_MOST)
     seed: int = option(1, "of the examples; another seed is another data set", minimum=0, maximum=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        if self.least > self.items:
+            raise UserError(f"least={self.least} is more than items={self.items}, the most in training: lower least")
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Algorithm:
         if split not in SPLITS:
             raise UserError(f"split '{split}' does not exist: an algorithmic task has {', '.join(SPLITS)}")
         random = np.random.default_rng([self.config.seed, SPLITS.index(split)])
-        for n in random.integers(2, self.longest(split) + 1, size=getattr(self.config, split)):
+        for n in random.integers(self.config.least, self.longest(split) + 1, size=getattr(self.config, split)):
             yield self._example(split, int(n), random)
 
     def lengths(self, split: str) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..positions import SKEWS as WARPS
 from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_differences, warped
 
 # (training length, c) -> skew -> what the paper prints for tests of 2 and of 4 times that length
@@ -22,6 +23,9 @@ _TAIL = 48  # tokens in the close-up of the last ones
 _SHOWN = 256  # tokens of a tail: more waves than these would be a blot
 _POINTS = 4096
 Curve = tuple[Tensor, Tensor]  # x and y
+# tokens of the texts of figures 2 and A
+_SHORT, _LONG = 500, 1000
+_PLAIN, _SQUEEZED = 100, (200, 500)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,45 @@ def attention(setting: Setting) -> Attention:
     widths = sorted({64, 128, None, setting.width}, key=lambda width: width or math.inf)
     rope = {width: Setting(width=width, base=setting.base).raw(n).exp() for width in widths}
     return Attention(n, rope, {head: alibi_raw(n, head).exp() for head in (1, 3, 5, 8)})
+
+
+class Length(NamedTuple):
+    """exp(raw attention) of a text's last token over the distance in ``tokens`` 0 … length: a panel of Figure 2.
+
+    ``alibi``: by head; ``squeezed``: of RoPE with the positions of the shorter text, by interpolation, where it is
+    longer.
+    """
+
+    tokens: Tensor
+    rope: Tensor
+    alibi: Mapping[int, Tensor]
+    squeezed: Tensor | None
+
+
+def two_lengths(setting: Setting) -> list[Length]:
+    """Figure 2: 500 tokens and 1000."""
+    found = []
+    for length in (_SHORT, _LONG):
+        n = torch.arange(length + 1, dtype=torch.float64)
+        squeezed = setting.raw(n * (_SHORT / length)).exp() if length > _SHORT else None
+        alibi = {head: alibi_raw(n, head).exp() for head in (1, 4, 8)}
+        found.append(Length(n, setting.raw(n).exp(), alibi, squeezed))
+    return found
+
+
+def squeezed(setting: Setting) -> Mapping[int, Curve]:
+    """Figure A: exp(raw attention) of RoPE over the distance in tokens, 100 as they are, 200 and 500 interpolated."""
+    found = {}
+    for length in (_PLAIN, *_SQUEEZED):
+        n = torch.arange(length + 1, dtype=torch.float64)
+        found[length] = n, setting.raw(n * (_PLAIN / length)).exp()
+    return found
+
+
+def skew(name: str) -> Curve:
+    """f of tail warping (Eq. 8) on [0, 1], as in Figures 4 (``beta``) and B (``sqrt``)."""
+    x = torch.linspace(0, 1, 501, dtype=torch.float64)
+    return x, WARPS[name](x)
 
 
 class Falling(NamedTuple):

@@ -29,6 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="leave out far keys that provably hold less than EPS of a query's attention (default: exact)",
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks per batch (default: no limit)")
+    about = "average the losses over K independent draws of random positions for each block (1)"
+    parser.add_argument("--draws", type=positive_int, metavar="K", help=about)
     parser.add_argument(
         "--engine",
         choices=("fast", "fairseq"),

@@ -14,8 +14,8 @@ LONGEST, WIDEST, BASES = 65_536, 4096, (1.01, 1e12)
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Draws raw attention, attention sensitivity, warps and total differences of "
-        '"Improving Length Generalization via Position Index Warping", and prints its Table 2 computed again.'
+        'Draws Figures 2, 4, A and B of "Improving Length Generalization via Position Index Warping", further '
+        "views of its sensitivity, warps and total differences, and prints its Table 2 computed again."
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/sensitivity"), metavar="DIR", help="default: %(default)s"
@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=512,
         metavar="N",
-        help="tokens, in figures 2, 4 and A (512); the table and figure B have the paper's 20 and 500",
+        help="tokens, in sensitivity-*, warped-positions (512); all else has the paper's lengths",
     )
     parser.add_argument(
         "--width", type=positive_int, metavar="N", help="width of RoPE's heads, an even number (default: a wide head)"

@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     with lock(folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"):
         state = carry.state(sweep, made)
         left = {cell: work for cell in made if (work := cell.work_left())}
+        for line in carry.left_out(made):
+            print(line, file=sys.stderr)
         if left:
             from fairseq_rpe.sweeps import methods
 

@@ -1,7 +1,6 @@
 """Exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
 
 import functools
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.evaluation.loading import load
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerRequest, AnswerResult
+from fairseq_rpe.modules.moves import generator_of
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.defaults import defaults_for
@@ -68,23 +68,32 @@ def measuring(
     task.load_dataset(request.split)
     data = task.dataset(request.split)
 
-    def place(length: int) -> str:
-        """Settle the positions of a whole row of ``length`` items before its first token is read, and name them."""
+    def place(length: int, prompts: Tensor | None = None) -> str:
+        """Settle the positions of whole rows of ``length`` items before their first token is read, and name them.
+
+        ``prompts`` (B, P): random positions are drawn for each; without, they are only checked.
+        """
         whole, trained = algorithm.tokens(length), task.train_tokens
         sizes = (algorithm.longest("train"), length) if request.unit == "items" else (trained, whole)
         spec = interpolated(given, *sizes)
-        seed = hashlib.blake2b(f"{given}|{length}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
-        moves.evaluation = positions.freeze(positions.build(spec, trained), whole, generator)
+        transform = positions.build(spec, trained)
+        if prompts is None or not transform.random:
+            moves.evaluation = positions.freeze(transform, whole, generator_of(given, length))
+        else:
+            own = [generator_of(given, length, prompt) for prompt in prompts.tolist()]
+            moves.evaluation = positions.freeze_rows(transform, [whole] * len(own), own)
         return spec
 
     def measure(key: AnswerKey) -> AnswerResult:
         start = time.monotonic()
         transform = place(key.length)
+        drawn = positions.build(transform, task.train_tokens).random
         rows = torch.from_numpy(data.items == key.length).nonzero().flatten()
         right = 0
         for part in rows.split(request.batch_size):
             prompts, answers = data.prompts(part.tolist())
+            if drawn:
+                place(key.length, prompts)
             written = greedy(model, prompts.to(device), answers.shape[1], functools.partial(bar.update, len(part)))
             right += int(torch.eq(written.cpu(), answers).all(1).sum())
         counts = {"examples": len(rows), "right": right, "accuracy": right / len(rows)}

@@ -70,6 +70,12 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
     """The engine ``fast``: one loaded model, fairseq's own batches, a loss without the logits."""
     check_plain(checkpoint, otherwise=", or use --engine fairseq")
     model, task = load(request.checkpoint, request, request.data, request.log)
+    moves, draws = model.decoder.moves, request.draws or 1
+    if request.draws and not moves.evaluation.random:
+        raise UserError(
+            f"--draws {request.draws}: positions are not random in this evaluation: leave it out, or name random ones "
+            "with --positions, e.g. randomized"
+        )
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
     pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.subset)
@@ -77,10 +83,14 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
     def measure(key: TextKey, batch_tokens: int) -> TextResult:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        with Progress(f"length {key.length}", "tokens", total) as bar:
-            found = batches(request, task, key.length, batch_tokens)
-            nats, count = by_position(model, found, key.length, pad, bar.update)
-        return result_of(key, nats, count)
+        sums = torch.zeros(key.length, dtype=torch.float64)
+        count = torch.zeros(key.length, dtype=torch.int64)
+        with Progress(f"length {key.length}", "tokens", draws * total) as bar:
+            for moves.draw in range(draws):
+                found = batches(request, task, key.length, batch_tokens)
+                nats, count = by_position(model, found, key.length, pad, bar.update)
+                sums += nats
+        return result_of(key, sums / draws, count)
 
     return measure
 
@@ -88,7 +98,7 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
 def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets (B, n) of all blocks, padded at the end of rows.
 
-    They are what fairseq-eval-lm makes of the same flags: random positions depend on which blocks share a batch.
+    They are what fairseq-eval-lm makes of the same flags.
     """
     dictionary = task.source_dictionary
     lines = data_utils.load_indexed_dataset(str(request.data / request.subset), dictionary)
@@ -149,6 +159,8 @@ def _fairseq_engine(request: TextRequest) -> Engine:
         raise UserError("--attention-prune goes with --engine fast: fairseq-eval-lm cannot prune")
     if request.attention_backend is not None:
         raise UserError("--attention-backend goes with --engine fast: fairseq-eval-lm takes the checkpoint's")
+    if request.draws is not None:
+        raise UserError("--draws goes with --engine fast: fairseq-eval-lm draws random positions once for each block")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
     same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
     same += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]

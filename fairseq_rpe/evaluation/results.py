@@ -10,6 +10,7 @@ from fairseq_rpe.core import checkpoint_file, files, records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import Count, Natural, Positive, Share, Unbounded, filled
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.reach import is_random
 
 # Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
 BATCH_TOKENS = 2048
@@ -51,7 +52,10 @@ Found = TypeVar("Found", bound=Result)
 
 @dataclass(frozen=True, kw_only=True)
 class TextKey:
-    """What a perplexity is of; ``checkpoint`` and ``data`` are digests. Not the engine, which must not matter."""
+    """What a perplexity is of; ``checkpoint`` and ``data`` are digests. Not the engine, which must not matter.
+
+    ``draws``: of random ``positions`` for each block, whose losses are averaged.
+    """
 
     checkpoint: str
     data: str = ""
@@ -60,6 +64,7 @@ class TextKey:
     positions: str | None = None
     compute_dtype: str | None = None
     attention_prune: float | None = None
+    draws: Count | None = None
     length: Count
 
 
@@ -68,6 +73,7 @@ class TextRequest(Overrides):
     """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
 
     ``max_tokens`` and ``batch_size`` bound a batch, in tokens and in blocks; ``log`` is named where something fails.
+    ``draws``: of random positions for each block; None: one.
     """
 
     checkpoint: Path
@@ -76,6 +82,7 @@ class TextRequest(Overrides):
     subset: str = "test"
     engine: Literal["fast", "fairseq"] = "fast"
     attention_prune: float | None = None
+    draws: int | None = None
     max_tokens: int | None = None
     batch_size: int | None = None
     log: Path | None = None
@@ -94,7 +101,8 @@ class TextRequest(Overrides):
                 "prepare the corpus again"
             )
         of = {"checkpoint": files.file_digest(self.checkpoint), "data": corpus.digest(self.data)}
-        return [filled(TextKey, self, **of, length=length) for length in self.lengths]
+        draws = self.draws or draws_of(self.positions)
+        return [filled(TextKey, self, **of, draws=draws, length=length) for length in self.lengths]
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,10 @@ class TextResult(TextKey, Result):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerKey:
-    """What a share of exact answers is of; ``unit``: of interpolation's ratio, items or tokens."""
+    """What a share of exact answers is of; ``unit``: of interpolation's ratio, items or tokens.
+
+    ``draws``: of random ``positions`` for each example.
+    """
 
     checkpoint: str
     algorithm: str
@@ -138,6 +149,7 @@ class AnswerKey:
     rpe: str | None = None
     positions: str | None = None
     unit: str = "items"
+    draws: Count | None = None
     length: Count
 
 
@@ -158,7 +170,8 @@ class AnswerRequest(Overrides):
 
     def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
         """A measurement for each number of items."""
-        of = {"checkpoint": files.file_digest(self.checkpoint), "algorithm": algorithm.spec}
+        of: dict[str, Any] = {"checkpoint": files.file_digest(self.checkpoint), "algorithm": algorithm.spec}
+        of["draws"] = draws_of(self.positions)
         return [filled(AnswerKey, self, **of, length=n) for n in self.lengths or algorithm.lengths(self.split)]
 
 
@@ -172,6 +185,11 @@ class AnswerResult(AnswerKey, Result):
     accuracy: Share
     transform: str
     seconds: float | None = None
+
+
+def draws_of(positions: str | None) -> int | None:
+    """Draws for each block or example where nobody asks for more: one of random positions, none of others."""
+    return 1 if is_random(positions) else None
 
 
 def read(kind: type[Found], path: Path) -> list[Found]:

@@ -127,7 +127,7 @@ def _measuring(
     model, task = load(subject.path, request, request.data)
     if model.decoder.moves.evaluation.random:
         raise UserError(
-            f"{subject.label}: random positions are drawn anew for every batch, so windows cannot be compared: name "
+            f"{subject.label}: random positions are drawn anew for every window, so windows cannot be compared: name "
             "another --positions"
         )
     for key in missing:

@@ -60,7 +60,8 @@ def exact_match(curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, 
     names = list(dict.fromkeys(label for of_task in curves.values() for label in of_task))
     shown = looks(names)
     for (task, of_task), axes in zip(curves.items(), made, strict=False):
-        axes.axvspan(2, trained[task], color="0.9", label="training range")
+        fewest = min(n for points in of_task.values() for n in points)
+        axes.axvspan(min(2, fewest), trained[task], color="0.9", label="training range")
         for label, points in of_task.items():
             # markers of lines that lie on each other stand beside each other
             every = max(1, len(points) // 10)

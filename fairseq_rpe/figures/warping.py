@@ -4,7 +4,7 @@ Source of the quantities: "Improving Length Generalization via Position Index Wa
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from ..analysis import index_warping
-from ..analysis.index_warping import TIMES, Attention, Differences, Falling, Setting, Tail
+from ..analysis.index_warping import TIMES, Attention, Curve, Differences, Falling, Length, Setting, Tail
 from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, legend_below, looks, panels, titled
 
 _MARKED = 24  # fewer points than this are shown one by one
@@ -22,13 +22,66 @@ _SKEWS = {"none": ("identity", PALETTE[6]), "sqrt": ("tail, sqrt", PALETTE[0]), 
 _TESTS = {1: PALETTE[6], 2: PALETTE[2], 4: PALETTE[3]}
 
 
+def two_lengths(setting: Setting, found: Sequence[Length]) -> Figure:
+    """The paper's Figure 2: exp(raw attention) against distance in texts of 500 tokens and of 1000."""
+    figure, row = panels(1, len(found), (PAGE, 3.6), sharey=True)
+    own = looks(["rope", "alibi"])
+    for axes, one in zip(row, found, strict=True):
+        _lower_bound(axes, one.tokens, named=axes is row[0])
+        _plot(axes, one.tokens, one.rope, "RoPE", own["rope"].colour)
+        for (head, y), style in zip(one.alibi.items(), DASHES, strict=False):
+            _plot(axes, one.tokens, y, f"ALiBi, head {head} of 8", own["alibi"].colour, linestyle=style)
+        length = len(one.tokens) - 1
+        if one.squeezed is not None:
+            name = f"RoPE, {length} tokens interpolated to {len(found[0].tokens) - 1}"
+            _plot(axes, one.tokens, one.squeezed, name, PALETTE[2], linestyle=DASHES[1])
+        axes.margins(x=0)
+        axes.set(ylim=(-0.06, 2.8), xlabel="distance (tokens)")
+        titled(axes, f"{length} tokens")
+    row[0].set_ylabel("exp(raw attention)")
+    legend_below(figure, row[-1], 3)
+    return figure
+
+
+def squeezed(setting: Setting, found: Mapping[int, Curve]) -> Figure:
+    """The paper's Figure A: 100 tokens against position interpolation of 200 and of 500."""
+    figure, (axes,) = panels(1, 1, (COLUMN, 3.8))
+    shortest = min(found)
+    for (length, curve), colour in zip(found.items(), _TESTS.values(), strict=True):
+        name = f"{length} tokens" if length == shortest else f"{length} tokens, interpolated to {shortest}"
+        _plot(axes, *curve, name, colour)
+    axes.margins(x=0)
+    axes.set(xlabel="distance (tokens)", ylabel="exp(raw attention)")
+    titled(axes, "RoPE under position interpolation")
+    legend_below(figure, axes, 1)
+    return figure
+
+
+def skew(name: str, title: str, turn: float | None = None) -> Callable[[Setting, Curve], Figure]:
+    """The paper's Figures 4 and B: f of tail warping beside the identity; ``turn``: where it stops being convex."""
+
+    def draw(setting: Setting, found: Curve) -> Figure:
+        figure, (axes,) = panels(1, 1, (COLUMN, 5.0))
+        x, y = found
+        _plot(axes, x, x, "no warp", _SKEWS["none"][1], linestyle=DASHES[1])
+        _plot(axes, x, y, title, _SKEWS[name][1], linewidth=2.0)
+        if turn is not None:
+            at = int((x - turn).abs().argmin())
+            look = {"color": _SKEWS[name][1], "marker": "o", "markersize": 6, "linestyle": "none"}
+            axes.plot(x[at : at + 1], y[at : at + 1], **look, label=f"convex up to {turn:g}, concave from there")
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="index over length, $j/l$", ylabel="$f(j/l)$")
+        axes.set_box_aspect(1)
+        titled(axes, "The skew of tail warping")
+        legend_below(figure, axes, 1)
+        return figure
+
+    return draw
+
+
 def attention(setting: Setting, found: Attention) -> Figure:
     """exp(raw attention) against distance in tokens, with the level e^-1 that RoPE cannot fall below."""
     figure, (axes,) = panels(1, 1, (COLUMN, 4.0))
-    axes.axhline(math.exp(-1), color="0.35", linestyle=(0, (1, 1.5)), linewidth=1.2)
-    place = (found.distances.max().item() / 1.2, math.exp(-1) - 0.03)
-    look = {"fontsize": TICK, "color": "0.25", "horizontalalignment": "right", "verticalalignment": "top"}
-    axes.text(*place, "$e^{-1}$, RoPE's lower bound", **look)
+    _lower_bound(axes, found.distances)
     own = looks(["rope", "alibi"])
     for (width, y), thick in zip(found.rope.items(), (0.5, 0.9, 2.2), strict=False):
         name = "RoPE, wide head" if width is None else f"RoPE, head width {width}"
@@ -112,14 +165,30 @@ def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
     return figure
 
 
-# file -> what is computed of a setting, and how it is drawn
-FIGURES = {
-    "fig1": (index_warping.attention, attention),
-    "fig2": (index_warping.falling, falling),
-    "fig4": (index_warping.tails, tails),
-    "figA": (index_warping.warps, warps),
-    "figB": (index_warping.differences, differences),
+def _of_skew(name: str) -> Callable[[Setting], Curve]:
+    return lambda setting: index_warping.skew(name)
+
+
+# file -> what is computed of a setting, and how it is drawn; first the paper's figures, by their numbers
+FIGURES: dict[str, tuple[Callable[[Setting], Any], Callable[[Setting, Any], Figure]]] = {
+    "figure-2-raw-attention": (index_warping.two_lengths, two_lengths),
+    "figure-4-beta-cdf": (_of_skew("beta"), skew("beta", "CDF of Beta(2, 5)", 0.2)),
+    "figure-A-interpolation": (index_warping.squeezed, squeezed),
+    "figure-B-square-root": (_of_skew("sqrt"), skew("sqrt", "square root")),
+    "attention-over-distance": (index_warping.attention, attention),
+    "sensitivity-over-position": (index_warping.falling, falling),
+    "sensitivity-at-the-end": (index_warping.tails, tails),
+    "warped-positions": (index_warping.warps, warps),
+    "total-difference": (index_warping.differences, differences),
 }
+
+
+def _lower_bound(axes: Axes, distances: Tensor, named: bool = True) -> None:
+    axes.axhline(math.exp(-1), color="0.35", linestyle=(0, (1, 1.5)), linewidth=1.2)
+    place = (distances.max().item() / 1.2, math.exp(-1) - 0.03)
+    look = {"fontsize": TICK, "color": "0.25", "horizontalalignment": "right", "verticalalignment": "top"}
+    if named:
+        axes.text(*place, "$e^{-1}$, RoPE's lower bound", **look)
 
 
 def _test(setting: Setting, times: int) -> str:

@@ -91,9 +91,12 @@ class RPEDecoder(TransformerDecoderBase):
     def _features(self, prev_output_tokens: Tensor, incremental_state: Cache) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
         positions, padding = counted(prev_output_tokens.eq(self.padding_idx), tokens.shape[1], self.reads_length)
-        if self.moves.active(self.training) is not None:
+        moves = self.moves.active(self.training)
+        if moves is not None:
             lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
-            positions = self.moves(positions, lengths, self.training, incremental_state is not None)
+            drawn = moves.random and not self.training
+            rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if drawn else []
+            positions = self.moves(positions, lengths, self.training, incremental_state is not None, rows)
 
         x = self.embed_scale * self.embed_tokens(tokens.contiguous())
         for change in (self.quant_noise, self.project_in_dim):

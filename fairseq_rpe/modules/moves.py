@@ -1,12 +1,13 @@
 """The two position slots of a model: which transform moves its tokens in training and in evaluation."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..core import Positions, UserError
-from ..positions import Transform, build, names
+from ..positions import Transform, build, freeze_rows, names
 from ..positions.shift import Identity
 
 
@@ -15,11 +16,14 @@ class Moves:
 
     Random transforms draw from a generator of their own, seeded from (seed, update, batch within the update, rank):
     data order and dropout do not change, a resumed run draws what the uninterrupted one drew, and every data-parallel
-    rank draws its own. In evaluation the seed is constant, so a checkpoint's perplexity is repeatable.
+    rank draws its own. In evaluation each row has a draw of its own, seeded from (seed, ``draw``, the row's tokens): a
+    checkpoint's perplexity is repeatable and no matter of batches, and another ``draw`` is an independent one.
 
     ``train`` and ``evaluation`` are specs; an empty one for evaluation: what the transform of training names, mostly
     ``identity``. ``train_length`` is in tokens.
     """
+
+    draw = 0
 
     def __init__(self, train: str, evaluation: str, train_length: int | None, seed: int, rank: int) -> None:
         self.train = build(train, train_length)
@@ -37,8 +41,13 @@ class Moves:
         transform = self.train if training else self.evaluation
         return None if isinstance(transform, Identity) else transform
 
-    def __call__(self, plain: Positions, lengths: Tensor, training: bool, decoding: bool) -> Positions:
+    def __call__(
+        self, plain: Positions, lengths: Tensor, training: bool, decoding: bool, rows: Sequence[Tensor] = ()
+    ) -> Positions:
         """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
+
+        ``rows``: the ids of each row's real tokens, by which random positions are drawn in evaluation. Without them
+        all rows share one draw.
 
         Raises UserError: random positions while decoding with a cache, which would move the tokens already in it.
         """
@@ -50,12 +59,21 @@ class Moves:
                 "random positions would move at every step of decoding: name another --positions-eval "
                 f"(of {', '.join(names())})"
             )
-        generator = torch.Generator().manual_seed(self._seed(training)) if transform.random else None
+        generator = None
+        if transform.random and rows and not training:
+            own = [generator_of(self.seed, "evaluation", self.draw, ids.tolist()) for ids in rows]
+            transform = freeze_rows(transform, lengths.tolist(), own)
+        elif transform.random:
+            generator = generator_of(
+                *((self.seed, self.update, self.batch, self.rank) if training else (self.seed, "evaluation"))
+            )
         self.batch += training
         moved = transform(plain.k, lengths, generator)
         first = plain.k.shape[1] - plain.q.shape[1]
         return Positions(moved.k[:, first:], moved.k, moved.step, moved.contiguous and plain.contiguous)
 
-    def _seed(self, training: bool) -> int:
-        what = (self.seed, self.update, self.batch, self.rank) if training else (self.seed, "evaluation")
-        return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+
+def generator_of(*what: object) -> torch.Generator:
+    """A generator on the CPU whose seed follows from ``what``, by what it looks like in print."""
+    seed = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+    return torch.Generator().manual_seed(seed)

@@ -5,10 +5,22 @@ Two slots use these, one for training and one for evaluation; every encoding tha
 
 from ..core import UserError, option
 from . import cape, interpolate, pose, randomized, shift, warp  # noqa: F401  (registers)
-from .base import Moved, Transform, freeze, register, registry
+from .base import Moved, Transform, freeze, freeze_rows, register, registry
 from .warp import SKEWS
 
-__all__ = ["SKEWS", "Moved", "Transform", "build", "describe", "freeze", "names", "normalise", "option", "register"]
+__all__ = [
+    "SKEWS",
+    "Moved",
+    "Transform",
+    "build",
+    "describe",
+    "freeze",
+    "freeze_rows",
+    "names",
+    "normalise",
+    "option",
+    "register",
+]
 
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 

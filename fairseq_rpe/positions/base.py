@@ -4,6 +4,7 @@ Transforms know no encoding and no attention backend. One call serves a whole fo
 same positions. Random ones draw from the CPU generator that they are given and from nothing else.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +35,8 @@ class Moved:
 class Transform:
     """Base class of all position transforms. Fill ``move``; check options against each other in ``setup``.
 
-    ``config`` is an instance of ``Config``; ``train_length`` the training length in tokens, where known.
+    ``config`` is an instance of ``Config``; ``train_length`` the training length in tokens, where known; ``longest``,
+    settled by ``setup``, the tokens of the longest row that has positions, None for no limit.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
     ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
@@ -49,6 +51,7 @@ class Transform:
     random: ClassVar[bool] = False
     fractional: bool = False
     evaluation: str = "identity"
+    longest: int | None = None
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
         self.config, self.train_length = config, train_length
@@ -76,18 +79,20 @@ register = registry.register
 
 
 class Fixed(Transform):
-    """Looks positions up in a table; not registered, made by :func:`freeze`."""
+    """Looks positions up in a table, one for all rows or one for each; not registered, made by :func:`freeze`."""
 
     def __init__(self, moved: Moved, fractional: bool) -> None:
         self.moved, self.fractional = moved, fractional
         super().__init__(self.Config())
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        table = self.moved.k[0].to(index)
-        if int(lengths.max()) > len(table):
-            raise UserError(f"a row of {int(lengths.max())} tokens is longer than the {len(table)} frozen positions")
-        at = index.clamp(0, len(table) - 1).long()
-        return Moved(table[at], self.moved.step, self.moved.contiguous)
+        table = self.moved.k.to(index)
+        if int(lengths.max()) > table.shape[1]:
+            raise UserError(
+                f"a row of {int(lengths.max())} tokens is longer than the {table.shape[1]} frozen positions"
+            )
+        at, rows = index.clamp(0, table.shape[1] - 1).long(), max(len(index), len(table))
+        return Moved(table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.moved.step, self.moved.contiguous)
 
 
 def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
@@ -97,8 +102,27 @@ def freeze(transform: Transform, length: int, generator: torch.Generator | None 
     positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
     pass over the finished row.
     """
+    return Fixed(_finished(transform, length, generator), transform.fractional)
+
+
+def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequence[torch.Generator]) -> Transform:
+    """The same for rows of ``lengths`` tokens, each with a draw of its own from its own generator.
+
+    A row's positions depend on its length and generator alone, not on the rows beside it or on padding.
+    """
+    found = [_finished(transform, n, one) for n, one in zip(lengths, generators, strict=True)]
+    table = torch.zeros(len(found), max(lengths), dtype=torch.float64)
+    for row, one in zip(table, found, strict=True):
+        row[: one.k.shape[1]] = one.k[0]
+    steps = {one.step for one in found}
+    step = steps.pop() if len(steps) == 1 else None
+    even = step is not None and all(one.contiguous for one in found)
+    return Fixed(Moved(table, step, even), transform.fractional)
+
+
+def _finished(transform: Transform, length: int, generator: torch.Generator | None) -> Moved:
     index = torch.arange(length, dtype=torch.float64)[None]
-    return Fixed(transform(index, torch.tensor([length]), generator), transform.fractional)
+    return transform(index, torch.tensor([length]), generator)
 
 
 def clamped(index: Tensor, lengths: Tensor) -> Tensor:

@@ -28,6 +28,9 @@ class Pose(Transform):
     paper = "Zhu et al. 2023 (arXiv 2309.10400)"
     random = True
 
+    def setup(self) -> None:
+        self.longest = self.config.target
+
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         check_longest(lengths, self.config.target, "pose", "target")
         sizes = lengths.cpu().clamp_min(1)

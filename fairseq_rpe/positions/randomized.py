@@ -16,7 +16,8 @@ class Randomized(Transform):
     The authors' code draws once for a forward pass and shares the draw by the batch, and it draws at evaluation too:
     give this transform in both slots for that; given for training alone, evaluation has the plain positions. With
     ``per=batch`` a row shorter than the longest takes the first positions of the shared draw (in the authors' code all
-    rows of a batch are equally long); ``per=row`` gives each row a subset of its own length.
+    rows of a batch are equally long); ``per=row`` gives each row a subset of its own length. Both are about training:
+    in evaluation every row has a draw of its own, which follows from its tokens, whatever batch it is in.
 
     Differs from that code for biases of the distance: there the T-1 distances are drawn and all queries share them;
     here positions are drawn, whatever the encoding, and distances are their differences.
@@ -31,14 +32,16 @@ class Randomized(Transform):
             maximum=EXACT,
         )
         times: int | None = option(None, "in place of max: a number of training lengths", minimum=1, maximum=EXACT)
-        per: str = option("batch", "one draw for all rows of a pass, or one for each row", choices=("batch", "row"))
+        per: str = option(
+            "batch", "in training: one draw for all rows of a pass, or one for each row", choices=("batch", "row")
+        )
 
     formula = "p = sort(subset of {0 … max-1} without replacement)"
     paper = "Ruoss et al. 2023 (arXiv 2305.16843)"
     random = True
 
     def setup(self) -> None:
-        self.max: int = self.config.max or 2048
+        self.max = self.longest = self.config.max or 2048
         self.counted: tuple[str, int | None] = ("max", None)
         if self.config.times is None:
             return
@@ -46,7 +49,8 @@ class Randomized(Transform):
             raise UserError("'randomized' takes max=NUMBER or times=NUMBER, not both: leave one out")
         if self.train_length is None:
             raise UserError("'randomized:times=NUMBER' needs a training length, unknown here: give max=NUMBER")
-        self.max, self.counted = self.config.times * self.train_length, ("times", self.train_length)
+        self.max = self.longest = self.config.times * self.train_length
+        self.counted = ("times", self.train_length)
         if self.max > EXACT:
             raise UserError(f"'randomized:times={self.config.times}' is more than {EXACT} positions: lower times")
 

@@ -76,6 +76,9 @@ class RandomPadding(Transform):
     paper = "Tao, Feng, Zhao 2023 (arXiv 2305.04859)"
     random = True
 
+    def setup(self) -> None:
+        self.longest = self.config.max
+
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         check_longest(lengths, self.config.max, "random_padding", "max")
         return Moved(index + below(self.config.max - lengths + 1, generator).to(index)[:, None], 1.0, True)

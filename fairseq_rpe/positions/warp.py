@@ -85,7 +85,7 @@ class Warp(Transform):
         if self.config.length == "train":
             if self.train_length is None:
                 raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
-            self.whole = self.train_length
+            self.whole = self.longest = self.train_length
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         if self.whole is not None and int(lengths.max()) > self.whole:

@@ -8,6 +8,7 @@ from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, ver
 from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, spread, words
 from fairseq_rpe.encodings import Encoding, names
+from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.reports.findings import Perplexities, asked
 from fairseq_rpe.reports.page import Block, Text
 from fairseq_rpe.runs import checkpoints
@@ -67,12 +68,14 @@ def predict(folder: SweepFolder, state: State) -> dict[str, Prediction]:
     for _, method, _, run in asked(folder, state):
         if run.checkpoints.last.is_file():
             paths.setdefault(method.name, []).append(run.checkpoints.last)
-    return {name: _predicted(state.method(name), own) for name, own in paths.items()}
+    return {name: _predicted(state, state.method(name), own) for name, own in paths.items()}
 
 
-def _predicted(method: Method, paths: Sequence[Path]) -> Prediction:
+def _predicted(state: State, method: Method, paths: Sequence[Path]) -> Prediction:
     if not method.leaves_positions:
-        return Prediction(NONE, why="positions are moved")
+        end = longest_row(method.positions_eval, state.settings.tokens or 0)
+        ends = f", and end at {end}" if end and end < max(state.lengths, default=0) else ""
+        return Prediction(NONE, why=f"positions are moved{ends}")
     if method.rpe.partition(":")[0] not in names():
         return Prediction(NONE, why="not loaded: give --rpe-module")
     return of_encodings([encoding for path in paths for encoding in checkpoints.load(path).learned()])

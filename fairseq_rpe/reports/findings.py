@@ -1,7 +1,7 @@
 """The results that belong to a sweep's settings, in the order in which they were asked for, and their means."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
@@ -9,6 +9,7 @@ from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, context_gain
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.evaluation.reach import most_items
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
@@ -86,11 +87,15 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class ExactAnswers:
-    """What a sweep over algorithmic tasks found; of each task the most items in training and in evaluation."""
+    """What a sweep over algorithmic tasks found; of each task the most items in training and in evaluation.
+
+    ``ends``: by task and method, the most items for which its positions reach, where that is less than ``longest``.
+    """
 
     rows: Sequence[Finding[AnswerResult]]
     trained: Mapping[str, int]
     longest: Mapping[str, int]
+    ends: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[str]:
@@ -108,7 +113,7 @@ class ExactAnswers:
     def means(self, task: str, method: str) -> dict[str, float | None]:
         """In per cent over the trained numbers of items, those beyond, and all; every number and seed weighs alike."""
         found, trained, longest = self.of(task, method), self.trained[task], self.longest[task]
-        parts = {"trained": (2, trained), "beyond": (trained + 1, longest), "all": (2, longest)}
+        parts = {"trained": (1, trained), "beyond": (trained + 1, longest), "all": (1, longest)}
         return {
             part: _mean(v for n in range(first, last + 1) for v in found.get(n, ()))
             for part, (first, last) in parts.items()
@@ -117,7 +122,8 @@ class ExactAnswers:
     def ranges(self) -> str:
         """In words, how many items each task has in training and in evaluation."""
         return "; ".join(
-            f"{task}: 2 … {self.trained[task]} items in training, up to {self.longest[task]} here"
+            f"{task}: {build(task).config.least} … {self.trained[task]} items in training, "
+            f"up to {self.longest[task]} here"
             for task in self.tasks
         )
 
@@ -194,7 +200,10 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
         rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: one.length)]
     built = {task: build(task) for task in state.algorithms}
     longest = {part: {task: one.longest(part) for task, one in built.items()} for part in ("train", split)}
-    return ExactAnswers(rows, longest["train"], longest[split])
+    methods = map(state.method, state.encodings)
+    reached = {(task, m.name): most_items(m.positions_eval, built[task], split) for m in methods for task in built}
+    ends = {of: most for of, most in reached.items() if most is not None}
+    return ExactAnswers(rows, longest["train"], longest[split], ends)
 
 
 def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
@@ -202,10 +211,16 @@ def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
     record = run.checkpoints.record()
     if record is None:
         return []
-    return [
+    drawn = results.draws_of(method.positions_eval)
+    found = [
         result
         for result in results.read(kind, run.results)
         if result.checkpoint == record.finished.checkpoint
         and result.positions == method.positions_eval
+        and result.draws in (None, drawn)
         and not any(getattr(result, key, None) for key in ("rpe", "compute_dtype", "attention_prune"))
     ]
+    # an older version drew random positions once for all blocks, and its results stand until there are others
+    return list(
+        {replace(result.key, draws=None): result for result in sorted(found, key=lambda one: one.draws or 0)}.values()
+    )

@@ -60,8 +60,14 @@ def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
         lines.append(shlex.join(cell.train_command))
         if base.world > 1:
             lines.append(f"# starts: {cell.torchrun(on_slurm is not None, gpus)}")
-        lines += [shlex.join(evaluation.command) for evaluation in cell.evaluations]
+        for evaluation in cell.evaluations:
+            lines += [f"# {evaluation.left_out}"] * bool(evaluation.left_out) + [shlex.join(evaluation.command)]
     return lines
+
+
+def left_out(cells: Sequence[Cell]) -> list[str]:
+    """A line for each method that cannot be evaluated at every length, whatever the seed."""
+    return list(dict.fromkeys(e.left_out for cell in cells for e in cell.evaluations if e.left_out))
 
 
 def carry_out(sweep: Sweep, left: Mapping[Cell, list[Stage]], cells: list[Cell], on_slurm: Slurm) -> list[str]:

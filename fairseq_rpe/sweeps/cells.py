@@ -4,10 +4,12 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.evaluation.reach import longest_row, most_items
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult, TextKey, TextResult
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.run_folder import RunFolder
@@ -34,6 +36,7 @@ class Evaluation:
 
     command: list[str]
     keys: tuple[TextKey | AnswerKey, ...]
+    left_out: str = ""  # which lengths the method cannot be evaluated at, and why
 
 
 @dataclass(eq=False)
@@ -60,7 +63,7 @@ class Cell:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(key.length for key in self.evaluations[0].keys)
+        return tuple(sorted({key.length for evaluation in self.evaluations for key in evaluation.keys}))
 
     def work_left(self) -> list[Stage]:
         """The stages that the run still needs: none, some evaluations, or all."""
@@ -120,24 +123,40 @@ def _cell(
 
 def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | None) -> Evaluation:
     lengths = _lengths(sweep, cell)
+    limit = _limit(cell, method, sweep.subset)
+    beyond = [n for n in lengths if limit is not None and n > limit]
+    left_out, unit = "", "items" if cell.request.algorithm else "tokens"
+    if beyond:
+        left_out = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
+        left_out += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
+        lengths = [n for n in lengths if n not in beyond]
+    if not lengths:
+        raise UserError(f"{left_out}: give smaller --lengths, or leave the method out")
     common = ["--out", str(cell.folder.results), "--log", str(cell.folder.eval_log)]
     common += ["--device", "cpu" if cell.request.device == "cpu" else "auto"]
-    if sweep.lengths:
+    if sweep.lengths or beyond:
         common += ["--lengths", ",".join(map(str, lengths))]
     if cell.request.rpe_module:
         common += ["--rpe-module", str(cell.request.rpe_module)]
     if method.positions_eval:
         common += ["--positions", method.positions_eval]
+    of: dict[str, Any] = {"positions": method.positions_eval, "draws": results.draws_of(method.positions_eval)}
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
     if task:
         command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
-        key = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, positions=method.positions_eval, length=1)
-        return Evaluation(command, tuple(replace(key, length=n) for n in lengths))
+        answers = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, **of, length=1)
+        return Evaluation(command, tuple(replace(answers, length=n) for n in lengths), left_out)
     command = [*PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
     command += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    digest, transform = data_digest or "", method.positions_eval
-    text = TextKey(checkpoint="", data=digest, subset=sweep.subset, positions=transform, length=1)
-    return Evaluation(command, tuple(replace(text, length=n) for n in lengths))
+    text = TextKey(checkpoint="", data=data_digest or "", subset=sweep.subset, **of, length=1)
+    return Evaluation(command, tuple(replace(text, length=n) for n in lengths), left_out)
+
+
+def _limit(cell: Cell, method: Method, subset: str) -> int | None:
+    """Tokens, or items of a task, of the longest row that the method's positions reach; None: they reach any."""
+    if cell.request.algorithm:
+        return most_items(method.positions_eval, build(cell.request.algorithm), subset)
+    return longest_row(method.positions_eval, cell.plan.settings.tokens)
 
 
 def _lengths(sweep: Sweep, cell: Cell) -> list[int]:

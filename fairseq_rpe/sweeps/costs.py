@@ -25,8 +25,8 @@ def evaluations(cell: Cell) -> list[float]:
 
 def _answers(key: AnswerKey) -> float:
     task = build(key.algorithm)
-    # as many examples of each length from 2 on
-    lengths, size = task.longest(key.split) - 1, task.tokens(key.length)
+    # as many examples of each length
+    lengths, size = task.longest(key.split) - task.config.least + 1, task.tokens(key.length)
     return _reading(getattr(task.config, key.split) / lengths * size, size)
 
 

@@ -358,6 +358,17 @@ def test_positions_that_are_moved():
     assert not torch.equal(logits(random.train(), ids), logits(random, ids))
 
 
+def test_random_positions_of_evaluation_are_drawn_for_each_row():
+    ids, mask = text(tokens=40), torch.ones_like(text(tokens=40))
+    mask[1, :9] = 0
+    model = with_encoding(llama(), "rope", positions="randomized:max=200")
+    both = logits(model, ids, attention_mask=mask)
+    torch.testing.assert_close(both[0], logits(model, ids[:1])[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(both[1, 9:], logits(model, ids[1:, 9:])[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(model, ids.flip(0))[1], logits(model, ids)[0], rtol=0, atol=1e-4)
+    assert evaluate(model, ids[0], [40])[0].draws == 1
+
+
 # -- what use_encoding does to a model, and undoes
 
 

@@ -514,6 +514,16 @@ def test_padding_is_never_the_answer(tiny, half_trained, criterion):
     assert int(criterion(model, batch(tiny, "valid", range(60)))[2]["right_rows"]) == sum(right)
 
 
+def test_the_fewest_items():
+    """They are drawn from there on; where nobody asks, from 2, and the spec is what it always was."""
+    few = build("copy:items=6,least=4,train=200,test=300")
+    assert few.lengths("train") == [4, 5, 6] and few.lengths("test") == list(range(4, 31))
+    assert build("sort:items=4,least=1,train=200").lengths("train") == [1, 2, 3, 4]
+    assert build("copy:least=2").spec == "copy"
+    with pytest.raises(UserError, match="least=7 is more than items=6, the most in training: lower least"):
+        build("copy:items=6,least=7")
+
+
 # frozen positions
 
 FROZEN = ["interpolate:train=6", "randomized:max=80", "randomized:max=80,per=row", "warp:head=0,tail=1", "offset:by=4"]

@@ -24,7 +24,15 @@ from fairseq_rpe.core.records import filled
 from fairseq_rpe.figures.style import PALETTE
 from fairseq_rpe.figures.warping import FIGURES
 
-DRAWN = ["fig1", "fig2", "fig4", "figA", "figB"]
+PAPERS = ["figure-2-raw-attention", "figure-4-beta-cdf", "figure-A-interpolation", "figure-B-square-root"]
+ATTENTION, OVER, AT_END, WARPS, TOTAL = OURS = [
+    "attention-over-distance",
+    "sensitivity-over-position",
+    "sensitivity-at-the-end",
+    "warped-positions",
+    "total-difference",
+]
+DRAWN = [*PAPERS, *OURS]
 NAMES = sorted([*(f"{name}.{ending}" for name in DRAWN for ending in ("png", "pdf")), "sensitivity.csv"])
 
 
@@ -100,7 +108,7 @@ def test_files_table_and_what_is_said(drawn):
     assert "500 beta 0.029 0.031 0.013 0.013".split() in [line.replace("|", " ").split() for line in table]
     assert "gives no head width" in shown
     assert shown.count("both skews lower the sum: yes; beta best at 4x: yes") == 2
-    assert f"{drawn / 'sensitivity.csv'}" in shown and f"{drawn / 'figB.png'}" in shown
+    assert f"{drawn / 'sensitivity.csv'}" in shown and f"{drawn / 'total-difference.png'}" in shown
 
 
 def test_the_same_numbers_give_the_same_bytes(drawn):
@@ -140,8 +148,56 @@ def test_a_trend_that_fails_is_said(tmp_path, capsys):
     assert "RoPE, base 10, heads 4 wide, differences of exp(raw attention)" in shown
 
 
-def test_figure_1_rope_stays_above_and_alibi_vanishes(plain):
-    figure = draw("fig1", plain)
+# the paper's figures
+
+
+def test_figure_2_is_attention_in_500_and_in_1000_tokens(plain):
+    figure = draw("figure-2-raw-attention", plain)
+    assert [axes.get_title() for axes in figure.axes] == ["500 tokens", "1000 tokens"]
+    short, long = map(named, curves(figure))
+    for length, lines in ((500, short), (1000, long)):
+        n = torch.arange(length + 1)
+        assert all(list(x) == n.tolist() for x, _ in lines.values())
+        assert np.allclose(lines["RoPE"][1], rope_raw(n).exp()) and lines["RoPE"][1].min() > math.exp(-1)
+        for head in (1, 4, 8):
+            assert np.allclose(lines[f"ALiBi, head {head} of 8"][1], np.exp(1 - n.numpy() / 2.0**head))
+    (more,) = long.keys() - short.keys()
+    assert more == "RoPE, 1000 tokens interpolated to 500"
+    assert np.allclose(long[more][1][::2], short["RoPE"][1])
+
+
+def test_figure_a_is_100_tokens_against_interpolation(plain):
+    figure = draw("figure-A-interpolation", plain)
+    lines = named(curves(figure)[0])
+    assert [len(x) - 1 for x, _ in lines.values()] == [100, 200, 500]
+    (_, own), (_, twice), (_, five) = lines.values()
+    assert np.allclose(own, rope_raw(torch.arange(101)).exp())
+    assert np.allclose(twice[::2], own) and np.allclose(five[::5], own)
+    assert np.allclose(five, rope_raw(torch.arange(501) / 5.0).exp(), atol=1e-6)
+    assert list(lines) == ["100 tokens", "200 tokens, interpolated to 100", "500 tokens, interpolated to 100"]
+    narrow = named(curves(draw("figure-A-interpolation", Setting(width=64)))[0])
+    assert np.allclose(narrow["100 tokens"][1], rope_raw(torch.arange(101), 64).exp())
+
+
+def test_figures_4_and_b_are_the_skews(plain):
+    beta, root = (named(curves(draw(name, plain))[0]) for name in ("figure-4-beta-cdf", "figure-B-square-root"))
+    for lines in (beta, root):
+        x, y = lines["no warp"]
+        assert list(x) == list(y) and (x[0], x[-1], len(x)) == (0, 1, 501)
+    x, y = beta["CDF of Beta(2, 5)"]
+    assert np.allclose(y, 1 - (1 - x) ** 6 - 6 * x * (1 - x) ** 5) and (np.diff(y) >= 0).all()
+    bend = np.diff(y, 2)
+    assert (bend[:98] > 0).all() and (bend[102:] < 0).all()
+    (point,) = zip(*beta["convex up to 0.2, concave from there"], strict=True)
+    assert point == pytest.approx((0.2, 1 - 2 * 0.8**5))
+    assert np.allclose(root["square root"][1] ** 2, root["square root"][0]) and len(root) == 2
+
+
+# further views
+
+
+def test_rope_stays_above_and_alibi_vanishes(plain):
+    figure = draw(ATTENTION, plain)
     (axes,) = figure.axes
     assert axes.get_xscale() == "log" and "tokens" in axes.get_xlabel()
     assert [line for line in axes.lines if list(line.get_ydata()) == [math.exp(-1)] * 2]
@@ -151,11 +207,11 @@ def test_figure_1_rope_stays_above_and_alibi_vanishes(plain):
         assert x[0] == 1 and x[-1] == 1e5
         assert (y.min() > math.exp(-1)) if label.startswith("RoPE") else (y[-1] < 1e-150 and y[0] > 1.5), label
     assert np.allclose(lines["RoPE, head width 64"][1], rope_raw(torch.tensor(lines["RoPE, wide head"][0]), 64).exp())
-    assert "RoPE, head width 96" in named(curves(draw("fig1", Setting(width=96)))[0])
+    assert "RoPE, head width 96" in named(curves(draw(ATTENTION, Setting(width=96)))[0])
 
 
-def test_figure_2_interpolation_lowers_and_stretches_the_waves(plain):
-    whole, tail = curves(draw("fig2", plain))
+def test_interpolation_lowers_and_stretches_the_waves(plain):
+    whole, tail = curves(draw(OVER, plain))
     training, twice, four = named(tail).values()
     for times, (x, y) in zip((1, 2, 4), (training, twice, four), strict=True):
         assert x[0] == 47 and x[-1] == 0
@@ -173,8 +229,8 @@ def test_figure_2_interpolation_lowers_and_stretches_the_waves(plain):
 
 
 @pytest.mark.parametrize("length", [20, 500])
-def test_figure_4_holds_the_terms_of_table_2(length):
-    figure = draw("fig4", Setting(length))
+def test_the_end_holds_the_terms_of_table_2(length):
+    figure = draw(AT_END, Setting(length))
     reach = {20: 10, 500: 200}[length]
     (row,) = (one for one in table(Setting()) if one.train_length == length)
     assert len(figure.axes) == 3
@@ -191,10 +247,10 @@ def test_figure_4_holds_the_terms_of_table_2(length):
     assert abs(training[-1] - twice[-1]) < 0.1 * abs(training[-1] - four[-1])  # the slope of sqrt at its end is 1/2
 
 
-def test_figure_a_is_what_training_does(plain):
+def test_warps_are_what_training_does(plain):
     from fairseq_rpe.positions import build
 
-    (panel,) = curves(draw("figA", plain))
+    (panel,) = curves(draw(WARPS, plain))
     lines = named(panel)
     index = torch.arange(512, dtype=torch.float64)[None]
     generator = torch.Generator().manual_seed(0)
@@ -206,8 +262,8 @@ def test_figure_a_is_what_training_does(plain):
         assert np.allclose(lines[label][1][:-1], moved, atol=1e-9), label
 
 
-def test_figure_b_goes_through_the_table(plain):
-    figure = draw("figB", plain)
+def test_total_differences_go_through_the_table(plain):
+    figure = draw(TOTAL, plain)
     for row, panel in zip(table(plain), curves(figure), strict=True):
         lines = named(panel)
         for skew, name in (("none", "identity"), ("sqrt", "tail, sqrt"), ("beta", "tail, beta")):
@@ -224,7 +280,7 @@ def test_figure_b_goes_through_the_table(plain):
 def test_figures_are_labelled_and_colour_blind_safe(plain):
     for name in FIGURES:
         figure = draw(name, plain)
-        shared = figure.get_supylabel() if name == "fig4" else ""
+        shared = figure.get_supylabel() if name == AT_END else ""
         for axes in figure.axes:
             below = axes.get_xlabel() or figure.axes[-1].get_xlabel()
             beside = axes.get_ylabel() or shared or figure.axes[0].get_ylabel()
@@ -248,10 +304,10 @@ def test_every_option_acts_where_it_is_said_to():
 
     base = state()
     for argv, acts in (
-        (("--train-length", 40), {"fig2", "fig4", "figA"}),
-        (("--width", 96), {"fig1", "fig2", "fig4", "figB", "table"}),
-        (("--base", 5e5), {"fig1", "fig2", "fig4", "figB", "table"}),
-        (("--no-exponential",), {"fig2", "fig4", "figB", "table"}),
+        (("--train-length", 40), {OVER, AT_END, WARPS}),
+        (("--width", 96), {*PAPERS[::2], ATTENTION, OVER, AT_END, TOTAL, "table"}),
+        (("--base", 5e5), {*PAPERS[::2], ATTENTION, OVER, AT_END, TOTAL, "table"}),
+        (("--no-exponential",), {OVER, AT_END, TOTAL, "table"}),
     ):
         other = state(*argv)
         assert {name for name in base if other[name] != base[name]} == acts, argv
@@ -265,9 +321,9 @@ def test_the_smallest_inputs_are_drawn(argv, tmp_path):
 
 def test_long_texts_are_thinned_and_cut_to_what_can_be_seen():
     setting = Setting(20_000)
-    whole, _ = curves(draw("fig2", setting))
+    whole, _ = curves(draw(OVER, setting))
     assert all(len(x) <= 4096 and len(np.unique(x)) == len(x) for _, x, _ in whole)
-    for panel in curves(draw("fig4", setting)):
+    for panel in curves(draw(AT_END, setting)):
         assert all(len(x) == 257 for _, x, _ in panel)
 
 
@@ -312,10 +368,10 @@ def test_bad_folders_are_one_line_and_leave_nothing(tmp_path):
     for out in ("file", "file/below", "link", "link/below"):
         assert "not a folder: name another one" in refused("--out", tmp_path / out)
     assert "has too long a name" in refused("--out", tmp_path / ("x" * 300))
-    (tmp_path / "used/figB.pdf").mkdir(parents=True)
-    assert "figB.pdf is a folder" in refused("--out", tmp_path / "used")
+    (tmp_path / "used/total-difference.pdf").mkdir(parents=True)
+    assert "total-difference.pdf is a folder" in refused("--out", tmp_path / "used")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "used"]
-    assert [p.name for p in (tmp_path / "used").iterdir()] == ["figB.pdf"]
+    assert [p.name for p in (tmp_path / "used").iterdir()] == ["total-difference.pdf"]
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -324,11 +380,11 @@ def test_a_failing_figure_leaves_the_old_one(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(path))
 
-    (tmp_path / "fig1.png").write_bytes(b"old")
+    (tmp_path / "attention-over-distance.png").write_bytes(b"old")
     monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.raises(OSError):
         call("--out", tmp_path, "--train-length", 20)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"fig1.png": b"old"}
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"attention-over-distance.png": b"old"}
 
 
 def test_positions_and_several_differences_at_once():

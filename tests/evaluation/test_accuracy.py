@@ -212,6 +212,27 @@ def test_random_positions_are_drawn_alike_every_time(checkpoint, capsys):
     assert one == two and all(row["transform"] == "randomized:times=3" for row in one)
     torch.manual_seed(0)
     assert torch.rand(1) == expected
+    assert {row["draws"] for row in one} == {1} and "draws" not in measure(capsys, checkpoint, "--lengths", "2")[0]
+
+
+def test_random_positions_are_drawn_for_each_example(checkpoint, capsys, monkeypatch):
+    """As many draws as examples, and no matter which of them are answered together."""
+    made = []
+    whole = positions.freeze_rows
+
+    def spy(transform, lengths, generators):
+        frozen = whole(transform, lengths, generators)
+        made.extend(tuple(row) for row in frozen.moved.k.tolist())
+        return frozen
+
+    monkeypatch.setattr(positions, "freeze_rows", spy)
+    flags = ["--positions", "randomized:times=3", "--lengths", "9"]
+    (together,) = measure(capsys, checkpoint, *flags)
+    first = sorted(made)
+    assert len(first) == together["examples"] == len(set(first)) > 2
+    made.clear()
+    (apart,) = measure(capsys, checkpoint, *flags, "--batch-size", "2")
+    assert sorted(made) == first and apart["right"] == together["right"]
 
 
 def test_other_splits_and_encodings(checkpoint, capsys):

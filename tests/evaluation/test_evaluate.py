@@ -103,7 +103,7 @@ CASES = [
     ("t5_bias:init_std=1", ()),
     ("window:window=5", ()),
     ("kerple_log", ("--positions", "interpolate")),
-    ("rope", ("--positions", "randomized:max=2000")),  # draws for the blocks of one batch together
+    ("rope", ("--positions", "randomized:max=2000")),  # draws for each block
     ("alibi", ("--rpe", "type1")),
 ]
 
@@ -114,6 +114,49 @@ def test_fast_equals_fairseq_eval_lm(state, corpus, tmp_path, capsys, spec, flag
     fast = rows_of(capsys, checkpoint, corpus, LENGTHS, *flags)
     assert_same_numbers(fast, rows_of(capsys, checkpoint, corpus, LENGTHS, *flags, "--engine", "fairseq"))
     assert len({row["loss_base2"] for row in fast}) == len(fast)
+
+
+RANDOM = ("--positions", "randomized:max=2000")
+
+
+def test_random_positions_are_drawn_for_each_block(state, corpus, tmp_path, capsys):
+    """Which blocks share a batch does not matter, and other draws are others."""
+    checkpoint = checkpoint_with(state, tmp_path, "rope")
+    one = rows_of(capsys, checkpoint, corpus, "37", *RANDOM)
+    two = rows_of(capsys, checkpoint, corpus, "37", *RANDOM, "--batch-size", "2")
+    assert two[0]["loss_base2"] == pytest.approx(one[0]["loss_base2"], rel=1e-6)
+    assert one[0]["draws"] == 1 and "draws" not in rows_of(capsys, checkpoint, corpus, "37")[0]
+    request = TextRequest(checkpoint=checkpoint, data=corpus, lengths=[37], positions=RANDOM[1], device="cpu")
+    model, task = loading.load(checkpoint, request, corpus)
+    total, losses = corpus_files.count_tokens(corpus, "test"), []
+    for model.decoder.moves.draw in range(3):
+        nats, _ = by_position(model, perplexity.batches(request, task, 37, 2048), 37, 1, lambda scored: None)
+        losses.append(float(nats.sum()) / total / math.log(2))
+    assert losses[0] == pytest.approx(one[0]["loss_base2"], rel=1e-9) and len(set(losses)) == 3
+    [mean] = rows_of(capsys, checkpoint, corpus, "37", *RANDOM, "--draws", "3")
+    assert mean["loss_base2"] == pytest.approx(sum(losses) / 3, rel=1e-9)
+    assert (mean["draws"], mean["tokens"]) == (3, total)
+    assert mean["ppl"] == pytest.approx(2 ** mean["loss_base2"])
+
+
+def test_draws_are_part_of_what_was_measured(state, corpus, tmp_path, capsys):
+    checkpoint, out = checkpoint_with(state, tmp_path, "rope"), tmp_path / "rows.jsonl"
+    for draws in ((), ("--draws", "2"), ("--draws", "1")):
+        rows_of(capsys, checkpoint, corpus, "37", *RANDOM, *draws, "--out", str(out))
+    assert [json.loads(line)["draws"] for line in out.read_text().splitlines()] == [1, 2]
+
+
+def test_draws_of_what_is_not_random_are_refused(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path, "rope")
+    for flags, words in (
+        ((), "--draws 3: positions are not random in this evaluation: leave it out"),
+        (("--positions", "interpolate"), "--draws 3: positions are not random"),
+        ((*RANDOM, "--engine", "fairseq"), "--draws goes with --engine fast"),
+    ):
+        given = ["eval", checkpoint, corpus, "--lengths", "37", "--device", "cpu", "--draws", "3", *flags]
+        assert main([str(word) for word in given]) == 2
+        out, err = capsys.readouterr()
+        assert words in err.splitlines()[-1] and out == ""
 
 
 def test_half_precision_weights_are_read_as_fairseq_reads_them(state, corpus, tmp_path, capsys):

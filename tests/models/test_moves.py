@@ -105,6 +105,32 @@ def test_draws_follow_seed_update_batch_and_rank():
     assert draw(evaluation, 3, training=False) == draw(evaluation, 9, training=False)
 
 
+def test_in_evaluation_every_row_has_a_draw_of_its_own(task):
+    """It follows from the row's tokens: alone, beside another one, or padded at either end."""
+    model = make_model(task, "rope", positions_eval="randomized:max=500")
+    row, other = tokens(1, 15), tokens(1, 19, seed=1)
+    pads = torch.full((1, 4), PAD)
+    alone = logits(model, row)[0]
+    for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
+        got = logits(model, torch.cat([padded, other]))[0, real]
+        torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
+    moves, plain, lengths = model.decoder.moves, Positions.arange(19), torch.tensor([19, 19, 19])
+    rows = [other[0], tokens(1, 19, seed=2)[0], other[0]]
+    first, second, again = moves(plain, lengths, False, False, rows).k
+    assert torch.equal(first, again) and not torch.equal(first, second) and (second.diff() > 0).all()
+    moves.draw = 1
+    assert not torch.equal(moves(plain, lengths, False, False, rows).k[0], first)
+
+
+@pytest.mark.parametrize(
+    ("spec", "step", "even"), [("shape", 1, True), ("pose", 1, False), ("warp:head=1,tail=0", 1 / 6, True)]
+)
+def test_what_rows_have_in_common_is_kept(spec, step, even):
+    moves, plain = Moves("identity", spec, 16, 1, 0), Positions.arange(16)
+    moved = moves(plain, torch.tensor([16, 16]), False, False, list(torch.arange(32).view(2, 16)))
+    assert moved.k.shape == (2, 16) and (moved.step, moved.contiguous) == (pytest.approx(step), even)
+
+
 def test_global_random_numbers_are_left_alone(task):
     model = make_model(task, "rope", positions_train="warp").train()
     torch.manual_seed(0)

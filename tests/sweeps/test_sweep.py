@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import kept
+from fairseq_rpe.reports.definition import _predicted
+from fairseq_rpe.reports.findings import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps import carry, cells, local
@@ -243,6 +246,89 @@ def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
     assert (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
     (tmp_path / "ppl.pdf").unlink()
     assert kept.text(folder) is None
+
+
+def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
+    write_results(tmp_path, {"rope": {64: 50.0}})
+    moved = "randomized:max=200"
+    state = files.read_json(tmp_path / "sweep.json")
+    files.write_json(tmp_path / "sweep.json", {**state, "methods": {"rope": {"rpe": "rope", "positions_eval": moved}}})
+    row = {"checkpoint": "c", "subset": "test", "positions": moved, "loss_base2": 1.0, "tokens": 99}
+    results = tmp_path / "runs" / slug("rope", 1) / "eval.jsonl"
+    for more in ({"length": 64, "draws": 1, "ppl": 8.0}, {"length": 64, "ppl": 9.0}, {"length": 128, "ppl": 7.0}):
+        files.append_json_line(results, {**row, **more})
+    files.append_json_line(results, {**row, "length": 64, "draws": 5, "ppl": 6.0})
+    folder = SweepFolder(tmp_path)
+    assert [(one.result.length, one.result.ppl) for one in collect(folder, folder.state()).rows] == [(64, 8), (128, 7)]
+
+
+def ended(capsys, *argv: object) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(["sweep", *map(str, argv), "--launcher", "dry-run", "--device", "cpu"])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path, capsys):
+    place = ["--recipe", "warping-lm", "--methods", "rope randomized-2x", "--out", tmp_path / "x", "--tokens", "64"]
+    code, said = ended(capsys, corpus, *place, "--lengths", "96,128,200,300")
+    why = "# randomized-2x: its positions end at 128 tokens, so it is not evaluated at 2 lengths from 200 to 300"
+    assert code == 0 and said.count("#") == 1 and why in said.splitlines()
+    asked = [line.partition(" --lengths ")[2].split()[0] for line in said.splitlines() if " eval " in line]
+    assert asked == ["64,96,128,200,300", "64,96,128"]
+    task = ["--recipe", "warping-algorithmic", "--methods", "randomized-3x", "--algorithms", "copy:items=3,test=600"]
+    code, said = ended(capsys, *task)
+    # 8 tokens in training, and 2 n + 2 for n items
+    assert code == 0 and "end at 11 items, so it is not evaluated at 4 lengths from 12 to 15" in said
+    assert "--lengths 2,3,4,5,6,7,8,9,10,11 " in said
+    code, said = ended(capsys, *task, "--lengths", "12")
+    assert code == 2 and "not evaluated at 12: give smaller --lengths, or leave the method out" in said
+
+
+def test_the_report_says_where_positions_end(tmp_path):
+    write_results(tmp_path, {"rope": {64: 50.0, 128: 60.0, 256: 70.0}, "alibi": {64: 40.0}})
+    state = files.read_json(tmp_path / "sweep.json")
+    moved = {"rpe": "alibi", "positions_eval": "randomized:times=2"}
+    files.write_json(tmp_path / "sweep.json", {**state, "methods": {"alibi": moved}})
+    row = {"checkpoint": "c", "subset": "test", "positions": moved["positions_eval"], "loss_base2": 1.0, "tokens": 99}
+    for length in (64, 128):
+        results = tmp_path / "runs" / slug("alibi", 1) / "eval.jsonl"
+        files.append_json_line(results, {**row, "draws": 1, "length": length, "ppl": 41.0})
+    write(SweepFolder(tmp_path))
+    assert "| alibi      | 41.00 | 41.00 | ends at 128 |" in (tmp_path / "results.md").read_text()
+    state = SweepFolder(tmp_path).state()
+    for length, why in ((256, "positions are moved, and end at 128"), (128, "positions are moved")):
+        assert str(_predicted(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
+    assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
+
+
+def test_a_mean_over_fewer_items_is_not_compared(tmp_path):
+    task = "copy:items=3,test=60"
+    names = {"rope": None, "few": "randomized:times=3"}
+    methods = {name: {"rpe": "rope", "positions_eval": moved} for name, moved in names.items()}
+    methods["few"]["positions_train"] = names["few"]
+    about = {"settings": {"subset": "test"}, "encodings": list(names), "seeds": [1], "lengths": [2, 15]}
+    files.write_json(tmp_path / "sweep.json", {**about, "methods": methods, "algorithms": [task]})
+    folder = SweepFolder(tmp_path)
+    for name, moved in names.items():
+        run = folder.run_of(folder.state().method(name), 1, task)
+        files.write_json(run.checkpoints.path / "run.json", {"finished": {"checkpoint": "c"}})
+        of = {
+            "checkpoint": "c",
+            "algorithm": task,
+            "split": "test",
+            "positions": moved,
+            "transform": moved or "identity",
+        }
+        for n in range(2, 16 if moved is None else 12):
+            right = {"examples": 10, "right": 9 if moved else 5, "accuracy": 0.9 if moved else 0.5}
+            files.append_json_line(run.results, {**of, **right, "length": n})
+    section = write(folder)
+    text = (tmp_path / "accuracy.md").read_text()
+    assert text.count("90.0 (to 11)") == 2 and text.count("50.0") == 3
+    page = (tmp_path / "report.html").read_text()
+    assert "its positions end at N items" in page
+    assert any("beyond the training range: rope, 50.0 %" in line for line in section.lead)
 
 
 def test_names_of_runs_never_collide():

@@ -1,6 +1,8 @@
 """A sweep over algorithmic tasks: exact answers by number of items."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.core.table import Cell, Row, Table, number, stacked
@@ -44,6 +46,9 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
 def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
     """The mean exact answers in per cent: within the training range, beyond it, over all; published."""
     caption = f"{task}: exact match in %, mean over the numbers of items and seeds."
+    ends = {name: found.ends[task, name] for name in found.methods(task) if (task, name) in found.ends}
+    if ends:
+        caption += " (to N): its positions end at N items; the mean goes no further and is not compared."
     head = ["method", "trained", "beyond", "all"]
     lines = {name: list(found.means(task, name).values()) for name in found.methods(task)}
     if known:
@@ -51,20 +56,38 @@ def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
         caption += " Published: not comparable; compare only the order of the methods."
         for name, values in lines.items():
             values.append(known.values.get(name, {}).get(parse(task)[0]))
-    best = [max((v for v in column if v is not None), default=None) for column in zip(*lines.values(), strict=True)]
-    rows = [Row(name, [number(v, ".1f", b) for v, b in zip(own, best, strict=True)]) for name, own in lines.items()]
+    # a mean over fewer items is another number
+    partly = {(name, place) for name in ends for place in (1, 2) if lines[name][place] is not None}
+    best = [
+        max(
+            (own[place] for name, own in lines.items() if (name, place) not in partly and own[place] is not None),
+            default=None,
+        )
+        for place in range(len(head) - 1)
+    ]
+
+    def cell(name: str, place: int) -> Cell:
+        if (name, place) in partly:
+            made = number(lines[name][place], ".1f")
+            return replace(made, text=f"{made.text} (to {ends[name]})")
+        return number(lines[name][place], ".1f", best[place])
+
+    rows = [Row(name, [cell(name, place) for place in range(len(best))]) for name in lines]
     return Table(caption, head, rows, starred="largest")
 
 
 def _lead(state: State, found: ExactAnswers) -> list[str]:
-    methods, first = found.methods(), found.rows[0]
-    own = [row.result.examples for row in found.rows if (row.method, row.seed) == (first.method, first.seed)]
+    methods, answered = found.methods(), Counter[tuple[str, int]]()
+    for row in found.rows:
+        answered[row.method, row.seed] += row.result.examples
     lines = [
-        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(state.algorithms)}, {sum(own):,} generated "
+        f"{len(methods)} method{'s' * (len(methods) > 1)} on {', '.join(state.algorithms)}, "
+        f"{'up to ' * bool(found.ends)}{max(answered.values()):,} generated "
         f"examples of the {state.settings.subset} split answered by greedy decoding for each; {found.ranges()}."
     ]
     for task in found.tasks:
-        beyond = {n: v for n in found.methods(task) if (v := found.means(task, n)["beyond"]) is not None}
+        whole = [name for name in found.methods(task) if (task, name) not in found.ends]
+        beyond = {n: v for n in whole if (v := found.means(task, n)["beyond"]) is not None}
         if beyond:
             best = max(beyond, key=beyond.__getitem__)
             lines.append(f"Most exact answers to {task} beyond the training range: {best}, {beyond[best]:.1f} %.")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, spread, words
+from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.chapters import literature
 from fairseq_rpe.reports.chapters.training import Run, here
@@ -74,10 +75,15 @@ def _table(state: State, found: Perplexities) -> Table:
     means = {name: found.means(name) for name in found.encodings}
     best = {n: least([row.get(n) for row in means.values()]) for n in found.lengths}
     smallest = least([found.ratio(name) for name in means])
-    rows = []
+    rows, ended = [], False
     for name, row in means.items():
         spans = {n: f"{min(v):.2f}–{max(v):.2f}" for n, v in found.of(name).items() if len(v) > 1}
-        cells = [number(row.get(n), ".2f", best[n], spans.get(n, "")) for n in found.lengths]
+        end = longest_row(state.method(name).positions_eval, found.trained_at)
+        cells = [
+            number(row.get(n), ".2f", best[n], spans.get(n, "")) if end is None or n <= end else words(f"ends at {end}")
+            for n in found.lengths
+        ]
+        ended |= end is not None and end < last
         cells.append(spread(found.ratio(name), ".3f", found.ratios(name).get(last, []), smallest))
         spec = state.method(name).rpe
         rows.append(Row(name, cells, spec if spec != name else ""))
@@ -85,6 +91,8 @@ def _table(state: State, found: Perplexities) -> Table:
     caption = f"Perplexity per token by evaluation length and, last, its ratio {ratio}."
     if len(state.seeds) > 1:
         caption += " Mean over the seeds, least to largest below it."
+    if ended:
+        caption += " Ends at N: the method has positions for rows of up to N tokens, so it is not evaluated beyond."
     return Table(caption, ["encoding", *map(str, found.lengths), ratio], rows, starred="least")
 
 

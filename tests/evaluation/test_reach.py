@@ -1,0 +1,39 @@
+"""What is read of a spec of positions without torch is what the transform itself says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fairseq_rpe import positions
+from fairseq_rpe.evaluation.reach import is_random, longest_row
+from fairseq_rpe.positions import registry
+
+SPECS = [
+    *positions.names(),
+    "randomized:times=3",
+    "randomized:max=77,per=row",
+    "randomized:max=none,times=2",
+    "pose:target=900,chunks=3",
+    "random_padding:max=80",
+    "warp:length=train",
+    "interpolate:ratio=1/4",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_is_what_the_transform_says(spec):
+    made = positions.build(spec, 64)
+    assert (longest_row(spec, 64), is_random(spec)) == (made.longest, registry.get(spec.partition(":")[0]).random)
+
+
+@pytest.mark.parametrize("spec", [None, "my_own:max=3", "randomized:max=some", "randomized:times=x", "pose:", ":"])
+def test_nothing_is_known_of_others(spec):
+    assert longest_row(spec, 64) is None
+
+
+def test_without_torch():
+    code = "import sys, fairseq_rpe.evaluation.reach; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
