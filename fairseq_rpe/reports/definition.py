@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
-from fairseq_rpe.analysis.extrapolation import Deviation, agreeing, deviation
+from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, Deviation, agreeing, context_gain, deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, spread, words
 from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.evaluation.reach import longest_row
+from fairseq_rpe.evaluation.results import TextResult
 from fairseq_rpe.reports.findings import Perplexities, asked
 from fairseq_rpe.reports.page import Block, Text
 from fairseq_rpe.runs import checkpoints
@@ -95,9 +96,25 @@ def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Ju
         values = found.means(name)
         if name in predictions and found.trained_at in values and max(values) > found.trained_at:
             own = [deviation(one, found.trained_at) for one in found.seeds(name)]
-            why = "; ".join(dict.fromkeys(found.contextless(name)))
+            why = "; ".join(dict.fromkeys(contextless(found, name)))
             judged.append(Judged(name, predictions[name], deviation(values, found.trained_at), own, why))
     return judged
+
+
+def contextless(found: Perplexities, name: str) -> list[str]:
+    """Why the model of a seed cannot be said to use its context yet, by its result at the training length."""
+    own = (row.result for row in found.rows if row.method == name and row.result.length == found.trained_at)
+    return [why for one in own if (why := _contextless(one))]
+
+
+def _contextless(one: TextResult) -> str:
+    if one.unigram_ppl is not None and one.ppl >= one.unigram_ppl:
+        return f"perplexity {one.ppl:.1f}, where symbol frequencies alone have {one.unigram_ppl:.1f}"
+    seen = one.positions_loss
+    gain = context_gain(seen.upto, seen.loss_base2, seen.tokens) if seen else None
+    if gain is not None and gain < GAIN:
+        return f"at the end of a block its loss is {100 * gain:.1f} % below that of the first {EARLY + 1} tokens"
+    return ""
 
 
 def blocks(judged: Sequence[Judged], trained_at: int, limit: float) -> list[Block]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, context_gain
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
 from fairseq_rpe.evaluation import results
@@ -72,11 +71,6 @@ class Perplexities:
         at = self.lengths[-1]
         return _mean(row.ratio for row in self.rows if (row.method, row.result.length) == (encoding, at))
 
-    def contextless(self, encoding: str) -> list[str]:
-        """Why the model of a seed cannot be said to use its context yet, by its result at the training length."""
-        own = (row.result for row in self.rows if row.method == encoding and row.result.length == self.trained_at)
-        return [why for one in own if (why := _contextless(one))]
-
     def csv(self) -> str:
         found = ((row, row.result) for row in self.rows)
         return csv_text(
@@ -140,16 +134,6 @@ def _by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
     for length, value in found:
         values.setdefault(length, []).append(value)
     return dict(sorted(values.items()))
-
-
-def _contextless(one: TextResult) -> str:
-    if one.unigram_ppl is not None and one.ppl >= one.unigram_ppl:
-        return f"perplexity {one.ppl:.1f}, where symbol frequencies alone have {one.unigram_ppl:.1f}"
-    seen = one.positions_loss
-    gain = context_gain(seen.upto, seen.loss_base2, seen.tokens) if seen else None
-    if gain is not None and gain < GAIN:
-        return f"at the end of a block its loss is {100 * gain:.1f} % below that of the first {EARLY + 1} tokens"
-    return ""
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -7,6 +7,7 @@ from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.chapters import literature
 from fairseq_rpe.reports.chapters.training import Run, here
+from fairseq_rpe.reports.definition import contextless
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.page import Block, Findings, Part, markdown, picture
 from fairseq_rpe.sweeps.state import State
@@ -59,7 +60,7 @@ def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
         if values:
             best = min(values, key=values.__getitem__)
             lead.append(f"Lowest perplexity at {n} tokens: {best}, {values[best]:.2f}.")
-    unused = [name for name in encodings if found.contextless(name)]
+    unused = [name for name in encodings if contextless(found, name)]
     if unused:
         lead.append(f"Not trained for long enough to use the context, so no verdict: {', '.join(unused)}.")
     ratios = [ratio for name in encodings if (ratio := found.ratio(name)) is not None]
