@@ -61,13 +61,8 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.sweeps.state import SweepFolder
 
     if args.checkpoint is not None:
-        from fairseq_rpe.figures.style import save
-
-        files = [(args.out or Path("runs/figures")) / f"queries.{end}" for end in ("png", "pdf")]
-        check_folder(files[0].parent, [file.name for file in files])
-        save(drawing.of_checkpoint(args.checkpoint, args.query or (), args.layers or ()), *files)
-        print(f"{files[0]}, also as .pdf")
-        return
+        out = args.out or Path("runs/figures")
+        return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
     shown = {"length": args.length, "seed": args.seed, "head": args.head}
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
