@@ -194,6 +194,15 @@ def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     return {"ppl": sweep_curves.perplexity(curves, ratios, found.trained_at)} if curves else {}
 
 
+def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+    found = findings.perplexities(gallery.folder, gallery.state)
+    lengths = found.shared_lengths
+    if len(lengths) < 2:
+        return {}
+    values = {name: found.over_lengths(name) for name in found.encodings}
+    return {"ppl_mean": sweep_curves.mean_perplexity(values, lengths)}
+
+
 def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
     plain = [name for name in gallery.encodings if gallery.state.method(name).leaves_positions]
     if not plain:
@@ -242,6 +251,7 @@ FIGURES: dict[str, tuple[Callable[[Any], dict[str, Figure]], str, str]] = {
     "bias over distance": (_profiles, "", "none has an additive bias"),
     "theoretical receptive field": (_theory, "", "no series converges"),
     "perplexity": (_perplexity, "--sweep", "the sweep has no finished evaluation"),
+    "mean perplexity": (_mean_perplexity, "--sweep", "no two lengths at which all were evaluated"),
     "empirical receptive field": (_attention, "--sweep and --data", "every method moves positions"),
     "learned biases of single queries": (
         _queries,
