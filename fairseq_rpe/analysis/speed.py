@@ -69,6 +69,12 @@ def check_backends(backends: Sequence[str], encodings: Sequence[str], known: Col
         raise UserError("--encodings and --backends name at least one each")
 
 
+def free_memory(device: str) -> int:
+    """Bytes."""
+    on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu
+
+
 def machine(device: str, setting: str) -> str:
     """What something was timed on, in one line, with the ``setting`` in its middle."""
     on_cpu = device == "cpu"
@@ -126,8 +132,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             if training:
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
-    on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu  # bytes
+    free = free_memory(device)
     needed = DENSE_COPIES * 4 * batch * heads * n * n
     found = {(LIMIT, "sdpa"): partial(way, None, None, [])}
     found[LIMIT, "sdpa"]()

@@ -19,7 +19,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
-from fairseq_rpe.analysis.speed import DTYPES, Timing, Way, check_backends, in_turns, machine
+from fairseq_rpe.analysis.speed import DTYPES, Timing, Way, check_backends, free_memory, in_turns, machine
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.sizes import SIZES, full_name
@@ -76,8 +76,15 @@ class Setting:
 def measure(setting: Setting, length: int) -> tuple[list[Timing], list[str]]:
     """A forward pass to the logits for each way in turns, and a line on each that is left out.
 
-    ``ratio`` is to the first that is timed. Raises UserError: an encoding is unknown, or nothing can be timed.
+    ``ratio`` is to the first that is timed. Raises UserError: an encoding is unknown, nothing can be timed, or
+    memory is short.
     """
+    needed = 4 * setting.batch * length * max(setting.vocabulary, SIZES[setting.model].ffn)
+    if needed > free_memory(setting.device):
+        raise UserError(
+            f"a block of {setting.batch} x {length} tokens needs about {needed / 2**30:.0f} GiB, and there is "
+            "not enough memory: choose smaller --lengths, --batch or --vocabulary"
+        )
     left_out: list[str] = []
     ways = dict(_ways(setting, length, left_out))
     if not ways:
