@@ -265,6 +265,7 @@ erf {good} {data} --out {zoo}/text  -> --out text: text is a file, not a folder
 erf {good} {data} --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 erf {good} {data} --out {zoo}/loop  -> --out loop is a link that leads back to itself
 erf {good} {data} --out {long}  -> too long a name
+erf {good} {data} --delta --length 16 --blocks 2 --out {zoo}/text  -> --out text: text is a file, not a folder
 erf {good} {data} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # accuracy
 accuracy {good}  -> good.pt was not trained on an algorithmic task: fairseq-rpe eval is for
@@ -336,6 +337,8 @@ fire-fit alibi --seed -1  -> --seed: '-1' is not a whole number from 1 to 429496
 fire-fit alibi --out {zoo}/folder  -> --out folder is a folder: name a file
 fire-fit alibi --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 fire-fit alibi --out {zoo}/loop  -> --out loop is a link that leads back to itself: remove it or name
+fire-fit alibi --figure {zoo}/folder  -> --figure folder is a folder: name a file
+fire-fit alibi --figure {zoo}/new.gif  -> name a file that ends with .png or .pdf
 fire-fit alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # profile
 profile typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
@@ -399,6 +402,12 @@ figures --sweep {zoo}/sweep_deep  -> sweep_deep/sweep.json line 1 is not a JSON 
 figures --sweep {zoo}/sweep --data {zoo}/absent  -> sweep holds no finished run of seed 1: run its sweep first or choose
 figures alibi --sweep {zoo}/sweep  -> name either specs or --sweep DIR, not both
 figures alibi --data {data}  -> --data is for the empirical receptive field of checkpoints: give
+figures --checkpoint {zoo}/absent.pt  -> checkpoint absent.pt does not exist
+figures --checkpoint {zoo}/text  -> is not a checkpoint, or damaged
+figures --checkpoint {good} --query 99999999  -> --query 99999999 is out of range: choose positions with --query
+figures --checkpoint {good} --layers 0  -> --layers: all layers of
+figures --checkpoint {good} --out {zoo}/text  -> --out text: text is a file, not a folder
+figures alibi --query 3  -> --query and --layers are for one checkpoint: give --checkpoint FILE too
 figures alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # sensitivity
 sensitivity --train-length 0  -> --train-length: '0' is not a whole number from 1 to 1000000000
@@ -431,6 +440,11 @@ bench --repeats 0  -> --repeats: '0' is not a whole number from 1 to 1000000000
 bench --device cuda  -> --device cuda: no GPU is visible here: drop the flag, or check
 bench --out {zoo}/text  -> --out text: text is a file, not a folder
 bench --out {zoo}/loop  -> --out loop is a link that leads back to itself
+bench --model tiny --lengths 1000000000  -> not enough memory
+bench --model tiny --batch 1000000000  -> not enough memory
+bench --model tiny --backends turbo  -> --backends: unknown 'turbo'; known: auto, reference, sdpa
+bench --model tiny --width 7  -> --width goes not with --model: leave it out
+bench --shared fire  -> --shared goes only with --model: leave it out
 bench --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # prepare
 prepare {dest}  -> no text is given: name folders or files

@@ -1,9 +1,9 @@
 """FIRE holds the other biases of the distance: its Theorem 3.1 as parameters that can be run.
 
 Source: "Functional Interpolation for Relative Positions Improves Long Context Transformers" (arXiv 2310.04418), Eq. 4:
-b(i, j) = f(ψ(i-j) / ψ(max(L, i))). The constructions are our own. All take L = N for distances d = 0 … N-1: every query
-i < N then divides by the same ψ(L), u_d = ψ(d) / (ψ(L) + 1e-6) depends on the distance alone, and f has to meet the
-bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
+b(i, j) = f(ψ(i-j) / ψ(max(L, i))). The constructions are our own; the paper's are in ``fire_paper.py``. All take L = N
+for distances d = 0 … N-1: every query i < N then divides by the same ψ(L), u_d = ψ(d) / (ψ(L) + 1e-6) depends on the
+distance alone, and f has to meet the bias at the N points u_0 = 0 < u_1 < … < u_{N-1} only.
 
 - A line, no hidden layer: ALiBi with ψ(x) = x; Kerple's -p·ln(1 + a·d) with ψ(x) = ln(c·x + 1), c = a. One FIRE has one
   c, so heads with an a of their own take a FIRE each, or share one made as follows.
@@ -63,6 +63,14 @@ class FireFit:
         """ReLUs of the hidden layer, 0 where there is none."""
         return self.fire.config.hidden if self.fire.config.hidden_layers else 0
 
+    def values(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """(H', N) float64: its bias over all distances, computed in ``dtype``."""
+        if dtype == torch.float64:
+            return _values(self.fire, round(self.threshold))
+        narrow = build(self.spec, self.fire.heads, self.fire.heads)
+        narrow.load_state_dict(self.fire.state_dict())
+        return _values(narrow, round(self.threshold))
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it, floats to the last bit; ``state`` is the module's state dict."""
         shape = {"hidden_layers": self.fire.config.hidden_layers, "hidden": self.hidden}
@@ -75,19 +83,23 @@ class FireFit:
         """A few lines: its shape, what its arrays hold, its error."""
         layers = f"one hidden layer of {self.hidden} ReLUs" if self.hidden else "no hidden layer: f is a line"
         psi = "x" if self.c is None else f"ln(c*x + 1), c = {self.c:.6g}"
-        lines = [f"{_ranges(self.heads)}: {layers}", f"  psi(x) = {psi}; L = {self.threshold:g}"]
+        lines = [f"{ranges(self.heads)}: {layers}", f"  psi(x) = {psi}; L = {self.threshold:g}"]
         for name, layer in zip(("hidden", "output") if self.hidden else ("output",), self.fire.mlp, strict=True):
-            lines += [f"  {name} {part:6} {_summary(getattr(layer, part))}" for part in ("weight", "bias")]
+            lines += [f"  {name} {part:6} {summary(getattr(layer, part))}" for part in ("weight", "bias")]
         lines.append(f"  largest error: {self.error:.1e} nats in float64, {self.error_float32:.1e} in float32")
         return "\n".join(lines)
 
 
-def _summary(values: Tensor) -> str:
+def summary(values: Tensor) -> str:
+    """Shape and range of some parameters, for a person."""
+    if not values.numel():
+        return "none"
     shape, low, high = " x ".join(map(str, values.shape)), values.min().item() + 0.0, values.max().item() + 0.0
     return f"({shape}) " + (f"all {low:.6g}" if low == high else f"{low:.6g} to {high:.6g}")
 
 
-def _ranges(heads: tuple[int, ...]) -> str:
+def ranges(heads: tuple[int, ...]) -> str:
+    """``heads 1-3, 5``, for a person."""
     runs = [[h for _, h in run] for _, run in groupby(enumerate(heads), lambda pair: pair[1] - pair[0])]
     ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"head{'s' if len(heads) > 1 else ''} {ranges}"
@@ -101,7 +113,7 @@ def fit_fire(encoding: Encoding, name: str, length: int) -> list[FireFit]:
     follows again, as a line for each a. ``name`` is what messages call it. Refuses what is no bias of the distance
     alone, not finite or too large for float64, and a length out of range.
     """
-    profile = _profile(encoding, name, length)
+    profile = checked_profile(encoding, name, length)
     scales = encoding.a(torch.float64).tolist() if isinstance(encoding, KerpleLog) else [None] * encoding.heads
     found = [_fit(profile, list(range(encoding.heads)), None)] if len(set(scales)) > 1 else []
     found += [_fit(profile, [h for h, a in enumerate(scales) if a == c], c) for c in dict.fromkeys(scales)]
@@ -114,7 +126,7 @@ def fit_fire(encoding: Encoding, name: str, length: int) -> list[FireFit]:
     return found
 
 
-def _profile(encoding: Encoding, name: str, length: int) -> Tensor:
+def checked_profile(encoding: Encoding, name: str, length: int) -> Tensor:
     """(H, N) float64 bias, where a FIRE can hold it."""
     if not isinstance(encoding, DistanceBias):
         known = ", ".join(n for n in names() if issubclass(registry.get(n), DistanceBias))
@@ -149,9 +161,9 @@ def _fit(profile: Tensor, heads: list[int], c: float | None) -> FireFit:
     for layer, (weight, bias) in zip(fire.mlp, layers, strict=True):
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
-    narrow = build(spec, fire.heads, fire.heads)
-    narrow.load_state_dict(fire.state_dict())
-    return FireFit(tuple(h + 1 for h in heads), spec, fire, _error(fire, y), _error(narrow, y))
+    fit = FireFit(tuple(h + 1 for h in heads), spec, fire, 0.0, 0.0)
+    errors = (_error(fit.values(dtype), y) for dtype in (torch.float64, torch.float32))
+    return FireFit(fit.heads, spec, fire, *errors)
 
 
 def _module(heads: int, length: int, c: float | None, hidden: int) -> tuple[str, Fire]:
@@ -165,8 +177,14 @@ def _module(heads: int, length: int, c: float | None, hidden: int) -> tuple[str,
     return spec, fire
 
 
-def _error(fire: Fire, y: Tensor) -> float:
-    """Largest difference from y (H', N) in the arithmetic of the module's parameters."""
-    at = torch.arange(y.shape[1], dtype=fire.mlp[0].weight.dtype)[None]
-    error = (fire.bias(at[:, -1:], at)[0, :, 0].flip(-1).double() - y).abs().max().item()
+@torch.no_grad()
+def _values(fire: Fire, length: int) -> Tensor:
+    """(H', N) float64 bias over distances in the arithmetic of the module's parameters."""
+    at = torch.arange(length, dtype=fire.mlp[0].weight.dtype)[None]
+    return fire.bias(at[:, -1:], at)[0, :, 0].flip(-1).double()
+
+
+def _error(values: Tensor, y: Tensor) -> float:
+    """Largest difference from y (H', N)."""
+    error = (values - y).abs().max().item()
     return math.inf if math.isnan(error) else error

@@ -4,7 +4,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,34 +30,66 @@ Way = Callable[[], None]
 class Setting:
     """What takes turns, and at which size: ``encodings``, each adds a bias or is nope, with each of ``backends``.
 
-    ``width`` is a head's, ``dtype`` a key of :data:`DTYPES`, ``device`` cpu or cuda; of ``repeats`` turns the median
-    counts.
+    ``lengths`` in tokens; ``width`` is a head's, ``dtype`` a key of :data:`DTYPES`, ``device`` cpu or cuda; ``passes``:
+    forward, training or both; of ``repeats`` turns the median counts.
     """
 
-    encodings: list[str]
-    backends: list[str]
-    batch: int
-    heads: int
-    width: int
-    dtype: str
-    repeats: int
     device: str
+    encodings: Sequence[str] = ("nope", "alibi", "kerple_log", "fire")
+    backends: Sequence[str] = ("all",)
+    lengths: Sequence[int] = (512, 1024, 2048)
+    batch: int = 1
+    heads: int = 8
+    width: int = 64
+    dtype: str = "fp32"
+    passes: str = "both"
+    repeats: int = 5
+
+    def check(self) -> None:
+        """Raises UserError: no such backend, or nothing is named."""
+        check_backends(self.backends, self.encodings, BACKENDS)
+
+    def measurements(self) -> list[Callable[[], tuple[list["Timing"], list[str]]]]:
+        """What to call for the timings of each length and pass."""
+        steps = ("forward", "training") if self.passes == "both" else (self.passes,)
+        return [partial(measure, self, step, length) for length in self.lengths for step in steps]
 
     def __str__(self) -> str:
         """Machine and setting in one line."""
-        on_cpu = self.device == "cpu"
-        name = platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name()
-        cores = f", {os.cpu_count()} cores, {torch.get_num_threads()} threads" if on_cpu else ""
         shape = f"batch {self.batch}, {self.heads} heads of {self.width}, {self.dtype}"
-        busy = f", load {os.getloadavg()[0]:.1f}" if on_cpu else ""
-        return f"{name}{cores}, torch {torch.__version__}, {shape}, medians of {self.repeats}{busy}"
+        return machine(self.device, f"{shape}, medians of {self.repeats}")
+
+
+def check_backends(backends: Sequence[str], encodings: Sequence[str], known: Collection[str]) -> None:
+    """Raises UserError: a backend is not ``known`` nor the word all, or no encoding or no backend is named."""
+    for name in backends:
+        if name not in known and tuple(backends) != ("all",):
+            raise UserError(f"--backends: unknown '{name}'; known: {', '.join(known)}")
+    if not encodings or not backends:
+        raise UserError("--encodings and --backends name at least one each")
+
+
+def free_memory(device: str) -> int:
+    """Bytes."""
+    on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu
+
+
+def machine(device: str, setting: str) -> str:
+    """What something was timed on, in one line, with the ``setting`` in its middle."""
+    on_cpu = device == "cpu"
+    name = platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name()
+    cores = f", {os.cpu_count()} cores, {torch.get_num_threads()} threads" if on_cpu else ""
+    busy = f", load {os.getloadavg()[0]:.1f}" if on_cpu else ""
+    return f"{name}{cores}, torch {torch.__version__}, {setting}{busy}"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One measurement, the median of several; ``step`` is forward or training.
+    """One measurement, the median of several; ``step`` is forward or training, or inference of a model: then the mean.
 
-    ``ratio``: the time over the median without a bias; ``least`` and ``most``: of the runs, in milliseconds.
+    ``ratio``: the time over that without a bias, of a model over that of the first encoding; ``least`` and ``most``: of
+    the runs, in milliseconds.
     """
 
     encoding: str
@@ -100,8 +132,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             if training:
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
-    on_cpu = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else on_cpu  # bytes
+    free = free_memory(device)
     needed = DENSE_COPIES * 4 * batch * heads * n * n
     found = {(LIMIT, "sdpa"): partial(way, None, None, [])}
     found[LIMIT, "sdpa"]()
@@ -111,7 +142,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
         if not encoding.adds_bias and spec.partition(":")[0] != "nope":
             raise UserError(f"'{spec}' has no bias, so attention with it is the same as without: leave it out")
         parameters = [p for p in encoding.parameters() if p.requires_grad]
-        for name in setting.backends:
+        for name in BACKENDS if tuple(setting.backends) == ("all",) else setting.backends:
             if name == "reference" and needed > free:
                 left_out.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
                 continue

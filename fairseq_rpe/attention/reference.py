@@ -37,15 +37,20 @@ def weighted(found: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     return torch.matmul(found, v.to(found.dtype)).to(v.dtype)
 
 
-def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
-    """softmax(q·kᵀ / sqrt(D) + bias), (B, H, n, m) in float32 or better; 0 where a query sees no key at all."""
+def scores(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+    """q·kᵀ / sqrt(D) + bias, (B, H, n, m) in float32 or better; -inf where a query does not see a key."""
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
+    found = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     if plan.form is not None:
-        scores = scores + block(plan.form, plan.positions).to(wide)
+        found = found + block(plan.form, plan.positions).to(wide)
     if plan.remap is not None:
-        scores = plan.remap(scores, plan.positions)
-    scores = scores.masked_fill(~plan.visible(n, m, q.device), float("-inf"))
-    empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+        found = plan.remap(found, plan.positions)
+    return found.masked_fill(~plan.visible(n, m, q.device), float("-inf"))
+
+
+def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+    """The softmax of :func:`scores`; 0 where a query sees no key at all."""
+    found = scores(q, k, plan)
+    empty = (found == float("-inf")).all(dim=-1, keepdim=True)
+    return found.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

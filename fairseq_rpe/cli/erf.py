@@ -34,12 +34,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantised", action="store_true", help="draw, and write, the paper's curve: 50 values of epsilon, n / length"
     )
+    about = "instead: how far outputs move when a query sees its nearest j keys only, beside the bound of that"
+    parser.add_argument("--delta", action="store_true", help=about)
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help="blocks at a time (default: 2048 tokens)")
     parser.add_argument("--out", type=Path, default=Path("runs/erf"), metavar="DIR", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.evaluation import receptive
+    from fairseq_rpe.evaluation import output_loss, receptive
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import fields
     from fairseq_rpe.figures.style import save
@@ -47,6 +49,8 @@ def run(args: argparse.Namespace) -> None:
     subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = filled(receptive.FieldRequest, args)
     length, rows = request.sized(max(subject.train_length for subject in subjects))
+    if args.delta:
+        return print(output_loss.report(request, subjects, length, rows, args.out))
     check_folder(args.out, (_FIELDS, _CURVES, _QUANTISED, _PNG, _PDF))
     found = [receptive.measure(request, subject, length, rows) for subject in subjects]
     print(receptive.table(found, args.epsilons).markdown())

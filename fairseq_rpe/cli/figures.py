@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed
+from fairseq_rpe.cli.options import add_rpe_module, count_list, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.core.progress import Progress
@@ -15,10 +15,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Draws each figure as PNG and PDF. For specs: exp(bias) as heat maps, the bias over distance, the theoretical "
         "receptive field. For a sweep: the same with the parameters that it learned, as well as perplexity, learned "
-        "biases of single queries, biases over training and, with --data, the empirical receptive field."
+        "biases of single queries, biases over training and, with --data, the empirical receptive field. For a "
+        "checkpoint: its bias at single queries, by key position, a line for each head."
     )
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="encodings (default: all that have a bias)")
     parser.add_argument("--sweep", type=Path, metavar="DIR", help="in place of specs: the --out folder of a sweep")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="in place of specs: one checkpoint")
+    about = "positions, from 0, with --checkpoint (half, all and twice its training length)"
+    parser.add_argument("--query", type=count_list, metavar="N,N,...", help=about)
+    about = "layers, from 0, with --checkpoint (all, of many four)"
+    parser.add_argument("--layers", type=count_list, metavar="N,N,...", help=about)
     parser.add_argument("--data", type=Path, metavar="DATA", help="binarised text for the empirical receptive field")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/figures, or figures in the sweep")
     parser.add_argument("--length", type=positive_int, default=512, metavar="N", help="tokens or distances shown (512)")
@@ -42,6 +48,10 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--length {args.length} is out of range: choose 2 to {_LONGEST}")
     if args.sweep is not None and args.specs:
         raise UserError("name either specs or --sweep DIR, not both")
+    if args.checkpoint is not None and (args.specs or args.sweep or args.heads or args.head):
+        raise UserError("--checkpoint is drawn by itself, with all its heads: no specs, --sweep, --heads or --head")
+    if args.checkpoint is None and (args.query or args.layers):
+        raise UserError("--query and --layers are for one checkpoint: give --checkpoint FILE too")
     if args.sweep is not None and args.heads is not None:
         raise UserError("--heads does not go with --sweep: its checkpoints have theirs")
     if args.data is not None and args.sweep is None:
@@ -50,6 +60,9 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.reports import drawing
     from fairseq_rpe.sweeps.state import SweepFolder
 
+    if args.checkpoint is not None:
+        out = args.out or Path("runs/figures")
+        return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
     shown = {"length": args.length, "seed": args.seed, "head": args.head}
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed, width
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_file
 
 
@@ -19,24 +20,37 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=width, help="model width (default: 64 times --heads)")
     parser.add_argument("--seed", type=seed, default=1, help="for the initial values of learned parameters (default 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all parameters as JSON")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw both and their errors, as .png or .pdf")
     add_rpe_module(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.out is not None:
-        check_file("--out", args.out)
+    for flag, path in (("--out", args.out), ("--figure", args.figure)):
+        if path is not None:
+            check_file(flag, path)
+    if args.figure is not None and args.figure.suffix not in (".png", ".pdf"):
+        raise UserError(f"--figure {args.figure}: name a file that ends with .png or .pdf")
     import torch
 
     from fairseq_rpe.analysis.fire_fit import fit_fire
+    from fairseq_rpe.analysis.fire_paper import paper_fits
     from fairseq_rpe.encodings import build
 
     wide = args.width or 64 * args.heads
     torch.manual_seed(args.seed)
-    fits = fit_fire(build(args.spec, args.heads, wide), args.spec, args.length)
+    encoding = build(args.spec, args.heads, wide)
+    fits, papers = fit_fire(encoding, args.spec, args.length), paper_fits(encoding, args.spec, args.length)
     print(f"{args.spec} as FIRE, b(i, j) = f(psi(i-j) / psi(max(L, i))), for all 0 <= j <= i < {args.length}")
-    for fit in fits:
+    for fit in (*fits, "The paper's own, Appendix A.2:" if papers else "The paper has no construction of it.", *papers):
         print(f"\n{fit}")
     if args.out is not None:
         setting = {"spec": args.spec, "heads": args.heads, "width": wide, "length": args.length, "seed": args.seed}
-        atomic_write(args.out, json.dumps({**setting, "modules": [fit.as_dict() for fit in fits]}) + "\n")
+        both = {"modules": [fit.as_dict() for fit in fits], "paper": [fit.as_dict() for fit in papers]}
+        atomic_write(args.out, json.dumps({**setting, **both}) + "\n")
         print(f"\nparameters: {args.out}")
+    if args.figure is not None:
+        from fairseq_rpe.figures.style import save
+        from fairseq_rpe.figures.theorem import constructions
+
+        save(constructions(args.spec, encoding.profile(args.length), fits[0], papers), args.figure)
+        print(f"\nfigure: {args.figure}")

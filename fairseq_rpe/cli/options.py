@@ -55,7 +55,7 @@ def _list(text: str, item: Callable[[str], Any]) -> tuple[Any, ...]:
 
 
 int_list, number_list = partial(_list, item=positive_int), partial(_list, item=number)
-seed_list = partial(_list, item=seed)
+seed_list, count_list = partial(_list, item=seed), partial(_list, item=count)
 
 
 def betas(text: str) -> tuple[float, ...]:

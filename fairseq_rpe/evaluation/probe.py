@@ -92,10 +92,10 @@ class Field:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
         """Attention as every backend computes it: q (B, H, n, D), k, v (B, H, m, D) -> (B, H, n, D)."""
-        self.measure(q, k, plan)
+        self.measure(q, k, v, plan)
         return self.inner(q, k, v, plan, dropout)
 
-    def measure(self, q: Tensor, k: Tensor, plan: Plan) -> None:
+    def measure(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         if plan.padding is not None:
             raise UserError("the receptive field is measured in full blocks: leave out rows with padding")
         before = k.shape[2] - q.shape[2]
@@ -105,8 +105,12 @@ class Field:
             raise UserError(f"a block of {k.shape[2]} tokens does not fit a measurement at {self.length}")
         for start in range(max(0, self.length - self.rows - before), q.shape[2], ROWS):
             stop = min(start + ROWS, q.shape[2])
-            own = plan.part(start, stop)
-            self.layers[self._layer].add(weights(q[:, :, start:stop], k[:, :, : before + stop], own))
+            seen = before + stop
+            self.look(self._layer, q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], plan.part(start, stop))
+
+    def look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
+        """Take in a few rows of a layer and all keys that they see."""
+        self.layers[layer].add(weights(q, k, plan))
 
 
 @torch.no_grad()
@@ -126,5 +130,5 @@ def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) 
         if (form := encoding.form(positions)) is None:
             return None
         nothing = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
-        found.measure(nothing, nothing, Plan(positions, form))
+        found.measure(nothing, nothing, nothing, Plan(positions, form))
     return found.layers

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides
 from fairseq_rpe.figures.fields import Mass
 
+Found = TypeVar("Found", bound=Field)
 _LONGER, _PART = 4, 4  # the default block is 4 training lengths, its last quarter is measured
 
 
@@ -70,6 +71,19 @@ class Measured(Mass):
 
 def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> Measured:
     """The field of one checkpoint over blocks from all over the text, ``length`` and ``rows`` as they were sized."""
+    decoder, found = through(
+        request, subject, length, lambda decoder: Field(decoder, length, rows, request.epsilons), rows
+    )
+    biases = bias_alone(decoder, length, rows, request.epsilons)
+    mass, bias_mass = (torch.stack([one.mass for one in of]).cpu() if of else None for of in (found.layers, biases))
+    here = (subject.path, request.blocks, rows, found.layers, biases)
+    return Measured(subject.label, subject.train_length, mass, bias_mass, *here)
+
+
+def through(
+    request: FieldRequest, subject: Subject, length: int, make: Callable[[Any], Found], rows: int
+) -> tuple[Any, Found]:
+    """The decoder of a checkpoint, and what a probe that is made for it found in the blocks of the text."""
     model, task = load(subject.path, request, request.data)
     total = corpus.count_tokens(request.data, request.subset)
     stream = read_stream(request.data, request.subset, task.source_dictionary, total)
@@ -77,7 +91,7 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     inputs = torch.stack([stream[start : start + length] for start in starts.tolist()])
     device = next(model.parameters()).device
     bar = Progress(subject.label, "blocks", request.blocks)
-    with torch.no_grad(), bar, Field(model.decoder, length, rows, request.epsilons) as found:
+    with torch.no_grad(), bar, make(model.decoder) as found:
         for part in inputs.split(request.batch_size or max(1, BATCH_TOKENS // length)):
             model.decoder(part.to(device), features_only=True)
             bar.update(len(part))
@@ -85,10 +99,7 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     for layer in found.layers:
         if layer.rows != wanted:
             raise UserError(f"{subject.path}: {layer.rows} of {wanted} rows were measured: report this")
-    biases = bias_alone(model.decoder, length, rows, request.epsilons)
-    mass, bias_mass = (torch.stack([one.mass for one in of]).cpu() if of else None for of in (found.layers, biases))
-    here = (subject.path, request.blocks, rows, found.layers, biases)
-    return Measured(subject.label, subject.train_length, mass, bias_mass, *here)
+    return model.decoder, found
 
 
 def _csv(found: Sequence[Measured], head: Sequence[str], cells: Callable[[Measured, int, int], Iterable[Any]]) -> str:

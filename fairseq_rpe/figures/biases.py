@@ -5,7 +5,6 @@ maps); FIRE (arXiv 2310.04418), Fig. 4 and 8 (learned biases of one query).
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -115,20 +114,27 @@ def compared(values: Mapping[str, Tensor], head: int) -> Figure:
     return figure
 
 
-def of_queries(biases: Mapping[int, Tensor], name: str) -> Figure:
-    """What a learned bias gives to the keys of a few queries: a row for each query, a column for each layer.
+def of_queries(biases: Mapping[int, Tensor], name: str, layers: Sequence[int] = ()) -> Figure:
+    """What a learned bias gives to the keys of a few queries: rows for each query, a panel for each layer.
 
-    ``biases``: query position i -> (layers, H, i + 1) bias over key positions 0 … i; ``name``: of the encoding.
+    ``biases``: query position i -> (layers, H, i + 1) bias over key positions 0 … i; ``name``: of the encoding;
+    ``layers``: their numbers from 0 in the model, for the titles, if these are not all of them.
     """
-    layers, heads, _ = next(iter(biases.values())).shape
-    size = min(PAGE, max(COLUMN, 1.2 + 1.9 * layers)), 0.7 + 1.5 * len(biases)
-    figure, made = panels(len(biases), layers, size, sharey=True, sharex="row")
-    for axes, (query, layer) in zip(made, product(biases, range(layers)), strict=True):
-        for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
-            axes.plot(range(query + 1), biases[query][layer, head].double(), color=colour, linewidth=1.3)
-        where = f", layer {layer}" if layers > 1 else ""
-        titled(axes, f"query {query}{where}")
-        axes.margins(x=0)
+    count, heads, _ = next(iter(biases.values())).shape
+    columns = min(_COLUMNS, count)
+    rows = -(-count // columns)
+    size = min(PAGE, max(COLUMN, 1.2 + 1.9 * columns)), 0.7 + 1.5 * rows * len(biases)
+    figure, made = panels(rows * len(biases), columns, size, sharey=True, sharex="row")
+    for number, (query, values) in enumerate(biases.items()):
+        own = made[number * rows * columns :][: rows * columns]
+        for axes, place in zip(own, range(count), strict=False):
+            for head, colour in enumerate(_ramp(_HEADS_MAP, heads)):
+                axes.plot(range(query + 1), values[place, head].double(), color=colour, linewidth=1.3)
+            where = f", layer {layers[place] if layers else place}" if layers or count > 1 else ""
+            titled(axes, f"query {query}{where}")
+            axes.margins(x=0)
+        for axes in own[count:]:
+            axes.set_visible(False)
     _ramp_bar(figure, made, _HEADS_MAP, range(1, heads + 1))
     return _named(figure, "key position (tokens)", "bias (nats)", f"Learned bias of {name}")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -13,8 +14,9 @@ from torch import Tensor
 from ..analysis.bias_map import some_heads
 from ..analysis.receptive_field import quantised, thinned
 from .ends import End, name_ends
-from .style import COLUMN, NAME, PAGE, TICK, legend_below, legend_of_all, looks, panels, titled
+from .style import COLUMN, NAME, PAGE, TICK, legend_below, legend_of_all, lengths_along, looks, panels, titled
 
+_LEAST = 1e-6  # of the largest δ; smaller ones are not drawn
 _BIAS: dict[str, Any] = {"linestyle": "-", "linewidth": 3.0, "alpha": 0.35}  # a pale band under the measured line
 Curve = tuple[list[float], Tensor]
 Curves = Mapping[str, Sequence[tuple[Tensor, Tensor]]]  # encoding -> ε and TRF of each of its heads
@@ -111,6 +113,48 @@ def empirical_quantised(found: Sequence[Mass]) -> Figure:
         axes.set(xlim=(1, 0), ylim=(0, 1))
     _below(made, "ε, the part of the attention left out")
     figure.supylabel(f"nearest keys needed / {found[0].mass.shape[-1]} tokens", fontsize=NAME)
+    return figure
+
+
+@dataclass(frozen=True)
+class Lost:
+    """δ(i, j) of a model that was trained at ``train_length`` tokens, in blocks of ``length``, and its bound.
+
+    ``keys``: J numbers j of nearest keys; ``delta`` and ``bound``: (layers, J), the largest of any head and row.
+    """
+
+    label: str
+    train_length: int
+    length: int
+    keys: Sequence[int]
+    delta: Tensor
+    bound: Tensor
+
+
+def truncated(found: Sequence[Lost]) -> Figure:
+    """δ against j, a panel for each of a few layers: lines measured, pale bands the bound."""
+    chosen = some_heads(min(len(one.delta) for one in found))
+    columns = min(2, len(chosen))
+    rows = -(-len(chosen) // columns)
+    figure, made = panels(rows, columns, (PAGE if columns == 2 else COLUMN, 1.2 + 2.3 * rows), sharex=True, sharey=True)
+    shown = looks([one.label for one in found])
+    handles = [Line2D([], [], **shown[one.label].drawn(), label=one.label) for one in found]
+    for axes, layer in zip(made, chosen, strict=False):
+        for one in found:
+            look = shown[one.label].drawn()
+            axes.plot(one.keys, one.bound[layer], **{**_BIAS, "color": look["color"]})
+            axes.plot(one.keys, one.delta[layer], **look, markevery=2, linewidth=1.2)
+        titled(axes, f"layer {layer}")
+        axes.set(yscale="log")
+    seen = torch.cat([one.delta[one.delta > _LEAST * one.delta.max()] for one in found])
+    made[0].set_ylim(seen.min().item() / 2, 2 * max(one.bound.max().item() for one in found))
+    lengths_along(made[0], [n for n in found[0].keys if n.bit_count() == 1], 5)
+    for axes in made[len(chosen) :]:
+        axes.set_visible(False)
+    _below(made[: len(chosen)], "nearest keys j (tokens)")
+    figure.supylabel("δ(i, j), largest of any head and query", fontsize=NAME)
+    figure.suptitle(f"output lost with the nearest j keys alone, blocks of {found[0].length} tokens", fontsize=NAME)
+    legend_of_all(figure, handles=[*handles, Line2D([], [], **_BIAS, color="0.3", label="bound")], ncols=4)
     return figure
 
 

@@ -110,12 +110,13 @@ def lengths_along(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def decades(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5 of each power of ten."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+def decades(axes: Axes, along: str = "y") -> None:
+    """A logarithmic axis, y or ``along`` x, with plain numbers at 1, 2 and 5 of each power of ten."""
+    axes.set(**{f"{along}scale": "log"})
+    axis = axes.yaxis if along == "y" else axes.xaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def legend_of_all(figure: Figure, loc: str = "outside lower center", **how: Any) -> None:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .ends import End, name_ends
-from .style import COLUMN, PAGE, Look, decades, legend_of_all, lengths_along, looks, mark_training, panels, titled
+from .style import COLUMN, PAGE, TICK, Look, decades, legend_of_all, lengths_along, looks, mark_training, panels, titled
 
 Band = Mapping[int, Sequence[float]]
 _FEW = 24  # points that still have room for an error bar each
@@ -46,6 +46,30 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
         made[1].set_ylabel(f"perplexity / that at {trained_at}")
         titled(made[1], "enlarged: curves that rise further leave at ▲")
     name_ends(figure, {axes: _ends(of, shown) for axes, of in zip(made, drawn, strict=True)})
+    return figure
+
+
+def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> Figure:
+    """Perplexity per token, its mean over ``lengths`` in tokens: for each label a value for each seed, the least first.
+
+    Source of the kind of figure: "Exploring Transformer Extrapolation" (arXiv 2307.10156), Fig. 1.
+    """
+    means = {label: sum(seeds) / len(seeds) for label, seeds in values.items()}
+    order = sorted(means, key=means.__getitem__)
+    figure, (axes,) = panels(1, 1, (COLUMN, 0.9 + 0.22 * len(order)))
+    shown = looks(list(values))
+    for place, label in enumerate(order):
+        axes.plot(means[label], place, **shown[label].drawn() | {"markersize": 5.5}, label=label)
+        axes.plot([min(values[label]), max(values[label])], [place, place], color=shown[label].colour, linewidth=1.2)
+        beside = {"xytext": (7, 0), "textcoords": "offset points", "verticalalignment": "center", "fontsize": TICK}
+        axes.annotate(f"{means[label]:.2f}", (max(values[label]), place), **beside)
+    axes.set_yticks(range(len(order)), order)
+    axes.set(ylim=(len(order) - 0.5, -0.5), xlabel="perplexity per token, mean over lengths")
+    if max(means.values()) > _WIDE * min(means.values()):
+        decades(axes, "x")
+    axes.margins(x=0.2)
+    seeds = _seeds([{0: seeds} for seeds in values.values()])
+    titled(axes, "\n".join(filter(None, (f"{len(lengths)} lengths, {lengths[0]} to {lengths[-1]} tokens", seeds))))
     return figure
 
 

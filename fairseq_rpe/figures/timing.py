@@ -47,6 +47,36 @@ def of_attention(timings: Sequence[Timing], about: str) -> Figure:
     )
 
 
+def of_models(timings: Sequence[Timing], about: str) -> Figure:
+    """Milliseconds of whole models, a bar for each encoding with a line from the least to the most, a panel a length.
+
+    With several backends these stand beside the encoding's name; ``about`` is the title.
+    """
+    lengths = list(dict.fromkeys(t.length for t in timings))
+    several = len({t.backend for t in timings}) > 1
+    names = {(t.encoding, t.backend): f"{t.encoding}, {t.backend}" if several else t.encoding for t in timings}
+    shown = looks(list(dict.fromkeys(t.encoding for t in timings)))
+    columns = min(len(lengths), 3)
+    rows = -(-len(lengths) // columns)
+    wide = COLUMN if columns == 1 else PAGE
+    figure, made = panels(rows, columns, (wide, 1.0 + rows * (0.5 + 0.27 * len(names))), sharey=True)
+    for axes, length in zip(made, lengths, strict=False):
+        for timing in (t for t in timings if t.length == length):
+            at = list(names).index((timing.encoding, timing.backend))
+            axes.barh(at, timing.milliseconds, color=shown[timing.encoding].colour, height=0.7, alpha=0.55)
+            axes.plot([timing.least, timing.most], [at, at], color="0.15", linewidth=1.2)
+        titled(axes, f"{length} tokens")
+        axes.set(xlabel="milliseconds", xlim=(0, None))
+        axes.grid(visible=False, axis="y")
+        axes.set_axisbelow(True)
+    made[0].set_yticks(range(len(names)), list(names.values()))
+    made[0].invert_yaxis()
+    for axes in made[len(lengths) :]:
+        axes.set_visible(False)
+    figure.suptitle(textwrap.fill(about, round(16 * wide)), fontsize=TICK)
+    return figure
+
+
 def beside_each_other(
     rows: Mapping[str, Mapping[tuple[str, str], Mapping[str, Points]]], colours: Mapping[str, str], about: str
 ) -> Figure:

@@ -12,6 +12,7 @@ from fairseq_rpe import encodings
 from fairseq_rpe.analysis import history, judgement
 from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.encodings import Encoding, PairBias
 from fairseq_rpe.evaluation import receptive
 from fairseq_rpe.evaluation.loading import find_subjects
@@ -23,6 +24,8 @@ from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import State, SweepFolder, slug
 
 _WINDOW = "window:window=64"  # the one encoding that has to be given a number
+_FEW = 4  # layers of a checkpoint that are drawn unless some are named
+MOST_QUERIES, LAST_QUERY = 16, 1 << 18  # of a checkpoint: how many, and the last position
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,42 @@ def of_sweep(
     return TrainedGallery(found, length, seed, _index(found, head), folder, state, data, rpe_module)
 
 
+def of_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int]) -> Figure:
+    """What the bias of one checkpoint gives to the keys of each query; ``queries`` and ``layers`` count from 0.
+
+    Without ``queries``: half, all and twice the training length; without ``layers``: all, of many four.
+    An encoding of the user's own is to be registered before. Raises UserError: the checkpoint is damaged, its encoding
+    has no additive bias, or there is no such layer or query.
+    """
+    checkpoint = checkpoints.load(path)
+    found, name = checkpoint.learned(), checkpoint.encoding
+    if not found[0].adds_bias:
+        raise UserError(f"{path} has no additive bias to draw, its encoding is '{name}': name another checkpoint")
+    if layers and len(found) == 1:
+        raise UserError(f"--layers: all layers of {path} share one bias: leave it out")
+    if wrong := [layer for layer in layers if layer >= len(found)]:
+        raise UserError(f"--layers {wrong[0]}: {path} has layers 0 to {len(found) - 1}")
+    trained = checkpoint.train_length() or 0
+    shown = queries or sorted({n for n in (trained // 2, trained, 2 * trained) if 0 < n <= LAST_QUERY})
+    if len(shown) > MOST_QUERIES:
+        raise UserError(f"--query names {len(shown)} positions: choose at most {MOST_QUERIES}")
+    if not shown or max(shown) > LAST_QUERY:
+        given = f"--query {max(shown)} is out of range" if shown else f"{path} does not tell its training length"
+        raise UserError(f"{given}: choose positions with --query, 0 to {LAST_QUERY}")
+    every = list(range(len(found)))
+    places = list(layers) or (every if len(every) <= _FEW else [round(k * every[-1] / (_FEW - 1)) for k in range(_FEW)])
+    rows = {i: torch.stack([found[k].profile(i + 1).flip(-1) for k in places]) for i in shown}
+    return biases.of_queries(rows, name, places if len(found) > 1 else ())
+
+
+def draw_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int], folder: Path) -> str:
+    """Draw :func:`of_checkpoint` as queries.png and queries.pdf; says where."""
+    files = [folder / f"queries.{end}" for end in ("png", "pdf")]
+    check_folder(folder, [file.name for file in files])
+    save(of_checkpoint(path, queries, layers), *files)
+    return f"{files[0]}, also as .pdf"
+
+
 def _index(found: Mapping[str, Sequence[Encoding]], head: int | None) -> int:
     heads = min(layers[0].heads for layers in found.values())
     if head is not None and head > heads:
@@ -155,6 +194,15 @@ def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     return {"ppl": sweep_curves.perplexity(curves, ratios, found.trained_at)} if curves else {}
 
 
+def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
+    found = findings.perplexities(gallery.folder, gallery.state)
+    lengths = found.shared_lengths
+    if len(lengths) < 2:
+        return {}
+    values = {name: found.over_lengths(name) for name in found.encodings}
+    return {"ppl_mean": sweep_curves.mean_perplexity(values, lengths)}
+
+
 def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
     plain = [name for name in gallery.encodings if gallery.state.method(name).leaves_positions]
     if not plain:
@@ -203,6 +251,7 @@ FIGURES: dict[str, tuple[Callable[[Any], dict[str, Figure]], str, str]] = {
     "bias over distance": (_profiles, "", "none has an additive bias"),
     "theoretical receptive field": (_theory, "", "no series converges"),
     "perplexity": (_perplexity, "--sweep", "the sweep has no finished evaluation"),
+    "mean perplexity": (_mean_perplexity, "--sweep", "no two lengths at which all were evaluated"),
     "empirical receptive field": (_attention, "--sweep and --data", "every method moves positions"),
     "learned biases of single queries": (
         _queries,

@@ -66,6 +66,22 @@ class Perplexities:
         """By length, the mean over seeds."""
         return {length: sum(values) / len(values) for length, values in self.of(encoding).items()}
 
+    @property
+    def shared_lengths(self) -> list[int]:
+        """At which every run was measured."""
+        runs: dict[tuple[str, int], set[int]] = {}
+        for row in self.rows:
+            runs.setdefault((row.method, row.seed), set()).add(row.result.length)
+        return [n for n in self.lengths if all(n in own for own in runs.values())]
+
+    def over_lengths(self, encoding: str) -> list[float]:
+        """Of each seed the mean of its perplexities at the lengths that all runs share."""
+        shared, found = self.shared_lengths, dict[int, list[float]]()
+        for row in self.rows:
+            if row.method == encoding and row.result.length in shared:
+                found.setdefault(row.seed, []).append(row.result.ppl)
+        return [sum(values) / len(values) for values in found.values()]
+
     def ratio(self, encoding: str) -> float | None:
         """At the longest length of all, the mean over seeds."""
         at = self.lengths[-1]

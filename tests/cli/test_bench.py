@@ -92,3 +92,109 @@ def test_bad_input(flags, words, capsys):
     assert main(["bench", "--lengths", "16", *SMALL, *flags]) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1
+
+
+# Whole models
+
+
+def models(tmp_path, *argv):
+    argv = ["bench", "--model", "tiny", "--device", "cpu", "--vocabulary", "50", "--repeats", "2", *argv]
+    return main([*argv, "--out", str(tmp_path)])
+
+
+def test_whole_models_are_timed_and_fire_shared_is_among_them(tmp_path, capsys):
+    assert models(tmp_path, "--lengths", "9,16", "--encodings", "alibi fire") == 0
+    said = capsys.readouterr().out
+    head, rows = rows_of(tmp_path)
+    assert "tiny: 2 layers of 128, 4 heads, vocabulary 50" in head and "means of 2" in head
+    wanted = [(name, n) for n in ("9", "16") for name in ("alibi", "fire", "fire (shared)")]
+    assert [(r["encoding"], r["length"]) for r in rows] == wanted
+    assert {(r["backend"], r["pass"]) for r in rows} == {("auto", "inference")}
+    for row in rows:
+        first = next(r for r in rows if r["length"] == row["length"])
+        assert 0 < float(row["least_ms"]) <= float(row["milliseconds"]) <= float(row["most_ms"])
+        # the mean, of two numbers the middle
+        assert 2 * float(row["milliseconds"]) == pytest.approx(float(row["least_ms"]) + float(row["most_ms"]), abs=0.01)
+        ratio = float(row["milliseconds"]) / float(first["milliseconds"])
+        assert float(row["ratio"]) == pytest.approx(ratio, abs=1e-3)
+    assert (tmp_path / "bench.md").read_text().strip() in said and "| fire (shared), auto |" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.csv", "bench.md", "bench.png"]
+
+
+def test_models_are_the_real_ones_with_one_set_of_weights(monkeypatch):
+    """Each way reads with its own encoding, shared or one a layer, and the rest of the weights is in memory once."""
+    from fairseq_rpe.evaluation import inference
+
+    seen, made = [], []
+    build = inference._model
+    monkeypatch.setattr(inference, "_read", lambda model, tokens: seen.append((id(model), tuple(tokens.shape))))
+    monkeypatch.setattr(inference, "_model", lambda *args: made.append(build(*args)) or made[-1])
+    setting = inference.Setting("cpu", "tiny", ["rope", "fire"], backends=["auto", "sdpa"], batch=3, vocabulary=20)
+    found, left_out = inference.measure(setting, 8)
+    assert not left_out and [(t.encoding, t.backend) for t in found] == [
+        (name, backend) for name in ("rope", "fire", "fire (shared)") for backend in ("auto", "sdpa")
+    ]
+    assert len(seen) == 6 * 11 and {shape for _, shape in seen} == {(3, 8)}
+    assert seen[6:12] == seen[:6]  # in turns
+    assert [type(m.decoder.encodings[0]).__name__ for m in made] == ["Rope"] * 2 + ["Fire"] * 4
+    assert [len(m.decoder.encodings) for m in made] == [1, 1, 2, 2, 1, 1]
+    assert len({m.decoder.embed_tokens.weight.data_ptr() for m in made}) == 1
+    assert len({m.decoder.layers[1].fc1.weight.data_ptr() for m in made}) == 1
+    assert (
+        made[2].decoder.encodings[0].mlp[0].weight.data_ptr() != made[4].decoder.encodings[0].mlp[0].weight.data_ptr()
+    )
+
+
+def test_a_model_that_a_backend_refuses_is_left_out(tmp_path, capsys, monkeypatch):
+    from fairseq_rpe.core import UserError
+
+    def refuses(*_):
+        raise UserError("not today: use sdpa")
+
+    monkeypatch.setitem(BACKENDS, "sometimes", refuses)
+    assert models(tmp_path, "--lengths", "9", "--encodings", "alibi", "--backends", "auto sometimes") == 0
+    assert "left out, alibi, sometimes: not today" in capsys.readouterr().err
+    assert [r["backend"] for r in rows_of(tmp_path)[1]] == ["auto"]
+    assert models(tmp_path, "--lengths", "9", "--encodings", "alibi", "--backends", "sometimes") == 2
+    assert "nothing can be timed at 9 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_models_in_half_precision(tmp_path, dtype):
+    assert models(tmp_path, "--lengths", "9", "--encodings", "rope fire", "--dtype", dtype) == 0
+    assert f", {dtype}, " in rows_of(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "tiny", "--heads", "2"], "--heads goes not with --model: leave it out"),
+        (["--model", "tiny", "--passes", "both"], "--passes goes not with --model"),
+        (["--shared", "fire"], "--shared goes only with --model"),
+        (["--vocabulary", "9"], "--vocabulary goes only with --model"),
+        (["--model", "huge"], "invalid choice: 'huge'"),
+        (["--model", "tiny", "--backends", "sdpb"], "unknown 'sdpb'; known: auto, reference, sdpa"),
+        (["--model", "tiny", "--encodings", "alibbi"], "did you mean 'alibi'"),
+        (["--model", "tiny", "--encodings", ""], "at least one"),
+        (["--model", "tiny", "--encodings", "rope", "--shared", "t5_bias:buckets=1"], "buckets"),
+    ],
+)
+def test_bad_input_for_models(flags, words, capsys):
+    assert main(["bench", "--lengths", "16", "--device", "cpu", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+def test_bars_are_the_means():
+    from fairseq_rpe.figures.timing import of_models
+
+    rows = [
+        speed.Timing(name, "auto", "inference", n, 10.0 * n + k, 1.0, 9.0 * n, 12.0 * n)
+        for n in (1, 2)
+        for k, name in enumerate(("nope", "fire"))
+    ]
+    first, second = of_models(rows, "a machine").axes
+    assert [bar.get_width() for bar in first.patches] == [10.0, 11.0]
+    assert [bar.get_width() for bar in second.patches] == [20.0, 21.0]
+    assert [line.get_xdata().tolist() for line in second.lines] == [[18.0, 24.0]] * 2
+    assert [label.get_text() for label in first.get_yticklabels()] == ["nope", "fire"]

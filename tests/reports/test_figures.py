@@ -104,6 +104,21 @@ def test_perplexity_is_the_mean_with_bars_over_the_seeds():
     assert axes.get_legend() is None and {text.get_text() for text in axes.texts} == {"alibi", "rope", "trained at 64"}
 
 
+def test_mean_perplexity_is_sorted_with_a_line_over_the_seeds():
+    values = {"rope": [60.0], "alibi": [50.0, 52.0], "type1": [49.0, 57.0]}
+    [axes] = sweep_curves.mean_perplexity(values, [64, 128, 256]).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["alibi", "type1", "rope"]
+    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if line.get_label() in values}
+    assert points == {"alibi": [[51, 0]], "type1": [[53, 1]], "rope": [[60, 2]]}
+    spans = [line.get_xdata().tolist() for line in axes.lines if line.get_label() not in values]
+    assert spans == [[50, 52], [49, 57], [60, 60]]
+    assert [text.get_text() for text in axes.texts] == ["51.00", "53.00", "60.00"]
+    assert axes.get_title() == "3 lengths, 64 to 256 tokens\nmean of 1 or 2 seeds; bars: least to largest"
+    assert axes.get_xscale() == "linear" and axes.get_ylim() == (2.5, -0.5)
+    [wide] = sweep_curves.mean_perplexity({"rope": [9000.0], "alibi": [50.0]}, [64, 128]).axes
+    assert wide.get_xscale() == "log" and wide.get_title() == "2 lengths, 64 to 128 tokens"
+
+
 EXPLODING = {
     "sinusoidal": {64: [53.0], 128: [400.0], 256: [9000.0]},
     "alibi": {64: [49.0], 128: [48.0], 256: [47.5]},
@@ -252,6 +267,7 @@ def every_figure():
     curves = {name: {64: [50.0 + k, 51.0], 128: [40.0, 60.0 * (1 + k)]} for k, name in enumerate(names)}
     mass = torch.full((1, 4, 32), 1 / 32, dtype=torch.float64)
     yield sweep_curves.perplexity(curves, shares(curves, 64), 64)
+    yield sweep_curves.mean_perplexity({name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128])
     yield sweep_curves.exact_match({"copy": curves, "sort": curves}, {"copy": 5, "sort": 5})
     yield sweep_curves.training([(name, {1: 9.0, 2: 8.0, 3: 7.0 + k}) for k, name in enumerate(names)])
     yield sweep_curves.positions({name: {0: 9.0, 3: 7.0 + k} for k, name in enumerate(names)})
@@ -262,6 +278,9 @@ def every_figure():
     yield drawings.heat_maps({name: bias_map(own, 9, [1])[0][0] for name, own in biases.items()}, 1, 2)
     yield fields.theoretical({name: [(torch.tensor([0.5, 0.1]), torch.tensor([2.0, 9.0]))] for name in names})
     yield fields.empirical([fields.Mass(name, 16, mass, mass) for name in names], [0.5, 0.1])
+    lost = [torch.tensor([[9.0, 4.0, 1.0]] * 2), torch.tensor([[18.0, 8.0, 2.0]] * 2)]
+    yield fields.truncated([fields.Lost(name, 16, 32, [1, 2, 4], *lost) for name in names])
+    yield timing.of_models([Timing(n, "auto", "inference", 16, 3.0, 1, 2, 4) for n in names], "a machine")
     yield timing.of_windows(
         [timing.Timed(n, m, w, w + 9.0, w) for n in names for m in "ab" for w in (8, 16)], 1, 4, [8]
     )
@@ -385,7 +404,7 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
     monkeypatch.setattr(drawings, "of_queries", spy(drawings.of_queries, asked))
     assert main(["figures", "--sweep", str(sweep), "--seed", "3", "--length", "40"]) == 0
     png, pdf = drawn(sweep / "figures")
-    expected = {"heat_maps", "profiles", "profiles_compared", "trf", "ppl", "queries-fire-seed3"}
+    expected = {"heat_maps", "profiles", "profiles_compared", "trf", "ppl", "ppl_mean", "queries-fire-seed3"}
     assert {f"{stem}.png" for stem in expected} <= png and {f"{stem}.pdf" for stem in expected} <= pdf
     [values] = seen["args"]
     assert list(values) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]

@@ -197,6 +197,18 @@ def test_perplexities_are_means_with_ranges_and_the_least_is_marked(tmp_path):
     assert "At 256 tokens 1 of 2 have no higher perplexity than at 64." in page.words
 
 
+def test_the_mean_over_lengths_is_of_those_that_all_runs_share(tmp_path):
+    write_sweep(tmp_path, {**PPL, "rope": {64: 48.0, 256: 60.0}}, seeds=(1, 2))
+    pictures = [attrs["alt"] for tag, attrs in page_of(tmp_path).tags if tag == "img"]
+    [said] = [alt for alt in pictures if alt.startswith("Mean of the perplexities")]
+    # at 64 and 256 tokens, the second seed two more
+    means = "alibi 50.31, inv_n 53.62, rope 55.00"
+    assert said == f"Mean of the perplexities at the 2 lengths from 64 to 256 tokens. {means}."
+    write_sweep(tmp_path / "one", {"alibi": PPL["alibi"]})
+    alone = [attrs["alt"] for tag, attrs in page_of(tmp_path / "one").tags if tag == "img"]
+    assert not any(alt.startswith("Mean of") for alt in alone)
+
+
 def test_chapters_and_facts(tmp_path):
     for name in PPL:
         save_checkpoint(tmp_path / "runs" / slug(name, 1), name)
@@ -215,7 +227,7 @@ def test_chapters_and_facts(tmp_path):
     assert deviations["inv_n"] == ["diverges", "0.126", "0.126", "+0.126", "no", "no"]
     assert deviations["alibi"] == ["converges", "0.032", "0.000", "−0.032", "yes", "yes"]
     assert "agree for every method if 0.032 < δ ≤ 0.126" in page.words and "δ = 0.07" in page.words
-    assert sum(tag == "img" for tag, _ in page.tags) == 2
+    assert sum(tag == "img" for tag, _ in page.tags) == 3
 
 
 def test_costs_of_a_run_come_from_its_log(tmp_path):

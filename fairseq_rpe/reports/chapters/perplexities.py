@@ -32,7 +32,7 @@ def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: lis
     return Findings(
         _lead(state, found, here(state, runs).data),
         [
-            Part("perplexity", "Perplexity over length", [values, drawn]),
+            Part("perplexity", "Perplexity over length", [values, drawn, *_mean(found)]),
             Part("published", "Beside the published values", beside),
             Part("positions", "Loss by position", _positions(found)),
             Part("verdict", "Does it extrapolate?", theory),
@@ -95,6 +95,17 @@ def _table(state: State, found: Perplexities) -> Table:
     if ended:
         caption += " Ends at N: the method has positions for rows of up to N tokens, so it is not evaluated beyond."
     return Table(caption, ["encoding", *map(str, found.lengths), ratio], rows, starred="least")
+
+
+def _mean(found: Perplexities) -> list[Block]:
+    """The mean over lengths; nothing of one length alone or one method alone."""
+    lengths = found.shared_lengths
+    if len(lengths) < 2 or len(found.encodings) < 2:
+        return []
+    values = {name: found.over_lengths(name) for name in found.encodings}
+    said = ", ".join(f"{name} {sum(seeds) / len(seeds):.2f}" for name, seeds in values.items())
+    caption = f"Mean of the perplexities at the {len(lengths)} lengths from {lengths[0]} to {lengths[-1]} tokens."
+    return [picture(sweep_curves.mean_perplexity(values, lengths), f"{caption} {said}.", caption)]
 
 
 def _positions(found: Perplexities) -> list[Block]:

@@ -1,0 +1,203 @@
+"""δ(i, j), what an output loses with its nearest keys alone: against the definition, below its bound; the command."""
+
+from __future__ import annotations
+
+import csv
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import VOCABULARY, make_model
+
+from fairseq_rpe.analysis.receptive_field import n_emp
+from fairseq_rpe.analysis.truncation import losses, window_sizes
+from fairseq_rpe.attention.reference import reference
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.encodings import build
+from fairseq_rpe.evaluation import probe
+from fairseq_rpe.evaluation.output_loss import COLUMNS, Truncation
+
+LENGTH, ROWS = 23, 9
+
+
+@pytest.fixture(scope="module")
+def blocks() -> torch.Tensor:
+    return torch.randint(4, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def loud(task, rpe):
+    """A model in which the text matters."""
+    model = make_model(task, rpe)
+    with torch.no_grad():
+        for p in model.decoder.layers.parameters():
+            p.mul_(3)
+    return model
+
+
+@torch.no_grad()
+def seen_by(model, blocks):
+    """Of each layer the weights (B, H, n, n) that the reference uses, and its values (B, H, n, D), in float64."""
+    found, inner = [], model.decoder.attend
+
+    def attend(q, k, v, plan, dropout=0.0):
+        eye = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:3], k.shape[2])
+        found.append((reference(q.double(), k.double(), eye, plan), v.double()))
+        return inner(q, k, v, plan)
+
+    model.decoder.attend = attend
+    model(blocks)
+    model.decoder.attend = inner
+    return found
+
+
+@pytest.mark.parametrize("rpe", ["alibi", "type2", "kerple_log", "fire", "rope", "sinusoidal", "window:window=5"])
+def test_it_is_the_definition(task, blocks, rpe):
+    """Outputs of each query over all and over its nearest j keys, summed one by one."""
+    model = loud(task, rpe)
+    plain = model(blocks)[0]
+    with torch.no_grad(), Truncation(model.decoder, LENGTH, ROWS) as found:
+        model(blocks)
+    assert torch.equal(model(blocks)[0], plain)
+    for layer, (weights, v) in zip(found.layers, seen_by(model, blocks), strict=True):
+        assert layer.rows == 3 * ROWS and layer.sizes == [1, 2, 3, 4, 6, 8, 12, 16]
+        delta = torch.zeros(3 * ROWS, len(layer.sizes), 4, dtype=torch.float64)
+        bound = torch.zeros_like(delta)
+        for row, (b, i) in enumerate((b, i) for b in range(3) for i in range(LENGTH - ROWS, LENGTH)):
+            for place, j in enumerate(layer.sizes):
+                near = slice(max(0, i - j + 1), i + 1)
+                for h in range(4):
+                    p = weights[b, h, i]
+                    part = p[near] @ v[b, h, near] / p[near].sum()
+                    delta[row, place, h] = (p @ v[b, h] - part).norm()
+                    longest = v[b, h, : i + 1].norm(dim=-1).max()
+                    bound[row, place, h] = 2 * longest * (1 - p[near].sum() / p.sum())
+        wanted = [delta.amax(0), delta.mean(0), bound.amax(0), bound.mean(0)]
+        assert torch.allclose(layer.table[:4], torch.stack(wanted), atol=1e-9)
+        assert (layer.table[4] <= 1).all()
+
+
+def test_blocks_and_pieces_of_rows_add_up(task, blocks, monkeypatch):
+    model = make_model(task, "type1")
+
+    def of(*parts):
+        with torch.no_grad(), Truncation(model.decoder, LENGTH, ROWS) as found:
+            for part in parts:
+                model(part)
+        return torch.stack([layer.table for layer in found.layers])
+
+    two, one, both = of(blocks[:2]), of(blocks[2:]), of(blocks[:2], blocks[2:])
+    most, means = [0, 2, 4], [1, 3]
+    assert torch.equal(both[:, most], torch.maximum(two, one)[:, most])
+    assert torch.allclose(both[:, means], (2 * two + one)[:, means] / 3)
+    monkeypatch.setattr(probe, "ROWS", 4)
+    assert torch.allclose(of(blocks[:2], blocks[2:]), both, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])
+def test_never_above_the_bound(dtype, spread):
+    """For every query and j, of scores that are flat or that one key dominates, and keys that are not to be seen."""
+    generator = torch.Generator().manual_seed(1)
+    score = spread * torch.randn(2, 3, 40, 64, generator=generator, dtype=dtype)
+    hidden = torch.rand(2, 3, 40, 64, generator=generator) < 0.2
+    diagonal = torch.arange(64) == torch.arange(24, 64)[:, None]
+    future = torch.arange(64) > torch.arange(24, 64)[:, None]
+    score = score.masked_fill(hidden & ~diagonal | future, -torch.inf)
+    v = torch.randn(2, 3, 64, 5, generator=generator, dtype=dtype)
+    sizes = list(range(1, 66))
+    tight = []
+    for delta, bound in losses(score, v, sizes):
+        assert delta.isfinite().all() and bound.isfinite().all()
+        assert (delta <= bound * (1 + 1e-5)).all()
+        tight.append((delta / bound).nan_to_num().max().item())
+    assert max(tight) > 0.3  # not a bound that anything meets
+    assert delta.eq(0).all() and bound.eq(0).all()  # all keys
+
+
+def test_the_bound_is_reached_by_opposite_values():
+    """Half of the weight is on a far key whose value is the negative of the near one's."""
+    score = torch.tensor([[[[0.0, 0.0]]]], dtype=torch.float64)
+    [(delta, bound)] = losses(score, torch.tensor([[[[-2.0], [2.0]]]], dtype=torch.float64), [1])
+    assert delta.item() == pytest.approx(2.0) and bound.item() == pytest.approx(2.0)
+
+
+@torch.no_grad()
+def test_trained_models_stay_below_too(trained, corpus, tmp_path, capsys):
+    argv = ["erf", trained, corpus, "--delta", "--length", 20, "--rows", 5, "--blocks", 6, "--device", "cpu"]
+    assert main([*map(str, argv), "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "| alibi      | 0" in shown and "the last 5 queries" in shown and "j = 16" in shown
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["delta.csv", "delta.pdf", "delta.png"]
+    rows = list(csv.DictReader(open(tmp_path / "delta.csv")))
+    assert len(rows) == 2 * 4 * len(window_sizes(20)) and {r["length"] for r in rows} == {"20"}
+    for row in rows:
+        delta, mean, bound, bound_mean, part = (float(row[name]) for name in COLUMNS)
+        assert 0 < mean <= delta <= bound and mean <= bound_mean <= bound and 0 < part <= 1
+    first, last = (float(next(r for r in rows if r["keys"] == keys)["bound_max"]) for keys in ("1", "16"))
+    assert last < first
+
+
+def test_a_wrong_out_is_one_line(trained, corpus, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    argv = [str(trained), str(corpus), "--delta", "--length", "8", "--out", str(tmp_path / "file")]
+    assert main(["erf", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+# Theorems 0.3 and 0.5 on the encodings' own series
+
+CONVERGENT = [
+    "alibi",
+    "type1",
+    "type1:form=paper",
+    "type2",
+    "type2:form=paper",
+    "kerple_log:p=2,a=1",
+    "kerple_power:p=1,a=0.1",
+]
+DIVERGENT = ["inv_n", "inv_n:form=paper", "inv_nlnn", "kerple_log:p=0.5,a=1", "t5_bias:init_std=1", "sandwich"]
+
+
+def series(spec, length, head=3):
+    """b_0 … b_(length-1) of one head."""
+    torch.manual_seed(0)
+    return build(spec, 8, 64).profile(length)[head - 1].exp()
+
+
+@pytest.mark.parametrize("length", [64, 512, 4096])
+def test_theorem_0_5_orders_receptive_fields(length):
+    """If α_t/α <= β_t/β from some T on, no ε whose field of β reaches T has a larger field of α.
+
+    With sums over ``length`` terms, which divergent series have as well.
+    """
+    parts = {spec: (b := series(spec, length)) / b.sum() for spec in CONVERGENT + DIVERGENT}
+    epsilons = [10 ** (-k / 4) for k in range(1, 40)]
+    fields = {spec: n_emp(part, epsilons) for spec, part in parts.items()}
+    compared, larger = 0, 0
+    for a, alpha in parts.items():
+        for b, beta in parts.items():
+            above = (alpha > beta).nonzero().flatten()
+            start = int(above[-1]) + 1 if len(above) else 0
+            if a == b or start >= length:
+                continue
+            reached = fields[b] >= start
+            compared += int(reached.sum())
+            larger += int((fields[a] > fields[b])[~reached].sum())
+            assert (fields[a] <= fields[b])[reached].all(), (a, b, start)
+    assert compared > 1000 and larger > 0  # and it says nothing about large ε
+
+
+@pytest.mark.parametrize("spec", CONVERGENT)
+def test_of_a_convergent_series_the_far_part_stays_away_from_one(spec):
+    """1 - C_ij / C_ii at q·k = 0 and j = 64 grows with i to a limit below 1, the tail's part of the sum."""
+    far = [1 - series(spec, 64).sum() / series(spec, n).sum() for n in (256, 1024, 8192, 65536)]
+    assert all(b >= a for a, b in pairwise(far))
+    assert far[-1] < 0.7 and far[-1] - far[-2] < 0.05
+
+
+@pytest.mark.parametrize("spec", DIVERGENT)
+def test_of_a_divergent_series_the_far_part_takes_over(spec):
+    """The same grows on and on: the near part falls by more than a tenth in the last factor of 64."""
+    near = [series(spec, 64, 8).sum() / series(spec, n, 8).sum() for n in (1024, 65536)]
+    assert near[1] < 0.9 * near[0]
