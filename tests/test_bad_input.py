@@ -407,6 +407,8 @@ figures --checkpoint {zoo}/text  -> is not a checkpoint, or damaged
 figures --checkpoint {good} --query 99999999  -> --query 99999999 is out of range: choose positions with --query
 figures --checkpoint {good} --layers 0  -> --layers: all layers of
 figures --checkpoint {good} --out {zoo}/text  -> --out text: text is a file, not a folder
+figures --checkpoint {good} --length 64  -> --checkpoint is drawn by itself
+figures --checkpoint {good} --seed 1  -> --checkpoint is drawn by itself
 figures alibi --query 3  -> --query and --layers are for one checkpoint: give --checkpoint FILE too
 figures alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # sensitivity

@@ -27,29 +27,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=count_list, metavar="N,N,...", help=about)
     parser.add_argument("--data", type=Path, metavar="DATA", help="binarised text for the empirical receptive field")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/figures, or figures in the sweep")
-    parser.add_argument("--length", type=positive_int, default=512, metavar="N", help="tokens or distances shown (512)")
+    parser.add_argument("--length", type=positive_int, metavar="N", help="tokens or distances shown (512)")
     parser.add_argument("--heads", type=heads, metavar="H", help="number of heads, with specs (8)")
     parser.add_argument(
         "--head", type=positive_int, metavar="K", help="the head where one is shown (default: a middle one)"
     )
     parser.add_argument(
-        "--seed",
-        type=seed,
-        default=1,
-        metavar="S",
-        help="of the initial values, with specs; or which run of the sweep (1)",
+        "--seed", type=seed, metavar="S", help="of the initial values, with specs; or which run of the sweep (1)"
     )
     add_rpe_module(parser)
     parser.set_defaults(log=None)
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.length < 2 or args.length > _LONGEST:
-        raise UserError(f"--length {args.length} is out of range: choose 2 to {_LONGEST}")
+    length = 512 if args.length is None else args.length
+    if length < 2 or length > _LONGEST:
+        raise UserError(f"--length {length} is out of range: choose 2 to {_LONGEST}")
     if args.sweep is not None and args.specs:
         raise UserError("name either specs or --sweep DIR, not both")
-    if args.checkpoint is not None and (args.specs or args.sweep or args.heads or args.head):
-        raise UserError("--checkpoint is drawn by itself, with all its heads: no specs, --sweep, --heads or --head")
+    others = (args.sweep, args.data, args.length, args.heads, args.head, args.seed)
+    if args.checkpoint is not None and (args.specs or any(one is not None for one in others)):
+        raise UserError(
+            "--checkpoint is drawn by itself: of the others, only --query, --layers, --rpe-module and --out go with it"
+        )
     if args.checkpoint is None and (args.query or args.layers):
         raise UserError("--query and --layers are for one checkpoint: give --checkpoint FILE too")
     if args.sweep is not None and args.heads is not None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint is not None:
         out = args.out or Path("runs/figures")
         return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
-    shown = {"length": args.length, "seed": args.seed, "head": args.head}
+    shown = {"length": length, "seed": args.seed or 1, "head": args.head}
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
     else:
