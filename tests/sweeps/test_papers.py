@@ -52,6 +52,11 @@ FIRE = {  # FIRE and its Table 8; betas, decay, schedule, warm-up, clipping: Bro
     "lengths": (512, 1024, 2048, 4096, 8192),
     "vocabulary": 50_265,
 }
+SURVEY = {  # Length Extrapolation of Transformers: A Survey states data and lengths, the rest is as above
+    **EXTRAPOLATION,
+    "arch": "wiki103",
+    "lengths": (512, 1024),
+}
 PAPERS = {
     "extrapolation-wikitext103": {**EXTRAPOLATION, "prepare": "wikitext103", "arch": "wiki103"},
     "extrapolation-books": {**EXTRAPOLATION, "prepare": "books", "arch": "base"},
@@ -59,6 +64,18 @@ PAPERS = {
     "extrapolation-wikibook": {**EXTRAPOLATION, "prepare": "wikibook", "arch": "base"},
     "fire-lm": FIRE,
     "fire-lm-shared": {**FIRE, "rpe_share": "model"},
+    "fire-lm-large": {**FIRE, "arch": "large", "lr": 3e-4, "min_lr": 3e-5},  # Table 8; Brown et al.: a tenth of it
+    "fire-lm-512": {**FIRE, "tokens": 512, "warmup": round(375e6 / (256 * 512))},  # Figure 6
+    "survey-wikitext103-512": {**SURVEY, "prepare": "wikitext103", "lengths": (512, 1012)},
+    "survey-wikitext103-1024": {
+        **SURVEY,
+        "prepare": "wikitext103",
+        "tokens": 1024,
+        "batch": 64,
+        "lengths": (1024, 2024),
+    },
+    "survey-openwebtext2": {**SURVEY, "prepare": "openwebtext2"},
+    "survey-arxiv": {**SURVEY, "prepare": "arxiv"},
     "warping-lm": {  # Position Index Warping; dropout, GeLU, tying and vocabulary: GPT-2's
         "prepare": "wikitext103",
         "arch": "base",
@@ -92,7 +109,8 @@ PAPERS = {
 COUNTS = {
     ("fire-lm", "base"): 125e6,
     ("fire-lm-shared", "base"): 125e6,
-    ("fire-lm", "large"): 350e6,
+    ("fire-lm-large", "large"): 350e6,
+    ("fire-lm-512", "base"): 125e6,
     ("warping-lm", "base"): 124e6,
 }
 
