@@ -82,8 +82,9 @@ def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Ju
     judged = []
     for name in found.encodings:
         values = found.means(name)
-        if name in predictions and found.trained_at in values and max(values) > found.trained_at:
-            judged.append(Judged(name, predictions[name], deviation(values, found.trained_at)))
+        start = found.longer.get(name, found.trained_at)
+        if name in predictions and start in values and max(values) > start:
+            judged.append(Judged(name, predictions[name], deviation(values, start)))
     return judged
 
 
