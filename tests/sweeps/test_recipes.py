@@ -115,7 +115,8 @@ def test_every_method_builds_at_every_training_length(name, scale):
     recipe = recipes.load(name)
     for method in recipe.methods:
         for trained, _ in training_lengths(recipe.scale(scale)):
-            encoding = encodings.build(method.rpe, heads=4, width=128, length=trained)
+            rpe = recipe.scale(scale).settled(method, trained).rpe
+            encoding = encodings.build(rpe, heads=4, width=128, length=trained)
             for spec in (method.positions_train, method.positions_eval):
                 transform = positions.build(spec or "identity", trained)
                 assert transform.evaluation and not (transform.fractional and encoding.positions == "whole")
@@ -237,14 +238,17 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
     if settings.tokens > 600:
         given += ["--tokens", "600"]
         settings = replace(settings, tokens=600)
+    # the further training of a method is as long as the recipe says
+    methods = [one for one in recipe.choose(settings.methods or ("all",)) if one.continues is None]
+    given += ["--methods", " ".join(one.name for one in methods)]
     lines = dry_run(capsys, corpus, "--recipe", name, "--scale", scale, *given)
-    methods = recipe.choose(settings.methods or ("all",))
+    lines = [line for line in lines if line[3] != "prepare-known"]
     trainings = [line for line in lines if line[3] == "train"]
     evaluations = [line for line in lines if line[3] == "eval"]
     assert len(trainings) + len(evaluations) == len(lines)
     shared = {(m.rpe, m.positions_train) for m in methods}
     assert sorted((flag(t, "--rpe"), flag(t, "--positions-train")) for t in trainings) == sorted(shared)
-    assert len(evaluations) == len(methods)
+    assert len(evaluations) == len(methods) * (1 + len(settings.evaluate))
     assert name not in WARPING or len(trainings) < len(evaluations)
     for command in trainings:
         assert command[4] == str(corpus) and flag(command, "--tokens") == str(settings.tokens)
@@ -253,9 +257,10 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
         for key in ("lr", "dropout", "schedule", "warmup"):
             if (value := getattr(settings, key)) is not None:
                 assert flag(command, f"--{key}") == str(value)
-    lengths = [600, 1200] if given else settings.lengths
+    lengths = [600, 1200] if "--lengths" in given else settings.lengths
     expected = ",".join(map(str, sorted({settings.tokens, *lengths})))
-    assert all(flag(e, "--lengths") == expected and e[5] == str(corpus) for e in evaluations)
+    assert all(flag(e, "--lengths") == expected for e in evaluations)
+    assert {e[5] for e in evaluations} == {str(corpus), *settings.evaluate.values()}
     assert not list(tmp_path.iterdir())
 
 
