@@ -156,6 +156,8 @@ def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
         curves, ratios = ({name: of(name) for name in own.encodings} for of in (own.of, own.ratios))
         if curves:
             figures[stem] = sweep_curves.perplexity(curves, ratios, own.trained_at)
+            if own is not found:
+                figures[stem].axes[0].set_ylabel(f"perplexity per token, {stem.removeprefix('ppl-')}")
     return figures
 
 
