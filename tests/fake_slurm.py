@@ -1,6 +1,7 @@
 """As much of SLURM as submitit needs, on one machine: sbatch, srun, scontrol and sacct as a folder of programs.
 
-Jobs run one after another, each of their nodes as a process. ``$FAKE_SLURM`` holds what was submitted and the states.
+Jobs run one after another, each of their nodes as a process; an array waits for what it depends on. ``$FAKE_SLURM``
+holds what was submitted and the states.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROGRAMS = ("sbatch", "srun", "scontrol", "sacct")
@@ -42,6 +44,10 @@ def daemon(state: Path, number: str) -> None:
     script = state / f"{number}.sh"
     (state / f"{number}.daemon").write_text(str(os.getpid()))
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script.read_text(), re.M))
+    for before in options.get("dependency", "").split(":")[1:]:
+        ended = state / f"{before}.state"
+        while not ended.exists() or ended.read_text() == "RUNNING":
+            time.sleep(0.1)
     last = re.match(r"0-(\d+)", options["array"]) if "array" in options else None
     for task in range(int(last[1]) + 1) if last else [None]:
         name = number if task is None else f"{number}_{task}"

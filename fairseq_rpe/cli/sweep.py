@@ -33,6 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--lengths", type=int_list, metavar="N,N,...", help="tokens, the training length is always added; or items"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-SCALE)")
+    about = "also evaluate on this text, which has DATA's vocabulary (may be repeated)"
+    parser.add_argument("--eval-data", type=_text, action="append", default=[], metavar="NAME=DIR", help=about)
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="evaluation batch in tokens")
     parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="default: 1")
@@ -62,6 +64,13 @@ def _setting(text: str) -> tuple[str, str]:
     if key in slurm.OURS:
         raise argparse.ArgumentTypeError(f"'{key}' is not set here: {slurm.OURS[key]}")
     return key, value
+
+
+def _text(given: str) -> tuple[str, Path]:
+    name, equals, place = given.partition("=")
+    if not (name and equals and place):
+        raise argparse.ArgumentTypeError(f"'{given}' is not NAME=DIR, e.g. arxiv=data-bin/arxiv")
+    return name, Path(place)
 
 
 def _on_slurm(args: argparse.Namespace) -> list[tuple[str, str]] | None:

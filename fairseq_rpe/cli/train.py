@@ -19,6 +19,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--rpe", type=spec, required=True, metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper"
     )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
+    about = "begin with the weights of this checkpoint; optimiser, schedule and updates are new (fine-tuning)"
+    parser.add_argument("--finetune-from", type=Path, metavar="CHECKPOINT", help=about)
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
     parser.add_argument(
         "--save-every", type=positive_int, metavar="N", help=f"updates between checkpoints ({by_arch('save_every')})"

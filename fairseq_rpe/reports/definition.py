@@ -94,16 +94,18 @@ def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Ju
     judged = []
     for name in found.encodings:
         values = found.means(name)
-        if name in predictions and found.trained_at in values and max(values) > found.trained_at:
-            own = [deviation(one, found.trained_at) for one in found.seeds(name)]
+        start = found.longer.get(name, found.trained_at)
+        if name in predictions and start in values and max(values) > start:
+            own = [deviation(one, start) for one in found.seeds(name)]
             why = "; ".join(dict.fromkeys(contextless(found, name)))
-            judged.append(Judged(name, predictions[name], deviation(values, found.trained_at), own, why))
+            judged.append(Judged(name, predictions[name], deviation(values, start), own, why))
     return judged
 
 
 def contextless(found: Perplexities, name: str) -> list[str]:
     """Why the model of a seed cannot be said to use its context yet, by its result at the training length."""
-    own = (row.result for row in found.rows if row.method == name and row.result.length == found.trained_at)
+    start = found.longer.get(name, found.trained_at)
+    own = (row.result for row in found.rows if row.method == name and row.result.length == start)
     return [why for one in own if (why := _contextless(one))]
 
 

@@ -190,8 +190,14 @@ def _theory(gallery: Gallery) -> dict[str, Figure]:
 
 def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     found = findings.perplexities(gallery.folder, gallery.state)
-    curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
-    return {"ppl": sweep_curves.perplexity(curves, ratios, found.trained_at)} if curves else {}
+    figures = {}
+    for stem, own in {"ppl": found, **{f"ppl-{name}": of for name, of in found.others.items()}}.items():
+        curves, ratios = ({name: of(name) for name in own.encodings} for of in (own.of, own.ratios))
+        if curves:
+            figures[stem] = sweep_curves.perplexity(curves, ratios, own.trained_at)
+            if own is not found:
+                figures[stem].axes[0].set_ylabel(f"perplexity per token, {stem.removeprefix('ppl-')}")
+    return figures
 
 
 def _mean_perplexity(gallery: TrainedGallery) -> dict[str, Figure]:

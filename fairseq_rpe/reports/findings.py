@@ -32,10 +32,15 @@ class Finding(Generic[Found]):
 
 @dataclass(frozen=True)
 class Perplexities:
-    """What a sweep on text found; ``trained_at`` in tokens."""
+    """What a sweep on text found; ``trained_at`` in tokens.
+
+    ``others``: by name, the same of further texts. ``longer``: training lengths of methods that continue others.
+    """
 
     rows: Sequence[Finding[TextResult]]
     trained_at: int
+    others: Mapping[str, "Perplexities"] = field(default_factory=dict)
+    longer: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def encodings(self) -> list[str]:
@@ -50,12 +55,13 @@ class Perplexities:
         return _by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
 
     def seeds(self, encoding: str) -> list[dict[int, float]]:
-        """The perplexity by length of each seed that was evaluated at the training length and beyond it."""
+        """The perplexity by length of each seed that was evaluated at its training length and beyond it."""
+        start = self.longer.get(encoding, self.trained_at)
         own: dict[int, dict[int, float]] = {}
         for row in self.rows:
             if row.method == encoding:
                 own.setdefault(row.seed, {})[row.result.length] = row.result.ppl
-        return [one for one in own.values() if self.trained_at in one and max(one) > self.trained_at]
+        return [one for one in own.values() if start in one and max(one) > start]
 
     def ratios(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed over that of the same run at the training length."""
@@ -177,18 +183,24 @@ def collect(folder: SweepFolder, state: State) -> Perplexities | ExactAnswers:
 
 
 def perplexities(folder: SweepFolder, state: State) -> Perplexities:
-    """Of a sweep on text, by method, seed and length."""
-    trained_at = state.settings.tokens
-    if trained_at is None:
+    """Of a sweep on text, by method, seed and length; the texts that it is not trained on apart."""
+    if state.settings.tokens is None:
         raise UserError(f"{folder.state_path} does not record the training length: run the sweep again")
-    rows = []
+    named = {one.digest: name for name, one in state.evaluate.items()}
+    rows: dict[str | None, list[Finding[TextResult]]] = {None: [], **{name: [] for name in state.evaluate}}
     for _, method, seed, run in asked(folder, state):
-        found = [one for one in _measured(TextResult, run, method) if one.subset == state.settings.subset]
-        by_length = {one.length: one for one in found}
-        own = by_length.get(trained_at)
-        for _, one in sorted(by_length.items()):
-            rows.append(Finding(method.name, seed, one, one.ppl / own.ppl if own else None))
-    return Perplexities(rows, trained_at)
+        by_length: dict[str | None, dict[int, TextResult]] = {}
+        for one in _measured(TextResult, run, method):
+            if one.subset == state.settings.subset:
+                by_length.setdefault(named.get(one.data), {})[one.length] = one
+        for name, found in by_length.items():
+            own = found.get(state.settings.tokens)
+            for _, one in sorted(found.items()):
+                rows[name].append(Finding(method.name, seed, one, one.ppl / own.ppl if own else None))
+    longer = {name: tokens for name in state.encodings if (tokens := state.method(name).own.tokens)}
+    at = state.settings.tokens
+    others = {name: Perplexities(own, at, longer=longer) for name, own in rows.items() if name is not None and own}
+    return Perplexities(rows[None], at, others, longer)
 
 
 def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:

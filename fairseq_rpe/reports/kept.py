@@ -1,6 +1,6 @@
 """Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
 
-from fairseq_rpe.reports.findings import collect
+from fairseq_rpe.reports.findings import Perplexities, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
@@ -20,6 +20,11 @@ class Places:
         self.tensorboard = folder.tensorboard
         self.evaluation = folder.tensorboard / "evaluation"
         self.others = [] if state.algorithms else [folder.path / "extrapolation.csv"]
+        # of further texts, by name: numbers and figures
+        self.texts = {
+            name: [folder.path / file for file in (f"results-{name}.csv", f"ppl-{name}.png", f"ppl-{name}.pdf")]
+            for name in state.evaluate
+        }
 
     def text(self, table: str) -> str:
         """What is printed: the table and where everything is."""
@@ -38,8 +43,12 @@ def text(folder: SweepFolder) -> str | None:
     Raises UserError: the folder holds no sweep, or none of its runs is finished.
     """
     state = folder.state()
-    at, found = Places(folder, state), collect(folder, state).csv()
-    whole = all(path.exists() for path in (at.results, at.table, at.page, at.evaluation, *at.figures, *at.others))
-    if whole and at.results.read_text(encoding="utf-8") == found:
+    at, found = Places(folder, state), collect(folder, state)
+    numbers = {at.results: found.csv()}
+    files = [at.results, at.table, at.page, at.evaluation, *at.figures, *at.others]
+    for name, of in found.others.items() if isinstance(found, Perplexities) else ():
+        numbers[at.texts[name][0]] = of.csv()
+        files += at.texts[name]
+    if all(path.exists() for path in files) and all(p.read_text(encoding="utf-8") == n for p, n in numbers.items()):
         return at.text(at.table.read_text(encoding="utf-8"))
     return None

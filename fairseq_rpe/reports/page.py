@@ -1,8 +1,8 @@
 """Reports as one self-contained HTML page: what it is made of, how it is written, and the same as Markdown."""
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -72,13 +72,17 @@ class Section:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a sweep found: for the page, as Markdown, and the figure that stands beside the page."""
+    """What a sweep found: for the page, as Markdown, and the figure that stands beside the page.
+
+    ``others``: by name, the figures on further texts.
+    """
 
     lead: list[str]
     parts: list[Part]
     every: Table
     markdown: str
     figure: Figure
+    others: Mapping[str, Figure] = field(default_factory=dict)
 
 
 def picture(figure: Figure, alt: str, caption: str) -> Picture:

@@ -47,10 +47,14 @@ def write(folder: SweepFolder, delta: float | None = None) -> Section:
         text=at.text(made.markdown),
     )
     style.save(made.figure, *at.figures)
+    for name, figure in made.others.items():
+        style.save(figure, *at.texts[name][1:])
     tensorboard.write(folder, state, found, at.evaluation)
     page.write([section], at.page)
     for path, text in zip(at.others, others, strict=True):
         atomic_write(path, text)
+    for name, of in found.others.items() if isinstance(found, Perplexities) else ():
+        atomic_write(at.texts[name][0], of.csv())
     atomic_write(at.table, made.markdown)
     atomic_write(at.results, found.csv())
     return section

@@ -50,11 +50,13 @@ LATER = {
     "activation_fn": ("--activation-fn",),
     "share_embeddings": ("--share-decoder-input-output-embed",),
 }
+# Flags of fairseq-train that were always further ones, refused together with the option too.
+ALSO = {"schedule": ("--lr-scheduler",), "finetune_from": ("--finetune-from-model", "--restore-file")}
 
 
 def check_extra(extra: Sequence[str], given: Collection[str] = ()) -> None:
     """Refuse flags for fairseq-train that are set here already, by the options ``given`` too."""
-    twice = {flag: name for name, flags in {**LATER, "schedule": ("--lr-scheduler",)}.items() for flag in flags}
+    twice = {flag: name for name, flags in {**LATER, **ALSO}.items() for flag in flags}
     for word in extra:
         flag = word.partition("=")[0]
         if flag in OURS:

@@ -134,6 +134,7 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
         "--compute-dtype": s.compute_dtype,
         "--positions-eval": s.positions_eval,
         "--rpe-module": request.rpe_module,
+        "--finetune-from-model": request.finetune_from,
         "--tensorboard-logdir": request.tensorboard,
         "--rpe-inspect-every": request.inspect_every,
         "--attention-dropout": s.attention_dropout,

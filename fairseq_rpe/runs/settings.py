@@ -10,7 +10,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.core.sizes import full_name, size_of
 from fairseq_rpe.runs.defaults import Defaults, check_arch, defaults_for
-from fairseq_rpe.runs.further import LATER, check_extra
+from fairseq_rpe.runs.further import ALSO, LATER, check_extra
 
 IDENTITY = "identity"
 PROGRESS = "progress"  # the log format in which fairseq's words go to a file
@@ -33,7 +33,7 @@ class Request:
     """What one run is asked to be: the options of ``fairseq-rpe train``; ``None``: not said, so the default.
 
     Text in ``data``, or a generated task, ``algorithm``. ``nproc`` processes or GPUs on each of ``nodes`` machines.
-    ``extra``: further flags for fairseq-train.
+    ``finetune_from``: a checkpoint whose weights it begins with. ``extra``: further flags for fairseq-train.
     """
 
     rpe: str
@@ -74,6 +74,7 @@ class Request:
     compute_dtype: str | None = None
     save_every: int | None = None
     inspect_every: int | None = None
+    finetune_from: Path | None = None
     extra: tuple[str, ...] = ()
 
     @property
@@ -102,8 +103,8 @@ class Request:
 class Settings:
     """What fixes the numbers of a run and may not change between two starts; ``None``: not on record.
 
-    ``data`` and ``rpe_module`` are digests (for a generated task its spec), ``nproc`` counts the processes of all
-    nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from ``compute_dtype`` on
+    ``data``, ``rpe_module`` and ``finetune_from`` are digests (for a generated task its spec), ``nproc`` counts the
+    processes of all nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from ``compute_dtype`` on
     ``None`` is what runs had before there was a choice.
     """
 
@@ -134,10 +135,11 @@ class Settings:
     activation_dropout: float | None = None
     activation_fn: str | None = None
     share_embeddings: bool | None = None
+    finetune_from: str | None = None
 
     def record(self) -> dict[str, object]:
         """As run.json has them: of those from ``compute_dtype`` on only what is set, because older runs lack them."""
-        late = ("compute_dtype", "schedule", "last_update", *LATER)
+        late = ("compute_dtype", "schedule", "last_update", "finetune_from", *LATER)
         found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
         return {**found, "extra": list(self.extra or ())}
 
@@ -193,7 +195,7 @@ def plan(request: Request, data_digest: str) -> Plan:
 
     arch = request.arch or "tiny"
     check_arch(arch, request.rpe_module)
-    check_extra(request.extra, {name for name in ("schedule", *LATER) if getattr(request, name) is not None})
+    check_extra(request.extra, {name for name in (*ALSO, *LATER) if getattr(request, name) is not None})
     data, tokens = data_digest, chosen("tokens")
     if request.algorithm:
         if request.tokens is not None:
@@ -203,7 +205,7 @@ def plan(request: Request, data_digest: str) -> Plan:
     schedule = chosen("schedule")
     if schedule == "cosine" or request.min_lr is not None:
         _check_cosine(schedule, chosen("lr"), request.min_lr or 0.0, chosen("warmup"), chosen("updates"))
-    before = Settings(arch=full_name(arch))
+    before, first = Settings(arch=full_name(arch)), request.finetune_from
     later: dict[str, Any] = {name: v if (v := getattr(request, name)) != before.usual(name) else None for name in LATER}
     settings = Resolved(
         rpe=request.rpe.strip(),
@@ -223,6 +225,7 @@ def plan(request: Request, data_digest: str) -> Plan:
         # the learning rate depends on the last update, so a run cannot be prolonged
         schedule=schedule if schedule != "inverse_sqrt" else None,
         last_update=chosen("updates") if schedule != "inverse_sqrt" else None,
+        finetune_from=file_digest(first) if first is not None and first.is_file() else None,
         **later,
     )
     return Plan(settings, chosen("updates"), chosen("save_every"))

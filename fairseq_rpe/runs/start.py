@@ -9,6 +9,7 @@ from typing import IO
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.attention import choose
+from fairseq_rpe.core import checkpoint_file
 from fairseq_rpe.core.errors import DEBUG, UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.encodings import Encoding
@@ -21,7 +22,7 @@ from fairseq_rpe.runs.view import Summary, View
 
 
 def check(request: Request, plan: Plan) -> None:
-    """Refuse misspelt specs, pictures of a bias that is not there, places that cannot be written, and no fairseq."""
+    """Refuse misspelt specs, pictures of no bias, a checkpoint or places that cannot be used, and no fairseq."""
     need_fairseq()
     folder = CheckpointFolder(request.save_dir)
     transforms = (request.positions_train, request.positions_eval)
@@ -31,6 +32,8 @@ def check(request: Request, plan: Plan) -> None:
             f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
     choose(request.attention_backend)
+    if request.finetune_from is not None:
+        checkpoint_file.check(request.finetune_from)
     launch.gpus(request)
     names = (folder.last.name, folder.record_path.name)
     check_folder(request.save_dir, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--save-dir")

@@ -4,16 +4,18 @@ import contextlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.results import TextKey
 from fairseq_rpe.runs import launch
 from fairseq_rpe.sweeps import local, slurm
 from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Stage
 from fairseq_rpe.sweeps.request import Sweep
-from fairseq_rpe.sweeps.state import State, SweepFolder, SweepSettings
+from fairseq_rpe.sweeps.state import Scored, State, SweepFolder, SweepSettings
 
 Slurm = Sequence[tuple[str, str]] | None
 
@@ -21,7 +23,8 @@ Slurm = Sequence[tuple[str, str]] | None
 def check_data(sweep: Sweep, dry: bool = False) -> str | None:
     """The digest of the text to train and evaluate on, if it is one; ``dry``: what a recipe prepares need not be there.
 
-    Raises UserError: it is not there, or not whole, or has another vocabulary than the recipe.
+    Raises UserError: it is not there, or not whole, or has another vocabulary than the recipe, or a further text to
+    evaluate on is not one that the same models can read.
     """
     if sweep.data is None:
         return None
@@ -33,30 +36,55 @@ def check_data(sweep: Sweep, dry: bool = False) -> str | None:
     corpus.check_folder(sweep.data, "train", "valid", sweep.subset)
     if sweep.scale is not None:
         sweep.scale.check(sweep.data)
-    return corpus.digest(sweep.data)
+    digest = corpus.digest(sweep.data)
+    _check_others(sweep, sweep.data, digest, dry)
+    return digest
+
+
+def _check_others(sweep: Sweep, data: Path, digest: str, dry: bool) -> None:
+    """Refuse further texts to evaluate on that are not there, or have another vocabulary, or are one text twice."""
+    seen, symbols = {digest: "the one that is trained on"}, corpus.read_dictionary(data / "dict.txt")
+    for name, place in sweep.evaluate.items():
+        how = shlex.join(("fairseq-rpe", *sweep.preparing(name)))
+        if not place.is_dir():
+            if dry and name in sweep.prepared:
+                continue
+            raise UserError(f"data folder {place} does not exist: make it with {how}")
+        corpus.check_folder(place, sweep.subset)
+        if corpus.read_dictionary(place / "dict.txt") != symbols:
+            raise UserError(f"{place} has another vocabulary than {data}: prepare another folder, e.g. {how}")
+        if (same := corpus.digest(place)) in seen:
+            raise UserError(f"--eval-data {name}: {place} holds the same text as {seen[same]}: leave it out")
+        seen[same] = name
 
 
 def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
     """Refuse a text that does not fill the blocks of training and evaluation."""
     if sweep.data is None or not sweep.data.is_dir():
         return
-    tokens = cells[0].plan.settings.tokens
+    tokens = max(cell.plan.settings.tokens for cell in cells)
     for split in ("train", "valid"):
         corpus.check_block(sweep.data, split, tokens)
-    corpus.check_block(sweep.data, sweep.subset, max(tokens, *sweep.lengths))
+    for data in filter(Path.is_dir, (sweep.data, *sweep.evaluate.values())):
+        corpus.check_block(data, sweep.subset, max(tokens, *sweep.lengths))
 
 
 def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
     """Every command as a line, and as comments what is started in turn."""
-    lines = [shlex.join((*PROGRAM, *sweep.preparation))] if sweep.preparation else []
+    made = [sweep.preparation] if sweep.preparation else []
+    made += [sweep.preparing(name) for name in sweep.evaluate if name in sweep.prepared]
+    lines = [shlex.join((*PROGRAM, *words)) for words in made]
     if on_slurm is not None:
         given = ", ".join(f"{key}={value}" for key, value in slurm.settings(sweep, on_slurm).items())
-        lines.append(f"# an array of {len(cells)} SLURM jobs: {given}")
+        firsts = [cell for cell in cells if cell.parent is None]
+        lines.append(f"# an array of {len(firsts)} SLURM jobs: {given}")
+        if behind := len(cells) - len(firsts):
+            lines.append(f"# and one of {behind} that wait for those that they continue (dependency=afterany)")
     base = sweep.base
     gpus = launch.gpus(base, dry=True) if on_slurm is None else 0 if base.device == "cpu" else base.nproc
     for cell in cells:
         if on_slurm is not None:
-            lines.append(f"# job {cell.name}:")
+            lines.append(f"# job {cell.name}{f', after {cell.parent.name}' if cell.parent else ''}:")
         lines.append(shlex.join(cell.train_command))
         if base.world > 1:
             lines.append(f"# starts: {cell.torchrun(on_slurm is not None, gpus)}")
@@ -112,6 +140,7 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
         **about,
         encodings=_added(old.encodings, (m.name for m in sweep.methods)),
         methods=known,
+        evaluate=_evaluated(sweep, old, cells),
         seeds=tuple(sorted({*old.seeds, *sweep.seeds})),
         lengths=tuple(sorted({*old.lengths, *(n for cell in cells for n in cell.lengths)})),
         # what is carried out, by run: nothing is known of the runs of an older version
@@ -119,6 +148,18 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
         data=str(sweep.data) if sweep.data is not None else None,
         algorithms=_added(old.algorithms, sweep.algorithms),
     )
+
+
+def _evaluated(sweep: Sweep, old: State, cells: list[Cell]) -> dict[str, Scored]:
+    """The further texts on record and those that are asked for now."""
+    found = dict(old.evaluate)
+    for one in (evaluation for cell in cells for evaluation in cell.evaluations):
+        if one.corpus is None or not isinstance(one.keys[0], TextKey):
+            continue
+        if one.corpus in found and found[one.corpus].digest != one.keys[0].data:
+            raise UserError(f"{sweep.out} holds another text '{one.corpus}': choose another name or --out")
+        found[one.corpus] = Scored(str(one.data), one.keys[0].data)
+    return found
 
 
 def noted(record: State, left: Mapping[Cell, list[Stage]]) -> State:

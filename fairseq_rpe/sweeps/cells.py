@@ -1,19 +1,23 @@
 """The runs of a sweep: what is trained once, and how it is evaluated for each method that shares it."""
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.reach import longest_row, most_items
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult, TextKey, TextResult
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import Plan, Request, plan
+from fairseq_rpe.sweeps.recipes import divided
 from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import Method, SweepFolder
 
@@ -32,20 +36,26 @@ class Stage:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One command that adds results to a run, and what they are of; the checkpoint is not known before the training."""
+    """One command that adds results to a run, and what they are of; the checkpoint is not known before the training.
+
+    ``data``: the text, if it is one; ``corpus``: its name, if it is not the one that is trained on.
+    """
 
     command: list[str]
     keys: tuple[TextKey | AnswerKey, ...]
+    data: Path | None = None
+    corpus: str | None = None
     left_out: str = ""  # which lengths the method cannot be evaluated at, and why
 
 
 @dataclass(eq=False)
 class Cell:
-    """One training run, with the evaluations that it is good for."""
+    """One training run, with the evaluations that it is good for; ``parent``: the run that it continues."""
 
     folder: RunFolder
     request: Request
     plan: Plan
+    parent: Cell | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
 
     @property
@@ -65,10 +75,23 @@ class Cell:
     def lengths(self) -> tuple[int, ...]:
         return tuple(sorted({key.length for evaluation in self.evaluations for key in evaluation.keys}))
 
+    def finished(self) -> str | None:
+        """The digest of the finished run's checkpoint, or nothing if there is training left.
+
+        Raises UserError: its folder holds another run.
+        """
+        if self.parent is None:
+            return self.folder.checkpoints.finished(self.plan)
+        before = self.parent.finished()
+        if before is None:
+            return None
+        settings = replace(self.plan.settings, finetune_from=before)
+        return self.folder.checkpoints.finished(replace(self.plan, settings=settings))
+
     def work_left(self) -> list[Stage]:
         """The stages that the run still needs: none, some evaluations, or all."""
         log = self.folder.eval_log
-        digest = self.folder.checkpoints.finished(self.plan)
+        digest = self.finished()
         if digest is None:
             training = Stage(TRAINING, self.train_command, self.folder.train_log)
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
@@ -89,39 +112,63 @@ class Cell:
 def make(sweep: Sweep, data_digest: str | None, unseen: Collection[str] = ()) -> list[Cell]:
     """One cell per (encoding, training positions, task, seed): methods that differ in evaluation alone share it.
 
-    ``data_digest``: of the text, if it is one. The encodings in ``unseen`` are trained without --inspect-every.
+    A cell comes after the one that it continues. ``data_digest``: of the text, if it is one. The encodings in
+    ``unseen`` are trained without --inspect-every.
     """
     cells: dict[str, Cell] = {}
+    by_name = {method.name: method for method in sweep.trained}
+    texts = _texts(sweep, data_digest)
     for algorithm in sweep.algorithms or (None,):
-        for method in sweep.methods:
+        for method in sweep.trained:
             for seed in sweep.seeds:
                 name = method.run_name(seed, algorithm)
                 if name not in cells:
-                    cells[name] = _cell(sweep, method, seed, algorithm, data_digest, method.rpe not in unseen)
-                cells[name].evaluations.append(_evaluation(sweep, cells[name], method, data_digest))
+                    first = cells[by_name[method.continues].run_name(seed, algorithm)] if method.continues else None
+                    request = _request(sweep, method, seed, algorithm, first, method.rpe not in unseen)
+                    folder = SweepFolder(sweep.out).run_of(method, seed, algorithm)
+                    cells[name] = Cell(folder, request, plan(request, data_digest or ""), first)
+                if method in sweep.methods:
+                    cells[name].evaluations += _evaluations(sweep, cells[name], method, texts)
     return list(cells.values())
 
 
-def _cell(
-    sweep: Sweep, method: Method, seed: int, algorithm: str | None, data_digest: str | None, inspected: bool
-) -> Cell:
+def _texts(sweep: Sweep, data_digest: str | None) -> dict[str | None, tuple[Path, str]]:
+    """By name, none for the one that is trained on, the folder and digest of each text to evaluate on."""
+    if sweep.data is None:
+        return {}
+    found: dict[str | None, tuple[Path, str]] = {None: (sweep.data, data_digest or "")}
+    for name, data in sweep.evaluate.items():
+        found[name] = data, corpus.digest(data) if data.is_dir() else ""
+    return found
+
+
+def _request(
+    sweep: Sweep, method: Method, seed: int, algorithm: str | None, first: Cell | None, inspected: bool
+) -> Request:
     place = SweepFolder(sweep.out)
     folder = place.run_of(method, seed, algorithm)
-    request = replace(
-        sweep.base,
-        rpe=method.rpe,
-        save_dir=folder.checkpoints.path,
-        data=sweep.data,
-        algorithm=algorithm,
-        positions_train=method.positions_train,
-        seed=seed,
-        tensorboard=place.tensorboard / folder.name,
-        inspect_every=sweep.base.inspect_every if inspected else None,
-    )
-    return Cell(folder, request, plan(request, data_digest or ""))
+    own: dict[str, Any] = {**method.own.given()}
+    if method.own.batch_sentences is not None:
+        own["batch_sentences"] = divided(method.own.batch_sentences, sweep.base)
+    if method.own.schedule not in (None, "cosine"):
+        own["min_lr"] = None
+    given: dict[str, Any] = {
+        "rpe": method.rpe,
+        "save_dir": folder.checkpoints.path,
+        "data": sweep.data,
+        "algorithm": algorithm,
+        "positions_train": method.positions_train,
+        "seed": seed,
+        "tensorboard": place.tensorboard / folder.name,
+        "inspect_every": sweep.base.inspect_every if inspected else None,
+        "finetune_from": first.folder.checkpoints.last if first else None,
+    }
+    return replace(sweep.base, **given, **own)
 
 
-def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | None) -> Evaluation:
+def _evaluations(
+    sweep: Sweep, cell: Cell, method: Method, texts: Mapping[str | None, tuple[Path, str]]
+) -> list[Evaluation]:
     lengths = _lengths(sweep, cell)
     limit = _limit(cell, method, sweep.subset)
     beyond = [n for n in lengths if limit is not None and n > limit]
@@ -145,11 +192,19 @@ def _evaluation(sweep: Sweep, cell: Cell, method: Method, data_digest: str | Non
     if task:
         command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
         answers = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, **of, length=1)
-        return Evaluation(command, tuple(replace(answers, length=n) for n in lengths), left_out)
-    command = [*PROGRAM, "eval", checkpoint, str(sweep.data), "--subset", sweep.subset, *common]
-    command += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
-    text = TextKey(checkpoint="", data=data_digest or "", subset=sweep.subset, **of, length=1)
-    return Evaluation(command, tuple(replace(text, length=n) for n in lengths), left_out)
+        return [Evaluation(command, tuple(replace(answers, length=n) for n in lengths), left_out=left_out)]
+    common += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
+    text = TextKey(checkpoint="", subset=sweep.subset, **of, length=1)
+    return [
+        Evaluation(
+            [*PROGRAM, "eval", checkpoint, str(data), "--subset", sweep.subset, *common],
+            tuple(replace(text, data=digest, length=n) for n in lengths),
+            data,
+            name,
+            left_out,
+        )
+        for name, (data, digest) in texts.items()
+    ]
 
 
 def _limit(cell: Cell, method: Method, subset: str) -> int | None:
@@ -160,10 +215,11 @@ def _limit(cell: Cell, method: Method, subset: str) -> int | None:
 
 
 def _lengths(sweep: Sweep, cell: Cell) -> list[int]:
-    """Those to evaluate: the training length is always among those of a text."""
+    """Those to evaluate: the training lengths are always among those of a text, of what is trained further too."""
     task = cell.request.algorithm
     if task is None:
-        return sorted({cell.plan.settings.tokens, *sweep.lengths})
+        further = (method.own.tokens for method in sweep.methods)
+        return sorted({(cell.parent or cell).plan.settings.tokens, *filter(None, further), *sweep.lengths})
     there = build(task).lengths(sweep.subset)
     for length in sweep.lengths:
         if length not in there:

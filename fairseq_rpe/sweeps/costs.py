@@ -2,7 +2,7 @@
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.results import AnswerKey, TextKey
+from fairseq_rpe.evaluation.results import AnswerKey
 from fairseq_rpe.sweeps.cells import Cell
 
 _BACKWARD = 3  # a forward and a backward pass, over a forward one
@@ -17,10 +17,17 @@ def training(cell: Cell) -> float:
 
 def evaluations(cell: Cell) -> list[float]:
     """Of each result, in the order in which they are measured."""
-    keys = [key for evaluation in cell.evaluations for key in evaluation.keys]
-    texts, data = {key.subset for key in keys if isinstance(key, TextKey)}, cell.request.data
-    tokens = {split: corpus.count_tokens(data, split) for split in texts} if data is not None else {}
-    return [_reading(tokens[k.subset], k.length) if isinstance(k, TextKey) else _answers(k) for k in keys]
+    found = []
+    for one in cell.evaluations:
+        tokens: dict[str, int] = {}
+        for key in one.keys:
+            if isinstance(key, AnswerKey):
+                found.append(_answers(key))
+            elif one.data is not None:
+                if key.subset not in tokens:
+                    tokens[key.subset] = corpus.count_tokens(one.data, key.subset)
+                found.append(_reading(tokens[key.subset], key.length))
+    return found
 
 
 def _answers(key: AnswerKey) -> float:

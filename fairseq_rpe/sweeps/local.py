@@ -122,6 +122,13 @@ class _Active:
         return f"{self.cell.name} {self.stages[0].name}"
 
 
+def _next(waiting: Sequence[tuple[Cell, list[Stage]]], active: Sequence[_Active]) -> tuple[Cell, list[Stage]] | None:
+    """The first run that waits for the training of no other one."""
+    trained = {cell for cell, stages in waiting if stages[0].name == TRAINING}
+    trained |= {job.cell for job in active if job.trains}
+    return next((one for one in waiting if one[1][0].name != TRAINING or one[0].parent not in trained), None)
+
+
 def execute(
     pending: Mapping[Cell, list[Stage]], cells: Sequence[Cell], places: Sequence[Mapping[str, str]]
 ) -> list[str]:
@@ -140,8 +147,12 @@ def execute(
     with processes.sigterm_raises(), Progress("sweep", "%", 100, done=first, ends=True) as bar:
         try:
             while waiting or active:
-                while waiting and free:
-                    cell, stages = waiting.pop(0)
+                while free and (ready := _next(waiting, active)):
+                    waiting.remove(ready)
+                    cell, stages = ready
+                    if stages[0].name == TRAINING and cell.parent and cell.parent.finished() is None:
+                        failures.append(f"{cell.name} was not trained: {cell.parent.name} has to be finished before")
+                        continue
                     job = _Active(cell, list(stages), free.pop(0))
                     active.append(job)
                     job.start(places[job.place])

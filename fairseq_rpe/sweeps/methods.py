@@ -14,10 +14,11 @@ def check(sweep: Sweep, cells: list[Cell]) -> None:
     need_fairseq()
     seen: dict[tuple[str, ...], str] = {}
     tokens = min(cell.plan.settings.tokens for cell in cells)
-    for method in sweep.methods:
+    for method in sweep.trained:
         transforms = (method.positions_train, method.positions_eval)
         check_specs(method.rpe, transforms, tokens, sweep.base.rpe_module)
         normal = (encodings.normalise(method.rpe), *(positions.normalise(spec) if spec else "" for spec in transforms))
+        normal += (method.continues or "", str(method.own))
         if normal in seen:
             raise UserError(f"'{seen[normal]}' and '{method.name}' are the same encoding: leave one out")
         seen[normal] = method.name
@@ -25,7 +26,7 @@ def check(sweep: Sweep, cells: list[Cell]) -> None:
 
 def without_bias(sweep: Sweep) -> set[str]:
     """The encodings that --inspect-every has nothing to show of, which is said; refused if it is all of them."""
-    specs = list(dict.fromkeys(method.rpe for method in sweep.methods))
+    specs = list(dict.fromkeys(method.rpe for method in sweep.trained))
     unseen = [spec for spec in specs if not check_specs(spec, (), 64, sweep.base.rpe_module).adds_bias]
     if len(unseen) == len(specs):
         raise UserError(f"--inspect-every: no bias to show in {', '.join(unseen)}: drop the flag")

@@ -4,7 +4,7 @@ import os
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +16,26 @@ from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.data import folder
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps.state import Method, Published, Training, read_published
+from fairseq_rpe.sweeps.state import Further, Method, Published, Training, read_published
 
 FOLDER = PACKAGE / "recipes"
+LENGTH = "$tokens"  # in a method's spec, the training length of the scale
 _OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype")
+
+
+def divided(whole: int, request: Request) -> int:
+    """Sequences of one process and batch, of the ``whole`` of an update.
+
+    Raises UserError: they cannot be divided.
+    """
+    parts, freq = request.world * (request.update_freq or 1), request.update_freq
+    if whole % parts:
+        each = f" of {freq} batches each" if freq and freq > 1 else ""
+        raise UserError(
+            f"the recipe's {whole} sequences per update cannot be divided among {request.world} processes{each}: "
+            "choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
+        )
+    return whole // parts
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,8 @@ class Scale(Training):
 
     ``batch_sentences`` is of all processes and accumulated batches of an update together. ``corpus`` is the known one
     that ``data`` is made of, with the given ``tokenizer`` or its usual one; a folder whose dictionary has not as many
-    symbols as ``vocabulary`` is refused.
+    symbols as ``vocabulary`` is refused. ``evaluate``: by name, folders of other texts to evaluate on. ``further``: by
+    method, the training of those that continue another one, in place of what the method itself says of it.
     """
 
     data: str | None = None
@@ -42,6 +59,8 @@ class Scale(Training):
     compute_dtype: Literal["fp32", "bf16"] | None = None
     lengths: Counts | None = None
     seeds: Counts | None = None
+    evaluate: Mapping[str, str] = field(default_factory=dict)
+    further: Mapping[str, Further] = field(default_factory=dict)
     extra: Words = ()
 
     def under(self, request: Request) -> Request:
@@ -54,18 +73,15 @@ class Scale(Training):
         if (request.schedule or self.schedule) != "cosine":
             given.pop("min_lr", None)
         filled = replace(request, **given, update_freq=freq, extra=(*self.extra, *request.extra))
-        parts = request.world * (freq or 1)
-        if request.batch_sentences is not None or parts == 1:
+        if request.batch_sentences is not None or request.world * (freq or 1) == 1:
             return filled
         usual = defaults_for(filled.arch or "tiny", self.algorithms is not None)
-        whole = self.batch_sentences or usual.batch_sentences
-        if whole % parts:
-            each = f" of {freq} batches each" if freq and freq > 1 else ""
-            raise UserError(
-                f"the recipe's {whole} sequences per update cannot be divided among {request.world} processes{each}: "
-                "choose --nproc, --nodes and --update-freq that divide them, or --batch-sentences"
-            )
-        return replace(filled, batch_sentences=whole // parts)
+        return replace(filled, batch_sentences=divided(self.batch_sentences or usual.batch_sentences, filled))
+
+    def settled(self, method: Method, tokens: int) -> Method:
+        """A method at this size, where the training length is ``tokens``."""
+        further = self.further.get(method.name, method.further)
+        return replace(method, rpe=method.rpe.replace(LENGTH, str(tokens)), further=further)
 
     def preparation(self, data: Path) -> tuple[str, ...]:
         """The words after ``fairseq-rpe`` that make ``data``; none where it is not a known corpus."""
@@ -164,8 +180,28 @@ def load(name: str) -> Recipe:
     scales = {size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in text.scales.items()}
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
+    _check_continued(methods, scales, source)
     published = read_published(text.published, source, methods) if text.published else None
     return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), scales, published)
+
+
+def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale], source: str) -> None:
+    """Refuse methods that continue none that is trained from the start, and further training of those that do not."""
+    for method in methods.values():
+        if method.continues is not None and method.continues not in methods:
+            near = nearest(method.continues, methods)
+            raise UserError(f"{source}: method '{method.name}' continues an unknown method '{method.continues}'{near}")
+        if method.continues is not None and methods[method.continues].continues is not None:
+            raise UserError(
+                f"{source}: method '{method.name}' continues '{method.continues}', which continues another one: name "
+                "one that is trained from the start"
+            )
+        if method.further and method.continues is None:
+            raise UserError(f"{source}: method '{method.name}' has further training of nothing: say what it continues")
+    for size, scale in scales.items():
+        for name in scale.further:
+            if name not in methods or methods[name].continues is None:
+                raise UserError(f"{source}: further of scale '{size}' names '{name}', which continues no method")
 
 
 def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:

@@ -1,14 +1,19 @@
 """What a sweep is asked to be, and what that comes to: a recipe's settings filled in, methods and tasks named."""
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fairseq_rpe.algorithms import SPLITS, build, normalise
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.preparation import KNOWN
 from fairseq_rpe.runs.settings import IDENTITY, Request
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Recipe, Scale
 from fairseq_rpe.sweeps.state import Method
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,8 @@ class Sweep:
 
     ``lengths``: in tokens, or items of the ``algorithms`` (none: all there are). ``jobs`` runs at a time.
     ``preparation``: what makes ``data``, where the recipe says so and the folder is its own or not there yet.
+    ``needed``: methods that others continue and that are not compared themselves. ``evaluate``: by name, other texts
+    to evaluate on; those of ``prepared`` are made as the recipe says.
     """
 
     out: Path
@@ -33,6 +40,19 @@ class Sweep:
     recipe: Recipe | None
     scale: Scale | None = None
     preparation: tuple[str, ...] = ()
+    needed: tuple[Method, ...] = ()
+    evaluate: Mapping[str, Path] = field(default_factory=dict)
+    prepared: frozenset[str] = frozenset()
+
+    @property
+    def trained(self) -> tuple[Method, ...]:
+        """Every method that is trained, those first that others continue."""
+        return tuple(sorted((*self.needed, *self.methods), key=lambda method: method.continues is not None))
+
+    def preparing(self, name: str) -> tuple[str, ...]:
+        """The words after ``fairseq-rpe`` that make a text to evaluate on, with the vocabulary of the training."""
+        what = ("prepare-known", name) if name in KNOWN else ("prepare", "SOURCE")
+        return (*what, "--dest", str(self.evaluate[name]), "--vocab-from", str(self.data))
 
 
 def resolve(
@@ -50,6 +70,7 @@ def resolve(
     max_tokens: int | None,
     seeds: tuple[int, ...] | None,
     jobs: int | None,
+    eval_data: Sequence[tuple[str, Path]] = (),
 ) -> Sweep:
     """The sweep that the options of ``fairseq-rpe sweep`` ask for; a recipe says what they leave open (``None``).
 
@@ -61,6 +82,8 @@ def resolve(
         raise UserError('name what to compare: either --encodings "SPEC SPEC ..." or --recipe NAME')
     found = size = None
     preparation: tuple[str, ...] = ()
+    needed: list[Method] = []
+    evaluate = _named(eval_data)
     if recipe is not None:
         if base.positions_train or base.positions_eval:
             raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
@@ -80,6 +103,12 @@ def resolve(
         lengths, seeds = lengths or size.lengths, seeds or size.seeds
         out = out or Path("runs") / f"{found.name}-{scale}"
         base = size.under(base)
+        evaluate = {**{name: Path(place) for name, place in size.evaluate.items()}, **evaluate}
+        _check_names(evaluate)
+        tokens = base.tokens or base.defaults.tokens
+        named, continued = {one.name for one in compared}, {one.continues for one in compared}
+        needed = [size.settled(one, tokens) for one in found.methods if one.name in continued - named]
+        compared = [size.settled(one, tokens) for one in compared]
     elif methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
     else:
@@ -93,6 +122,8 @@ def resolve(
         raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
     if lengths is None and algorithms is None:
         raise UserError("--lengths is missing: name the lengths to evaluate in tokens, e.g. 512,1024")
+    if evaluate and algorithms is not None:
+        raise UserError("--eval-data is for text: drop it, a generated task is evaluated on itself")
     tasks = () if algorithms is None else _tasks(algorithms, subset, max_tokens)
     if out is None:
         raise UserError("--out is missing: name the folder of the sweep")
@@ -111,7 +142,29 @@ def resolve(
         recipe=found,
         scale=size,
         preparation=preparation,
+        needed=tuple(needed),
+        evaluate=evaluate,
+        prepared=frozenset(name for name, place in evaluate.items() if _is_made(size, name, place)),
     )
+
+
+def _named(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    if len({name for name, _ in given}) < len(given):
+        raise UserError("--eval-data gives one name twice: leave one out")
+    _check_names(named := dict(given))
+    return named
+
+
+def _check_names(evaluate: Mapping[str, Path]) -> None:
+    for name in evaluate:
+        if not _NAME.fullmatch(name):
+            raise UserError(f"--eval-data {name}: a text is named with letters, digits and . _ - alone, e.g. arxiv")
+
+
+def _is_made(size: Scale | None, name: str, place: Path) -> bool:
+    """Whether a text is one that the recipe names, or a known one that is not there yet."""
+    of_recipe = size is not None and size.evaluate.get(name) == str(place)
+    return name in KNOWN and (of_recipe or not place.is_dir())
 
 
 def _tasks(specs: tuple[str, ...], subset: str, max_tokens: int | None) -> tuple[str, ...]:

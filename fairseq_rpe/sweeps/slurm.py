@@ -112,9 +112,15 @@ def executor(sweep: Sweep, given: Sequence[tuple[str, str]]) -> submitit.AutoExe
 
 def _submit(sweep: Sweep, given: Sequence[tuple[str, str]], cells: list[Cell]) -> str:
     """Start the jobs and wait for them; returns what the first failed one complained about."""
-    jobs = executor(sweep, given).map_array(Job(), cells)
-    numbers = ", ".join(job.job_id for job in jobs)
-    print(f"{len(jobs)} jobs for SLURM ({numbers}), of {', '.join(cell.name for cell in cells)}", file=sys.stderr)
+    firsts = [cell for cell in cells if cell.parent not in cells]
+    jobs = executor(sweep, given).map_array(Job(), firsts)
+    if behind := [cell for cell in cells if cell.parent in cells]:
+        # afterany: a run that failed is told by the job of the one that continues it
+        numbers = {cell: job.job_id for cell, job in zip(firsts, jobs, strict=True)}
+        wait = ":".join(["afterany", *dict.fromkeys(numbers[cell.parent] for cell in behind if cell.parent)])
+        jobs = [*jobs, *executor(sweep, [*given, ("dependency", wait)]).map_array(Job(), behind)]
+    ids = ", ".join(job.job_id for job in jobs)
+    print(f"{len(jobs)} jobs for SLURM ({ids}), of {', '.join(c.name for c in (*firsts, *behind))}", file=sys.stderr)
     print("This waits for them. If you stop it, they go on; rerun it to collect the results.", file=sys.stderr)
     with processes.sigterm_raises():
         while not all(job.done() for job in jobs):

@@ -28,13 +28,46 @@ def slug(spec: str, seed: int) -> str:
 
 
 @dataclass(frozen=True)
+class Further:
+    """What a training that continues another one does in another way; ``None``: as that one."""
+
+    tokens: Count | None = None
+    batch_sentences: Count | None = None
+    updates: Count | None = None
+    lr: Rate | None = None
+    warmup: Count | None = None
+    schedule: Literal["inverse_sqrt", "linear", "cosine"] | None = None
+    min_lr: FromZero | None = None
+    betas: Betas | None = None
+    weight_decay: FromZero | None = None
+    clip_norm: FromZero | None = None
+    dropout: Fraction | None = None
+    attention_dropout: Fraction | None = None
+    activation_dropout: Fraction | None = None
+
+    def given(self) -> dict[str, object]:
+        """What is said."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class Method:
-    """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere."""
+    """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere.
+
+    ``continues``: the method whose finished training it begins with, and ``further`` what its own is then.
+    """
 
     name: str
     rpe: str
     positions_train: str = IDENTITY
     positions_eval: str | None = None
+    continues: str | None = None
+    further: Further | None = None
+
+    @property
+    def own(self) -> Further:
+        """What its training does in another way than the one that it continues."""
+        return self.further or Further()
 
     @property
     def leaves_positions(self) -> bool:
@@ -42,9 +75,16 @@ class Method:
         return {self.positions_train, self.positions_eval or IDENTITY} == {IDENTITY}
 
     def run_name(self, seed: int, algorithm: str | None = None) -> str:
-        """The folder of a training run: methods that are trained alike share it."""
+        """The folder of a training run: methods that are trained alike share it; what continues another has its own."""
+        if self.continues:
+            return slug("@".join(part for part in (algorithm, self.name, f"after={self.continues}") if part), seed)
         moved = None if self.positions_train == IDENTITY else self.positions_train
         return slug("@".join(part for part in (algorithm, self.rpe, moved) if part), seed)
+
+    def record(self) -> dict[str, object]:
+        """As sweep.json has it, by its name."""
+        known = {key: value for key, value in vars(self).items() if key not in ("name", "continues", "further")}
+        return {**known, "continues": self.continues, "further": self.own.given()} if self.continues else known
 
 
 @dataclass(frozen=True)
@@ -138,10 +178,19 @@ class SweepSettings(Settings):
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A text that runs are evaluated on: its folder and digest."""
+
+    data: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class State:
     """What is on record of a sweep. ``encodings`` are the names of its methods, in the order asked for.
 
     ``commands``: run -> stage -> command lines. ``algorithms``: its generated tasks; none for a sweep on text.
+    ``evaluate``: by name, the other texts that its runs are evaluated on.
     """
 
     settings: SweepSettings
@@ -156,6 +205,7 @@ class State:
     commands: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     data: str | None = None
     algorithms: tuple[str, ...] = ()
+    evaluate: Mapping[str, Scored] = field(default_factory=dict)
 
     def method(self, name: str) -> Method:
         """What a label stands for; a plain encoding stands for itself."""
@@ -194,6 +244,8 @@ class SweepFolder:
         """Put a sweep on record."""
         given = records.write(state)
         given["settings"] = state.settings.record()
-        given["methods"] = {name: {k: v for k, v in m.items() if k != "name"} for name, m in given["methods"].items()}
+        given["methods"] = {name: method.record() for name, method in state.methods.items()}
         given["published"] = state.published.record() if state.published else None
-        write_json(self.state_path, {k: v for k, v in given.items() if v or k not in ("data", "algorithms")})
+        write_json(
+            self.state_path, {k: v for k, v in given.items() if v or k not in ("data", "algorithms", "evaluate")}
+        )

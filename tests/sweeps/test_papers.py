@@ -68,6 +68,25 @@ WARPING = {  # Position Index Warping; dropout, GeLU, tying and vocabulary: GPT-
     "lengths": (512, 1024, 2048, 3072, 4096),
     "vocabulary": 50_265,
 }
+STRETCHED = {  # Position interpolation and YaRN, as their papers fine-tune; length and cosine are ours
+    "tokens": 8192,
+    "batch": 64,
+    "updates": 1_000,
+    "warmup": 20,
+    "lr": 2e-5,
+    "schedule": "cosine",
+    "min_lr": 2e-6,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.0,
+    "dropout": 0.0,
+    "arch": "base",
+    "share_embeddings": True,
+}
+SURVEY = {  # Length Extrapolation of Transformers: A Survey states data and lengths, the rest is as above
+    **EXTRAPOLATION,
+    "arch": "wiki103",
+    "lengths": (512, 1024),
+}
 PAPERS = {
     "extrapolation-wikitext103": {**EXTRAPOLATION, "prepare": "wikitext103", "arch": "wiki103"},
     "extrapolation-books": {**EXTRAPOLATION, "prepare": "books", "arch": "base"},
@@ -75,6 +94,26 @@ PAPERS = {
     "extrapolation-wikibook": {**EXTRAPOLATION, "prepare": "wikibook", "arch": "base"},
     "fire-lm": FIRE,
     "fire-lm-shared": {**FIRE, "rpe_share": "model"},
+    "fire-lm-large": {**FIRE, "arch": "large", "lr": 3e-4, "min_lr": 3e-5},  # Table 8; Brown et al.: a tenth of it
+    "fire-lm-512": {**FIRE, "tokens": 512, "warmup": round(375e6 / (256 * 512))},  # Figure 6
+    "fire-lm-transfer": {**FIRE, "evaluate": ["arxiv", "github"]},  # Figures 2 and 7
+    "fire-lm-stretched": {
+        **FIRE,
+        "further": {
+            "rope:scaling=linear,factor=4": STRETCHED,
+            "rope:scaling=yarn,factor=4,original_length=2048": {**STRETCHED, "updates": 400},
+        },
+    },
+    "survey-wikitext103-512": {**SURVEY, "prepare": "wikitext103", "lengths": (512, 1012)},
+    "survey-wikitext103-1024": {
+        **SURVEY,
+        "prepare": "wikitext103",
+        "tokens": 1024,
+        "batch": 64,
+        "lengths": (1024, 2024),
+    },
+    "survey-openwebtext2": {**SURVEY, "prepare": "openwebtext2"},
+    "survey-arxiv": {**SURVEY, "prepare": "arxiv"},
     "warping-lm": WARPING,
     "warping-lm-alpha": WARPING,
     "warping-copy": {  # its Figure 3: two layers; for as long as its Table A
@@ -104,7 +143,8 @@ PAPERS = {
 COUNTS = {
     ("fire-lm", "base"): 125e6,
     ("fire-lm-shared", "base"): 125e6,
-    ("fire-lm", "large"): 350e6,
+    ("fire-lm-large", "large"): 350e6,
+    ("fire-lm-512", "base"): 125e6,
     ("warping-lm", "base"): 124e6,
 }
 
@@ -144,7 +184,12 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
     if corpus := expected.pop("prepare", None):
         folder = f"data-bin/{corpus}-gpt2"
         assert lines.pop(0) == ["prepare-known", corpus, "--dest", folder, "--tokenizer", "gpt2"]
-        assert all(folder in line for line in lines)
+        others = {text: f"data-bin/{text}-gpt2" for text in expected.pop("evaluate", [])}
+        for text, place in others.items():
+            assert lines.pop(0) == ["prepare-known", text, "--dest", place, "--vocab-from", folder]
+        on = [line[2] for line in lines if line[0] == "eval"]
+        assert len({on.count(place) for place in (folder, *others.values())}) == 1
+        assert all({folder, *others.values()} & set(line) for line in lines)
     trained = [parsed(line) for line in lines if line[0] == "train"]
     scored = [parsed(line) for line in lines if line[0] in ("eval", "accuracy")]
     assert trained and scored and len(trained) + len(scored) == len(lines)
@@ -153,10 +198,13 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
     for one in scored if wanted else ():
         # L = 1024
         assert one.lengths == (wanted[:2] if one.positions == "randomized:times=2" else wanted)
+    further = expected.pop("further", {})
+    assert [one.rpe for one in trained if one.finetune_from] == list(further)
     for one in trained:
         batch = one.batch_sentences * one.nproc * (one.update_freq or 1)
-        found = {key: batch if key == "batch" else getattr(one, key) for key in expected}
-        for key, value in expected.items():
+        stated = further[one.rpe] if one.finetune_from else expected
+        found = {key: batch if key == "batch" else getattr(one, key) for key in stated}
+        for key, value in stated.items():
             assert found[key] == (pytest.approx(value) if isinstance(value, float) else value), key
     assert not list(tmp_path.iterdir())
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.figure import Figure
+
 from fairseq_rpe.core.table import Cell, Row, Table, least, number, spread, words
 from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.figures import sweep_curves
@@ -9,39 +11,67 @@ from fairseq_rpe.reports.chapters import literature
 from fairseq_rpe.reports.chapters.training import Run, here
 from fairseq_rpe.reports.definition import contextless
 from fairseq_rpe.reports.findings import Perplexities
-from fairseq_rpe.reports.page import Block, Findings, Part, markdown, picture
+from fairseq_rpe.reports.page import Block, Findings, Part, Picture, Text, markdown, picture
 from fairseq_rpe.sweeps.state import State
 
 
 def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: list[Block]) -> Findings:
     """What a sweep found; ``theory``: what Definition 0.1 says of it."""
-    values, beside = _table(state, found), literature.blocks(state, runs, found)
-    curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
-    figure = sweep_curves.perplexity(curves, ratios, found.trained_at)
-    alt = "; ".join(
-        f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
-        for name in found.encodings
-    )
-    drawn = picture(
-        figure,
-        f"Perplexity per token against evaluation length: {alt}.",
-        f"Perplexity per token against evaluation length; dashed: the training length of {found.trained_at} tokens."
-        + (f" Below: over the perplexity at {found.trained_at} tokens, enlarged." if len(figure.axes) > 1 else "")
-        + (" Mean over the seeds; bars from the least to the largest." if len(state.seeds) > 1 else ""),
-    )
+    beside, further = literature.blocks(state, runs, found), _further(state, found)
+    values, drawn, figure = _over_length(state, found)
+    others = {name: _over_length(state, of, name) for name, of in found.others.items()}
+    texts = [Part(f"perplexity-{name}", f"The same on {name}", own[:2]) for name, own in others.items()]
     return Findings(
         _lead(state, found, here(state, runs).data),
         [
-            Part("perplexity", "Perplexity over length", [values, drawn, *_mean(found)]),
+            Part("perplexity", "Perplexity over length", [values, *further, drawn, *_mean(found)]),
+            *texts,
             Part("published", "Beside the published values", beside),
             Part("positions", "Loss by position", _positions(found)),
             Part("verdict", "Does it extrapolate?", theory),
         ],
         _measurements(found),
         # of what stands beside, the caution and the values
-        values.markdown() + markdown([*theory, *beside[:1], *beside[-1:]]),
+        values.markdown()
+        + markdown([*further, *(own[0] for own in others.values()), *theory, *beside[:1], *beside[-1:]]),
         figure,
+        {name: own[2] for name, own in others.items()},
     )
+
+
+def _over_length(state: State, found: Perplexities, text: str = "") -> tuple[Table, Picture, Figure]:
+    """Table and figure on one text, ``text`` if it is not the one that was trained on."""
+    on = f" on {text}" if text else ""
+    curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
+    figure = sweep_curves.perplexity(curves, ratios, found.trained_at)
+    if text:
+        figure.axes[0].set_ylabel(f"perplexity per token, {text}")
+    alt = "; ".join(
+        f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
+        for name in found.encodings
+    )
+    drawn = picture(
+        figure,
+        f"Perplexity per token{on} against evaluation length: {alt}.",
+        f"Perplexity per token{on} against evaluation length; dashed: the training length of {found.trained_at} tokens."
+        + (f" Below: over the perplexity at {found.trained_at} tokens, enlarged." if len(figure.axes) > 1 else "")
+        + (" Mean over the seeds; bars from the least to the largest." if len(state.seeds) > 1 else ""),
+    )
+    return _table(state, found, on), drawn, figure
+
+
+def _further(state: State, found: Perplexities) -> list[Text]:
+    """What the training of methods that continue others was."""
+    lines = []
+    for method in map(state.method, found.encodings):
+        if method.continues:
+            updates = f" for {method.own.updates:,} updates" if method.own.updates else ""
+            at = f" at {method.own.tokens} tokens" if method.own.tokens else ""
+            lines.append(f"{method.name} continues the training of {method.continues}{updates}{at}")
+    if not lines:
+        return []
+    judged = "; Definition 0.1 goes by the length of the further training" if found.longer else ""
+    return [Text(f"{'; '.join(lines)}. So more training went into what continues than into the rest{judged}.")]
 
 
 def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
@@ -70,7 +100,7 @@ def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
     return lead
 
 
-def _table(state: State, found: Perplexities) -> Table:
+def _table(state: State, found: Perplexities, on: str = "") -> Table:
     """Perplexity per token, encodings × lengths; the last column is the longest over the training length."""
     last = found.lengths[-1]
     means = {name: found.means(name) for name in found.encodings}
@@ -89,7 +119,7 @@ def _table(state: State, found: Perplexities) -> Table:
         spec = state.method(name).rpe
         rows.append(Row(name, cells, spec if spec != name else ""))
     ratio = f"{last} / {found.trained_at}"
-    caption = f"Perplexity per token by evaluation length and, last, its ratio {ratio}."
+    caption = f"Perplexity per token{on} by evaluation length and, last, its ratio {ratio}."
     if len(state.seeds) > 1:
         caption += " Mean over the seeds, least to largest below it."
     if ended:

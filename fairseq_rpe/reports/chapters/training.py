@@ -94,6 +94,7 @@ def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
         ("tasks", ", ".join(state.algorithms)),
         ("compared", ", ".join(state.encodings)),
         ("data", own.data),
+        ("evaluated on", ", ".join(f"{name}: {_portable(one.data, made)}" for name, one in state.evaluate.items())),
         ("data, SHA-256", None if state.algorithms else settings.data),
         ("vocabulary", own.vocabulary and f"{own.vocabulary:,} types"),
         ("architecture", own.model),

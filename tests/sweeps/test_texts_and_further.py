@@ -1,0 +1,318 @@
+"""Sweeps that evaluate on several texts, and methods that continue the training of others."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import run_here, with_vocabulary
+
+from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.sweep import resolved
+from fairseq_rpe.core import UserError, files
+from fairseq_rpe.reports import kept
+from fairseq_rpe.reports.write import write
+from fairseq_rpe.sweeps import carry, cells, local, recipes, slurm
+from fairseq_rpe.sweeps.cells import Cell
+from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.sweeps.state import Further, Method, Scored, SweepFolder
+
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
+RECIPE = """
+title = "t"
+paper = "p"
+kind = "text"
+[methods.yarn]
+rpe = "rope:scaling=yarn,factor=2,original_length=$tokens"
+continues = "rope"
+[methods.rope]
+rpe = "rope"
+[scales.laptop]
+tokens = 32
+updates = 4
+batch_sentences = 4
+lengths = [64]
+[scales.laptop.further.yarn]
+tokens = 64
+updates = 3
+batch_sentences = 2
+lr = 1e-3
+warmup = 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other(corpus: Path, tmp_path_factory) -> Path:
+    """Another text with the same dictionary: the test split is the corpus's valid split."""
+    folder = tmp_path_factory.mktemp("other") / "bin"
+    folder.mkdir()
+    shutil.copy(corpus / "dict.txt", folder)
+    for end in ("bin", "idx"):
+        shutil.copy(corpus / f"valid.{end}", folder / f"test.{end}")
+    return folder
+
+
+def asked(*argv: object) -> tuple[Sweep, list[Cell]]:
+    sweep = resolved(build_parser("sweep").parse_args(["sweep", *map(str, argv), "--device", "cpu"]))
+    return sweep, cells.make(sweep, carry.check_data(sweep, dry=True))
+
+
+def dry_run(capsys, *argv: object) -> list[str]:
+    capsys.readouterr()
+    assert main(["sweep", *map(str, argv), "--device", "cpu", "--launcher", "dry-run"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys, *argv: object) -> str:
+    capsys.readouterr()
+    assert main(["sweep", *map(str, argv), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+# what is printed
+
+
+def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, other, tmp_path, capsys):
+    given = [corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", tmp_path / "x"]
+    lines = [shlex.split(line)[3:] for line in dry_run(capsys, *given, "--nproc", "1")]
+    assert [line[0] for line in lines] == ["train", "eval", "eval"] * 2
+    first, further = (build_parser().parse_args(line) for line in (lines[0], lines[3]))
+    assert (first.rpe, first.tokens, first.updates, first.finetune_from) == ("rope", 32, 4, None)
+    assert further.rpe == "rope:scaling=yarn,factor=2,original_length=32"
+    assert (further.tokens, further.updates, further.batch_sentences, further.lr) == (64, 3, 2, 1e-3)
+    assert further.finetune_from == first.save_dir / "checkpoint_last.pt" != further.save_dir / "checkpoint_last.pt"
+    assert [line[2] for line in lines if line[0] == "eval"] == [str(corpus), str(other)] * 2
+    assert all("32,64" in line for line in lines if line[0] == "eval")
+    # the one that is continued is trained even where it is not compared
+    alone = [shlex.split(line)[3:] for line in dry_run(capsys, *given, "--methods", "yarn")]
+    assert [line[0] for line in alone] == ["train", "train", "eval", "eval"] and alone[0] == lines[0]
+
+
+def test_its_batch_is_divided_too(recipe, corpus, tmp_path, capsys):
+    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
+    lines = [line for line in dry_run(capsys, *given, "--nproc", "2") if " train " in line]
+    assert ["--batch-sentences 2" in lines[0], "--batch-sentences 1" in lines[1]] == [True, True]
+    assert "the recipe's 2 sequences per update cannot be divided among 4" in refused(capsys, *given, "--nproc", "4")
+
+
+def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "fire-lm"\n[scales.paper.evaluate]\narxiv = "data-bin/arxiv-gpt2"\n')
+    lines = dry_run(capsys, "--recipe", path, "--scale", "paper", "--eval-data", "github=data-bin/g")
+    made = [shlex.split(line)[3:] for line in lines[:3]]
+    assert made[0][:4] == ["prepare-known", "c4", "--dest", "data-bin/c4-gpt2"]
+    assert made[1:] == [
+        ["prepare-known", "arxiv", "--dest", "data-bin/arxiv-gpt2", "--vocab-from", "data-bin/c4-gpt2"],
+        ["prepare-known", "github", "--dest", "data-bin/g", "--vocab-from", "data-bin/c4-gpt2"],
+    ]
+    for words in made:
+        build_parser().parse_args(words)
+    assert [line.split()[5] for line in lines[4:7]] == ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
+
+
+def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, capsys, monkeypatch):
+    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
+    lines = [line for line in dry_run(capsys, *given, "--slurm", "partition=gpu") if line.startswith("#")]
+    assert lines[0].startswith("# an array of 1 SLURM jobs: ") and "one of 1 that wait" in lines[1]
+    assert lines[2] == "# job rope-seed1:" and lines[3].endswith(", after rope-seed1:")
+    submitted: list[tuple[list[tuple[str, str]], list[str]]] = []
+
+    def executor(_sweep, settings):
+        def map_array(_job, runs):
+            submitted.append((list(settings), [cell.name for cell in runs]))
+            ended = SimpleNamespace(done=lambda: True, exception=lambda: None)
+            return [SimpleNamespace(job_id=f"{7 + len(submitted)}_{n}", **vars(ended)) for n in range(len(runs))]
+
+        return SimpleNamespace(map_array=map_array)
+
+    monkeypatch.setattr(slurm, "executor", executor)
+    sweep, made = asked(*given)
+    assert slurm._submit(sweep, [("partition", "gpu")], made) == ""
+    (first, runs), (behind, waiting) = submitted
+    assert first == [("partition", "gpu")] and behind == [*first, ("dependency", "afterany:8_0")]
+    assert [*runs, *waiting] == [cell.name for cell in made]
+
+
+# what is refused
+
+
+def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path, capsys):
+    def said(*texts: object) -> str:
+        words = [word for text in texts for word in ("--eval-data", text)]
+        return refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", *words)
+
+    more = with_vocabulary(corpus, tmp_path, 9_000)
+    how = f"fairseq-rpe prepare SOURCE --dest {more} --vocab-from {corpus}"
+    assert f"{more} has another vocabulary than {corpus}: prepare another folder, e.g. {how}" in said(f"a={more}")
+    assert f"make it with fairseq-rpe prepare-known arxiv --dest {tmp_path}/no" in said(f"arxiv={tmp_path}/no")
+    assert "holds the same text as the one that is trained on" in said(f"a={corpus}")
+    assert f"--eval-data b: {other} holds the same text as a" in said(f"a={other}", f"b={other}")
+    assert "gives one name twice" in said(f"a={other}", f"a={corpus}")
+    assert "named with letters, digits" in said(f"a/b={other}")
+    assert "has no test.idx" in said(f"a={tmp_path}") or "is not a binarised data folder" in said(f"a={tmp_path}")
+    task = ["--algorithms", "copy", "--encodings", "nope", "--out", tmp_path / "x"]
+    assert "--eval-data is for text" in refused(capsys, *task, "--eval-data", f"a={other}")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('continues = "rope"', 'continues = "roppe"'), "an unknown method 'roppe' (did you mean 'rope'?)"),
+        (('continues = "rope"', 'continues = "yarn"'), "continues 'yarn', which continues another one"),
+        (("further.yarn", "further.rope"), "further of scale 'laptop' names 'rope', which continues no method"),
+        (("updates = 3", "arch = 3"), "unknown key 'arch'"),
+        (('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "rope"\nfurther = {updates = 3}'), "of nothing"),
+    ],
+)
+def test_methods_that_continue_nothing(change, words, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE.replace(*change))
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_checkpoint_to_begin_with_that_is_not_there(corpus, tmp_path, capsys):
+    given = ["train", corpus, "--rpe", "rope", "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32"]
+    assert main([*map(str, given), "--finetune-from", str(tmp_path / "no.pt")]) == 2
+    assert f"checkpoint {tmp_path}/no.pt does not exist" in capsys.readouterr().err
+    assert main([*map(str, given), "--finetune-from", "no.pt", "--", "--finetune-from-model", "a.pt"]) == 2
+    assert "give --finetune-from before the -- instead" in capsys.readouterr().err
+
+
+# what is carried out, and kept
+
+
+def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path, monkeypatch):
+    _, made = asked(corpus, "--recipe", recipe, "--out", tmp_path / "x")
+    rope, yarn = made
+    stages = {cell: cell.work_left() for cell in made}
+    waiting = [(yarn, stages[yarn]), (rope, stages[rope])]
+    assert local._next(waiting, [])[0] is rope
+    job = local._Active(rope, stages[rope], 0)
+    assert local._next(waiting[:1], [job]) is None
+    del job.stages[0]
+    assert local._next(waiting[:1], [job])[0] is yarn
+    # where it failed, this one is not begun
+    failures = local.execute({yarn: stages[yarn]}, made, [{}])
+    assert failures == [f"{yarn.name} was not trained: {rope.name} has to be finished before"]
+    assert not yarn.folder.train_log.exists()
+
+
+def test_a_sweep_on_two_texts_with_a_continued_method_is_cut_and_goes_on(recipe, corpus, other, tmp_path):
+    out = tmp_path / "out"
+    command = ["sweep", corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", out, "--jobs", "1"]
+    command = [*map(str, command), "--device", "cpu", *SMALL]
+    first, second = out / "runs/rope-seed1", SweepFolder(out).run_of(Method("yarn", "", continues="rope"), 1).path
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen([*PROGRAM, *command], stdout=log, stderr=log)
+        deadline = time.monotonic() + 180
+        while not (second / "train.log").exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept_files = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
+    before = [path.stat().st_mtime_ns for path in kept_files]
+    assert len(files.read_json_lines(kept_files[0])) == 4
+    assert run_here(*command).stdout.count("| yarn") == 2  # a table for each text
+    assert before == [path.stat().st_mtime_ns for path in kept_files]
+
+    record = files.read_json(second / "checkpoints/run.json")
+    assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 3
+    assert record["settings"]["finetune_from"] == files.file_digest(kept_files[1])
+    assert "loading pretrained model from" in (second / "train.log").read_text()
+    assert "finetune_from" not in files.read_json(first / "checkpoints/run.json")["settings"]
+    for name, data in (("", corpus), ("-more", other)):
+        with open(out / f"results{name}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(r["encoding"], r["length"]) for r in rows] == [
+            (method, length) for method in ("yarn", "rope") for length in ("32", "64")
+        ]
+        assert (out / f"ppl{name}.png").exists() and (out / f"ppl{name}.pdf").exists(), data
+    page, folder = (out / "report.html").read_text(), SweepFolder(out)
+    assert (
+        "The same on more" in page and "yarn continues the training of rope for 3 updates at 64 tokens. So more" in page
+    )
+    # nothing is left to do, and what is on record says so
+    sweep, made = asked(*command[1 : command.index("--")])
+    assert folder.state().methods["yarn"].further == Further(tokens=64, batch_sentences=2, updates=3, lr=1e-3, warmup=1)
+    assert kept.text(folder) is not None and sweep.evaluate == {"more": other}
+    assert all(cell.parent is None or cell.parent is made[0] for cell in made)
+
+
+def scored(folder: Path, texts: dict[str, float]) -> None:
+    """A finished sweep of alibi on 64 tokens, with so much perplexity on each text at 64, and half as much at 128."""
+    evaluate = {name: {"data": f"data-bin/{name}", "digest": name} for name in texts if name != "own"}
+    state = {"settings": {"tokens": 64, "subset": "test"}, "encodings": ["alibi"], "seeds": [1], "lengths": [64, 128]}
+    files.write_json(folder / "sweep.json", {**state, "evaluate": evaluate})
+    place = folder / "runs/alibi-seed1"
+    files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+    for name, ppl in texts.items():
+        for length in (64, 128):
+            row = {"checkpoint": "c", "subset": "test", "length": length, "loss_base2": 1.0, "tokens": 99}
+            files.append_json_line(place / "eval.jsonl", {**row, "ppl": ppl * 64 / length, "data": name})
+
+
+def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path):
+    scored(tmp_path, {"own": 40.0, "arxiv": 90.0, "github": 8.0})
+    folder = SweepFolder(tmp_path)
+    said = write(folder).text
+    plain = " ".join(said.split())
+    for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
+        assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
+    assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
+    assert kept.text(folder) == said
+    files.append_json_line(
+        tmp_path / "runs/alibi-seed1/eval.jsonl",
+        {**files.read_json_lines(tmp_path / "runs/alibi-seed1/eval.jsonl")[2], "length": 256},
+    )
+    assert kept.text(folder) is None
+    write(folder)
+    (tmp_path / "ppl-github.pdf").unlink()
+    assert kept.text(folder) is None
+
+
+def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
+    given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
+    sweep, made = asked(*given, "--eval-data", f"more={other}")
+    SweepFolder(sweep.out).write(carry.state(sweep, made))
+    # without it, the text stays on record
+    assert set(carry.state(*asked(*given)).evaluate) == {"more"}
+    changed = shutil.copytree(other, tmp_path / "changed")
+    for end in ("bin", "idx"):
+        shutil.copy(corpus / f"train.{end}", changed / f"test.{end}")
+    with pytest.raises(UserError, match="holds another text 'more'"):
+        carry.state(*asked(*given, "--eval-data", f"more={changed}"))
+
+
+def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
+    sweep, made = asked(corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x")
+    folder = SweepFolder(sweep.out)
+    folder.write(carry.state(sweep, made))
+    record = files.read_json(folder.state_path)
+    assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
+    assert "evaluate" not in record and "finetune_from" not in record["settings"]
+    text = folder.state_path.read_text()
+    folder.write(folder.state())
+    assert folder.state_path.read_text() == text
