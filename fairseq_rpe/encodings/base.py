@@ -31,6 +31,9 @@ class Encoding(Maskable):
     (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
     ``positions``: "any", "whole" where fractions have no meaning, or "none" where positions are not read at all.
     ``reads_length``: the encoding changes with the length of the whole row, so trailing padding must not count.
+    ``rotation_is_fixed``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
+    other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
+    ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
     ``bounded``: why scores without additive bias are bounded, for encodings that have none.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
@@ -45,6 +48,7 @@ class Encoding(Maskable):
     remap: Callable[[Tensor, Positions], Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
+    rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
 
@@ -76,6 +80,10 @@ class Encoding(Maskable):
     @property
     def rotates(self) -> bool:
         return type(self).rotate is not Encoding.rotate
+
+    @property
+    def bias_of_distance(self) -> bool:
+        return False
 
     @property
     @torch.no_grad()
@@ -140,6 +148,10 @@ class DistanceBias(Encoding):
     def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
         """(H,) tensors in the dtype and on the device of ``like``."""
         return ()
+
+    @property
+    def bias_of_distance(self) -> bool:
+        return type(self).form is DistanceBias.form and not self.reads_length
 
     def form(self, pos: Positions) -> Form:
         if pos.step is None and type(self).of_head is not DistanceBias.of_head:

@@ -37,6 +37,11 @@ class Moves:
         transform = self.train if training else self.evaluation
         return None if isinstance(transform, Identity) else transform
 
+    def settled(self, training: bool) -> bool:
+        """Whether tokens stay where they are while their row gets longer."""
+        transform = self.active(training)
+        return transform is None or transform.settled
+
     def __call__(self, plain: Positions, lengths: Tensor, training: bool, decoding: bool) -> Positions:
         """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
 

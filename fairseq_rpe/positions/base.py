@@ -37,8 +37,9 @@ class Transform:
     ``config`` is an instance of ``Config``; ``train_length`` the training length in tokens, where known.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
-    ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
-    with this one is evaluated with where the user names none).
+    ``fractional`` (may put a token between two whole positions), ``settled`` (a token stays where it is when its row
+    gets longer; False, as here, is always right), ``evaluation`` (the transform that a model trained with this one is
+    evaluated with where the user names none).
     """
 
     @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Transform:
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
     fractional: bool = False
+    settled: bool = False
     evaluation: str = "identity"
 
     def __init__(self, config: Any, train_length: int | None = None) -> None:
@@ -77,6 +79,8 @@ register = registry.register
 
 class Fixed(Transform):
     """Looks positions up in a table; not registered, made by :func:`freeze`."""
+
+    settled = True
 
     def __init__(self, moved: Moved, fractional: bool) -> None:
         self.moved, self.fractional = moved, fractional
