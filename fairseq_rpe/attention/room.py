@@ -51,10 +51,10 @@ class Room:
 def followed(room: Room | None, old: Tensor, new: Tensor) -> tuple[Tensor, Room | None]:
     """old (B, H, m, D) and then new (B, H, n, D), and the room that they are in; ``room``: where ``old`` may be from.
 
-    In no room, but joined as torch joins them, where gradients are to flow or their types differ.
+    In no room, but joined as torch joins them, where gradients may be asked for, which writing behind what an earlier
+    step has used would spoil, or where their types differ.
     """
-    differentiable = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
-    if differentiable or old.dtype != new.dtype or old.device != new.device:
+    if torch.is_grad_enabled() or old.dtype != new.dtype or old.device != new.device:
         return torch.cat([old, new], dim=2), None
     if room is None or not room.fits(old, new.shape[2]):
         room = Room.behind(old, new.shape[2])
