@@ -1,6 +1,8 @@
 """What a layer with an encoding does with queries, keys and values: count positions, plan, rotate, attend."""
 
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def plan_of(
 
     ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
     """
-    with torch.autocast(positions.k.device.type, enabled=False):
+    with _exact(positions.k):
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
     rotate = encoding.rotate if encoding.rotates else None
     return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned)
@@ -76,7 +78,7 @@ def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | N
 def turned(k: Tensor, plan: Plan) -> Tensor:
     """The keys (B, H, n, D) of the last n tokens as a cache may keep them: turned for their own positions."""
     assert plan.rotate is not None
-    with torch.autocast(k.device.type, enabled=False):
+    with _exact(k):
         return plan.rotate(k, plan.positions.q, plan.positions, key=True)
 
 
@@ -87,7 +89,7 @@ def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
     """
     n, m = q.shape[2], k.shape[2]
     size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with _exact(q):
         if n <= size:
             return _part(q, k, v, plan, dropout)
         parts = []
@@ -96,6 +98,12 @@ def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
             keys = slice(m - n + stop)
             parts.append(_part(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], plan.part(start, stop), dropout))
         return torch.cat(parts, dim=2)
+
+
+def _exact(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast of what is done with x; entering and leaving that costs as much as a small operation."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:

@@ -209,6 +209,7 @@ class Rotary(Encoding):
 
     def setup(self) -> None:
         self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self._angles: tuple[Tensor, Positions, Tensor] | None = None
         head = self.width // self.heads
         self.rotated = int(head * self.rotary_fraction)
         if self.rotated < 2 or self.rotated % 2:
@@ -227,7 +228,10 @@ class Rotary(Encoding):
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         cos, sin, whole = self._turn(at, pos, key)
-        turned = 2 * cos.shape[-1]
+        turned = cos.shape[-1]
+        if not self.interleaved and turned == x.shape[-1] and x.dtype == cos.dtype:  # the same in fewer operations
+            return (x * cos + x.roll(turned // 2, -1) * sin).to(x.dtype)
+        cos, sin = cos[..., : turned // 2], sin[..., turned // 2 :]
         rest = x[..., turned:] if whole is None else x[..., turned:] * whole
         if self.interleaved:
             a, b = x[..., 0:turned:2], x[..., 1:turned:2]
@@ -238,15 +242,21 @@ class Rotary(Encoding):
 
     @torch.no_grad()
     def _turn(self, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cosines and sines (B or 1, 1, n, P), and the factor of the rest; all layers of a forward share them."""
+        """Cosines of both of a pair and sines of -, + the angle, (B or 1, 1, n, 2P), and the factor of the rest.
+
+        All layers of a forward pass share them.
+        """
         kept = self._kept.get(key)
         if kept is None or kept[0] is not at or kept[1] is not pos:
             where = at if at.is_floating_point() else at.to(torch.float32)
-            angles = self.angles(where, pos)
+            if self._angles is None or self._angles[0] is not at or self._angles[1] is not pos:
+                self._angles = at, pos, self.angles(where, pos)
+            angles = self._angles[2]
             cos, sin, whole = angles.cos(), angles.sin(), None
             amplitude = self.amplitude(where, pos, key)
             if amplitude is not None:
                 cos, sin = cos * amplitude, sin * amplitude
                 whole = amplitude[:, None] if self.whole else None
-            kept = self._kept[key] = (at, pos, (cos[:, None], sin[:, None], whole))
+            cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+            kept = self._kept[key] = (at, pos, (cos, sin, whole))
         return kept[2]
