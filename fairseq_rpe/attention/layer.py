@@ -1,12 +1,18 @@
 """What a layer with an encoding does with queries, keys and values: count positions, plan, rotate, attend."""
 
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..core import Positions
+from ..core import Form, Positions, Toeplitz
 from ..encodings import Encoding
 from .plan import Plan
 from .select import Backend
+
+Tables = MutableMapping[int, Toeplitz]  # of the encodings of a text that is being decoded, by id
 
 
 def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Tensor | None]:
@@ -31,23 +37,59 @@ def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Ten
 
 
 def plan_of(
-    encoding: Encoding, positions: Positions, padding: Tensor | None, backend: Backend, prune: float = 0.0
+    encoding: Encoding,
+    positions: Positions,
+    padding: Tensor | None,
+    backend: Backend,
+    prune: float = 0.0,
+    *,
+    turned: bool = False,
+    tables: Tables | None = None,
 ) -> Plan:
-    """The plan of a layer that has this encoding; its bias is made in float32 or better, whatever autocast says."""
-    with torch.autocast(positions.k.device.type, enabled=False):
-        form = encoding.form(positions)
+    """The plan of a layer that has this encoding; its bias is made in float32 or better, whatever autocast says.
+
+    ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
+    """
+    with _exact(positions.k):
+        form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
     rotate = encoding.rotate if encoding.rotates else None
-    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune)
+    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned)
+
+
+def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
+    """The form of this encoding, whose table, where it is one of the distance, is made for twice the tokens and kept.
+
+    It is that of the weights as they are when it is made, as cached keys are. Nothing is kept where gradients flow.
+    """
+    m, step = positions.k.shape[1], positions.step
+    if torch.is_grad_enabled() or not encoding.bias_of_distance or not positions.contiguous or step is None:
+        return encoding.form(positions)
+    known = tables.get(id(encoding))
+    like = positions.k
+    if known is None or (known.step == step and known.table.shape[1] < m):
+        ahead = torch.arange(2 * m, device=like.device, dtype=like.dtype)[None] * step
+        form = encoding.form(Positions(ahead[:, -1:], ahead, step))
+        assert isinstance(form, Toeplitz)
+        known = tables[id(encoding)] = form
+    same = (known.step, known.table.dtype, known.table.device) == (step, like.dtype, like.device)
+    return known if same else encoding.form(positions)
+
+
+def turned(k: Tensor, plan: Plan) -> Tensor:
+    """The keys (B, H, n, D) of the last n tokens as a cache may keep them: turned for their own positions."""
+    assert plan.rotate is not None
+    with _exact(k):
+        return plan.rotate(k, plan.positions.q, plan.positions, key=True)
 
 
 def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
     """Rotate and attend, in as many parts as the rotation needs to stay within the range of its dtype.
 
-    q: (B, H, n, D), k, v: (B, H, m, D), not rotated yet; gives (B, H, n, D).
+    q: (B, H, n, D), k, v: (B, H, m, D), not rotated yet, but for keys that the plan calls turned; gives (B, H, n, D).
     """
     n, m = q.shape[2], k.shape[2]
     size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with _exact(q):
         if n <= size:
             return _part(q, k, v, plan, dropout)
         parts = []
@@ -58,9 +100,16 @@ def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         return torch.cat(parts, dim=2)
 
 
+def _exact(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast of what is done with x; entering and leaving that costs as much as a small operation."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
     if plan.rotate is not None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
-        k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
+        if not plan.turned:
+            k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
     assert plan.backend is not None
     return plan.backend(q, k, v, plan, dropout)

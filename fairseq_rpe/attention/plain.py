@@ -1,6 +1,6 @@
 """Attention with any encoding for programs that have nothing but torch: a function, and a module with a cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..core import Positions, UserError
 from ..encodings import Encoding, build
 from .layer import carry_out, counted, plan_of
+from .room import Room, followed
 from .select import choose
 
 WHOLE = 1 << 24  # float32 holds every whole number up to here
@@ -156,10 +157,14 @@ def _positions(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int)
 
 @dataclass
 class Cache:
-    """Keys and values (B, H, m, D) of the m tokens that a ``RelativeAttention`` has seen, keys not turned."""
+    """Keys and values (B, H, m, D) of the m tokens that a ``RelativeAttention`` has seen, keys not turned.
+
+    They are views of ``rooms``, memory with room for more; without it, as after a change of k and v, they are copied.
+    """
 
     k: Tensor | None = None
     v: Tensor | None = None
+    rooms: tuple[Room | None, Room | None] = field(default=(None, None), repr=False)
 
     def __len__(self) -> int:
         return 0 if self.k is None else self.k.shape[2]
@@ -170,7 +175,9 @@ class Cache:
             return k, v
         if len(self.k) != len(k):
             raise UserError(f"the cache holds {len(self.k)} rows and {len(k)} came: use a new cache for a new batch")
-        return torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+        (k, for_k), (v, for_v) = followed(self.rooms[0], self.k, k), followed(self.rooms[1], self.v, v)
+        self.rooms = for_k, for_v
+        return k, v
 
 
 class RelativeAttention(nn.Module):

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..core import Curve, Dense, Form, Positions, Toeplitz
+from ..core import Curve, Dense, Form, Positions, Toeplitz, block
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Plan:
         backend: the function that computes attention.
         query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
         prune: the part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
+        turned: keys have been through ``rotate`` already, queries have not.
     """
 
     positions: Positions
@@ -33,6 +35,30 @@ class Plan:
     backend: Callable[..., Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     prune: float = 0.0
+    turned: bool = False
+
+    @cached_property
+    def empty(self) -> Tensor | None:
+        """(B, 1, 1, 1) bool, True at rows that are padding alone; None: there is no padding."""
+        return None if self.padding is None else self.padding.all(1)[:, None, None, None]
+
+    @cached_property
+    def row(self) -> Tensor | None:
+        """What is added to the scores of the last token against all, (B or 1, H or 1, 1, m); None: nothing.
+
+        The bias, and -inf at padding but in rows that are nothing else. Made once for all layers that share the plan.
+        """
+        pos, form = self.positions, self.form
+        m = pos.k.shape[1]
+        if isinstance(form, Toeplitz) and evenly_spaced(form, pos):
+            bias = by_distance(form, m).flip(1)[None, :, None]
+        elif form is not None:
+            bias = block(form, pos, slice(-1, None)).contiguous()
+        if self.padding is None or self.empty is None:
+            return None if form is None else bias
+        hidden = self.padding[:, None, None] & ~self.empty
+        bias = pos.k.new_zeros(1, 1, 1, m) if form is None else bias
+        return bias.masked_fill(hidden, float("-inf"))
 
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
         """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""

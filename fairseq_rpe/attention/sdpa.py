@@ -47,7 +47,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         if made is not None:
             return pruned(q, k, v, made[1], plan.prune)
     if made is None:
-        return _by_blocks(q, k, v, plan, dropout)
+        return (_one if n == 1 and dropout == 0 else _by_blocks)(q, k, v, plan, dropout)
     if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
@@ -66,6 +66,16 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
         pieces = pieces_of(form, plan)
         return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
     return None
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+    """One query, the last token, as in decoding: its bias is one row, which layers share."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if q.is_cuda and q.dtype != wide and plan.row is not None:
+        return _by_blocks(q, k, v, plan, dropout)
+    mask = None if plan.row is None else plan.row.to(wide)
+    out = F.scaled_dot_product_attention(by_rows(q), by_rows(k), by_rows(v), attn_mask=mask)
+    return out if plan.empty is None else out.masked_fill(plan.empty, 0.0)
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:

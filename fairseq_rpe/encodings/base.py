@@ -31,6 +31,9 @@ class Encoding(Maskable):
     (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
     ``positions``: "any", "whole" where fractions have no meaning, or "none" where positions are not read at all.
     ``reads_length``: the encoding changes with the length of the whole row, so trailing padding must not count.
+    ``rotation_is_fixed``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
+    other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
+    ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
     ``bounded``: why scores without additive bias are bounded, for encodings that have none.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
@@ -45,6 +48,7 @@ class Encoding(Maskable):
     remap: Callable[[Tensor, Positions], Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
+    rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
 
@@ -76,6 +80,10 @@ class Encoding(Maskable):
     @property
     def rotates(self) -> bool:
         return type(self).rotate is not Encoding.rotate
+
+    @property
+    def bias_of_distance(self) -> bool:
+        return False
 
     @property
     @torch.no_grad()
@@ -141,6 +149,10 @@ class DistanceBias(Encoding):
         """(H,) tensors in the dtype and on the device of ``like``."""
         return ()
 
+    @property
+    def bias_of_distance(self) -> bool:
+        return type(self).form is DistanceBias.form and not self.reads_length
+
     def form(self, pos: Positions) -> Form:
         if pos.step is None and type(self).of_head is not DistanceBias.of_head:
             return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
@@ -197,6 +209,7 @@ class Rotary(Encoding):
 
     def setup(self) -> None:
         self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self._angles: tuple[Tensor, Positions, Tensor] | None = None
         head = self.width // self.heads
         self.rotated = int(head * self.rotary_fraction)
         if self.rotated < 2 or self.rotated % 2:
@@ -215,7 +228,10 @@ class Rotary(Encoding):
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         cos, sin, whole = self._turn(at, pos, key)
-        turned = 2 * cos.shape[-1]
+        turned = cos.shape[-1]
+        if not self.interleaved and turned == x.shape[-1] and x.dtype == cos.dtype:  # the same in fewer operations
+            return (x * cos + x.roll(turned // 2, -1) * sin).to(x.dtype)
+        cos, sin = cos[..., : turned // 2], sin[..., turned // 2 :]
         rest = x[..., turned:] if whole is None else x[..., turned:] * whole
         if self.interleaved:
             a, b = x[..., 0:turned:2], x[..., 1:turned:2]
@@ -226,15 +242,21 @@ class Rotary(Encoding):
 
     @torch.no_grad()
     def _turn(self, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cosines and sines (B or 1, 1, n, P), and the factor of the rest; all layers of a forward share them."""
+        """Cosines of both of a pair and sines of -, + the angle, (B or 1, 1, n, 2P), and the factor of the rest.
+
+        All layers of a forward pass share them.
+        """
         kept = self._kept.get(key)
         if kept is None or kept[0] is not at or kept[1] is not pos:
             where = at if at.is_floating_point() else at.to(torch.float32)
-            angles = self.angles(where, pos)
+            if self._angles is None or self._angles[0] is not at or self._angles[1] is not pos:
+                self._angles = at, pos, self.angles(where, pos)
+            angles = self._angles[2]
             cos, sin, whole = angles.cos(), angles.sin(), None
             amplitude = self.amplitude(where, pos, key)
             if amplitude is not None:
                 cos, sin = cos * amplitude, sin * amplitude
                 whole = amplitude[:, None] if self.whole else None
-            kept = self._kept[key] = (at, pos, (cos[:, None], sin[:, None], whole))
+            cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+            kept = self._kept[key] = (at, pos, (cos, sin, whole))
         return kept[2]

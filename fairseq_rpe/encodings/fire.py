@@ -75,11 +75,12 @@ class Fire(PairBias):
         return self.psi(d) / self.threshold(i)[:, :, None]
 
     def bias(self, i: Tensor, j: Tensor) -> Tensor:
-        x = self.ratio(i, j)[..., None]
+        ratio = self.ratio(i, j)
+        x = ratio.reshape(1, -1)  # pairs last, as attention reads them: nothing has to be turned over
         for weight, bias, activation in self.stages():
-            x = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+            x = torch.addmm(bias.to(x.dtype)[:, None], weight.to(x.dtype), x)
             x = x if activation is None else activation(x)
-        return x.permute(0, 3, 1, 2)
+        return x.unflatten(1, ratio.shape).transpose(0, 1)
 
     def stages(self) -> list[Stage]:
         """Weight, bias and activation of each layer of f."""

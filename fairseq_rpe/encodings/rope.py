@@ -98,6 +98,8 @@ class Rope(Rotary):
         if cfg.beta_fast <= cfg.beta_slow:
             raise UserError(f"'rope': beta_fast={cfg.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
         self.reads_length = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
+        # of a class derived from this one nothing is known
+        self.rotation_is_fixed = type(self) is Rope and not self.reads_length
 
     def factor(self, length: Tensor) -> Tensor:
         """κ at the current lengths, in their shape."""

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..core import Positions, UserError, block
 from ..core.progress import Progress
 from ..encodings import Encoding
+from ..modules.attention import MovableCache
 from .perplexity import Cache, losses
 from .tally import defined
 
@@ -114,7 +115,7 @@ def _side_by_side(model: Any, windows: Windows) -> Iterator[Batch | tuple[Tensor
     """
     if reason := why_not_cached(model, windows.window, windows.stride):
         raise UserError(reason)
-    decoder, state = model.decoder, Cache()
+    decoder, state = model.decoder, MovableCache()
     keep, steps = windows.window - windows.stride, windows.starts[1:]
     # Filling the caches costs at most about a quarter of what the steps cost.
     rows = max(1, min(SEGMENTS, windows.rows, len(steps) * windows.stride // (4 * keep)))

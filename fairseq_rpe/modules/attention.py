@@ -1,19 +1,33 @@
 """Self-attention of the fairseq decoder layer, with any encoding and any backend."""
 
+from typing import Any
+
 import torch
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
 from ..attention import Plan
-from ..attention.layer import carry_out
+from ..attention.layer import carry_out, turned
+from ..attention.room import followed
+
+NAMES = ("prev_key", "prev_value")
+
+
+class MovableCache(dict[str, Any]):
+    """An incremental state whose tokens may get other positions later, as when the oldest of them are dropped.
+
+    Its keys are never kept turned. In any other dict that fairseq's decoders take as incremental state they are where
+    the encoding allows it (``rotation_is_fixed``), and then every token has to stay at its position.
+    """
 
 
 class RPEAttention(MultiheadAttention):
     """fairseq's multi-head self-attention with the product replaced; parameters keep their names.
 
     The plan arrives as ``attn_mask``: fairseq's layer passes it through unread, in training and in decoding. The cache
-    holds raw keys; they are rotated on read, so that length-dependent rotations stay right.
+    holds keys that are turned where the plan says so; others are turned on read, so that rotations that depend on the
+    length stay right. What fairseq finds in it are tensors as it expects them, views of memory with room for more.
     """
 
     def forward(
@@ -30,14 +44,34 @@ class RPEAttention(MultiheadAttention):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if incremental_state is not None:
-            cache = self._get_input_buffer(incremental_state)
-            if "prev_key" in cache:
-                k = torch.cat([cache["prev_key"], k], dim=2)
-                v = torch.cat([cache["prev_value"], v], dim=2)
-            self._set_input_buffer(incremental_state, {"prev_key": k, "prev_value": v})
+            k, v = self._followed(incremental_state, turned(k, plan) if plan.turned else k, v)
         dropout = self.dropout_module.p if self.training or self.dropout_module.apply_during_inference else 0.0
         out = carry_out(q, k, v, plan, dropout)
         return self.out_proj(out.permute(2, 0, 1, 3).reshape(n, batch, width)), None
+
+    def _followed(self, state: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values so far, these included, which are in the cache from now on."""
+        cache = self._get_input_buffer(state)
+        if "prev_key" in cache:
+            rooms = self.get_incremental_state(state, "rooms") or {}
+            found = {x: followed(rooms.get(x), cache[x], new) for x, new in zip(NAMES, (k, v), strict=True)}
+            k, v = (found[x][0] for x in NAMES)
+            self.set_incremental_state(state, "rooms", {x: room for x, (_, room) in found.items()})
+        self._set_input_buffer(state, dict(zip(NAMES, (k, v), strict=True)))
+        return k, v
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> dict[str, Any]:
+        """The cached rows that beam search goes on with, with room for the tokens to come."""
+        cache = self._get_input_buffer(incremental_state)
+        rooms = self.get_incremental_state(incremental_state, "rooms") or {}
+        if not all(rooms.get(x) is not None and rooms[x].fits(cache[x], 0) for x in NAMES):
+            return super().reorder_incremental_state(incremental_state, new_order)
+        same = torch.arange(len(cache["prev_key"]))
+        if new_order.device.type == "cpu" and torch.equal(new_order, same):
+            return incremental_state
+        found = {x: rooms[x].reordered(new_order) for x in NAMES}
+        self.set_incremental_state(incremental_state, "rooms", {x: room for x, (_, room) in found.items()})
+        return self._set_input_buffer(incremental_state, {x: held for x, (held, _) in found.items()})
 
 
 class RPEDecoderLayer(TransformerDecoderLayerBase):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, check_eps, choose
-from ..attention.layer import counted, plan_of
+from ..attention.layer import Tables, counted, plan_of
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
-from .attention import RPEDecoderLayer
+from .attention import MovableCache, RPEDecoderLayer
 from .moves import Moves
 
 Cache = dict[str, Any] | None  # keys and values of earlier tokens
@@ -108,10 +108,15 @@ class RPEDecoder(TransformerDecoderBase):
 
         states = [x]
         plans: dict[int, Plan] = {}
+        tables = self._tables(incremental_state)
+        stay = not isinstance(incremental_state, MovableCache) and self.moves.settled(self.training)
         for layer in self.layers:
             encoding = self.encoding_of(layer.index)
             if id(encoding) not in plans:
-                plans[id(encoding)] = plan_of(encoding, positions, padding, self.attend, self.eps)
+                turned = tables is not None and stay and encoding.rotates and encoding.rotation_is_fixed
+                plans[id(encoding)] = plan_of(
+                    encoding, positions, padding, self.attend, self.eps, turned=turned, tables=tables
+                )
             x = self._run(layer, x, incremental_state, plans[id(encoding)])
             states.append(x)
         if self.layer_norm is not None:
@@ -127,6 +132,16 @@ class RPEDecoder(TransformerDecoderBase):
         """Tokens whose keys and values are in the cache: the next call may bring one more, or a whole prompt."""
         cache = self.layers[0].self_attn._get_input_buffer(incremental_state) if incremental_state else {}
         return cache["prev_key"].shape[2] if "prev_key" in cache else 0
+
+    def _tables(self, incremental_state: Cache) -> Tables | None:
+        """Those of the text that is in the cache; None: there is no cache."""
+        if incremental_state is None:
+            return None
+        tables = self.get_incremental_state(incremental_state, "tables")
+        if tables is None:
+            tables = dict[int, Toeplitz]()
+            self.set_incremental_state(incremental_state, "tables", tables)
+        return tables
 
     def _run(self, layer: nn.Module, x: Tensor, incremental_state: Cache, plan: Plan) -> Tensor:
         if self.checkpointed and self.training and torch.is_grad_enabled():

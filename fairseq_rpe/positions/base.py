@@ -39,8 +39,9 @@ class Transform:
     settled by ``setup``, the tokens of the longest row that has positions, None for no limit.
 
     Class attributes: ``formula`` and ``paper`` (one line each), ``random`` (draws numbers, or is a pure function),
-    ``fractional`` (may put a token between two whole positions), ``evaluation`` (the transform that a model trained
-    with this one is evaluated with where the user names none).
+    ``fractional`` (may put a token between two whole positions), ``settled`` (a token stays where it is when its row
+    gets longer; False, as here, is always right), ``evaluation`` (the transform that a model trained with this one is
+    evaluated with where the user names none).
     """
 
     @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Transform:
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
     fractional: bool = False
+    settled: bool = False
     evaluation: str = "identity"
     longest: int | None = None
 
@@ -80,6 +82,8 @@ register = registry.register
 
 class Fixed(Transform):
     """Looks positions up in a table, one for all rows or one for each; not registered, made by :func:`freeze`."""
+
+    settled = True
 
     def __init__(self, moved: Moved, fractional: bool) -> None:
         self.moved, self.fractional = moved, fractional

@@ -44,6 +44,7 @@ class Interpolate(Transform):
     def setup(self) -> None:
         self.length: int | None = None  # that auto compares with
         if self.config.ratio != "auto":
+            self.settled = True
             return
         self.length = self.config.train or self.train_length
         if self.length is None:

@@ -14,6 +14,7 @@ class Identity(Transform):
     """The plain positions 0, 1, 2 …"""
 
     formula = "p_j = j"
+    settled = True
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         return Moved(index, 1.0, True)
@@ -28,6 +29,7 @@ class Offset(Transform):
         by: int = option(0, "positions to add to every token", minimum=0, maximum=EXACT)
 
     formula = "p_j = j + by"
+    settled = True
     paper = "Kiyono et al. 2021 (arXiv 2109.05644), evaluation in their code"
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:

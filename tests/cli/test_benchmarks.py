@@ -186,3 +186,36 @@ def test_the_table_has_what_the_csv_has(forms, tmp_path, monkeypatch, capsys):
 
 def test_short_runs_are_timed_more_often(forms):
     assert [forms.runs(seconds) for seconds in (0.4, 0.5, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
+
+
+def test_decoding_is_timed_beside_what_it_is_compared_with(tmp_path, monkeypatch):
+    """Every side goes on from its prompt as a pass over the whole text would, and rows are written as asked."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("decode")
+    path = tmp_path / "decode.csv"
+    small = ["--keys", "20", "--rpe", "rope", "fire", "--repeats", "2", "--layers", "2", "--threads", "1"]
+    small += ["--models", "rope", "--others", "fairseq", "--prompt", "9", "--tokens", "6", "--turn", "3"]
+    sides = []
+    begun = module.Fairseq.__init__
+
+    def watched(self, *given):
+        begun(self, *given)
+        sides.append(self)
+
+    monkeypatch.setattr(module.Fairseq, "__init__", watched)
+    call(module, monkeypatch, *small, "--csv", str(path))
+    torch.set_num_threads(1)
+    for side in sides:
+        assert side.rows.shape == (1, 15)
+        with torch.no_grad():
+            best = side.decoder(side.rows)[0].argmax(-1)
+        assert torch.equal(best[:, 8:14], side.rows[:, 9:])
+    head, rows = read(path)
+    assert "2 layers of 8 heads of 64, float32" in head
+    assert [(r["part"], r["tokens"], r["what"]) for r in rows] == [
+        ("attention", "20", "rope"),
+        ("attention", "20", "fire"),
+        ("generate", "9+6", "here, rope"),
+        ("generate", "9+6", "fairseq, sinusoidal"),
+    ]
+    assert all(float(r["ms"]) > 0 for r in rows)

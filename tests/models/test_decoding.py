@@ -1,0 +1,272 @@
+"""Decoding with the cache against the full forward pass: any chunks, beams, padding, copies, and what is kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import ALL_SPECS, make_model
+from test_model import PAD, logits, tokens
+
+from fairseq_rpe.attention import Plan, reference, room, sdpa
+from fairseq_rpe.attention.room import Room, followed
+from fairseq_rpe.core import Positions
+from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.rope import Rope
+from fairseq_rpe.modules.attention import MovableCache
+
+CHUNKS = (7, 1, 1, 3, 1, 5, 1, 1, 2, 1)  # a prompt in one call, single tokens, several at once
+TURNED = ["rope", "rope:scaling=linear,factor=4", "rope:scaling=yarn,factor=4,original_length=8,resonance=true"]
+READ = ["rope:scaling=dynamic_ntk,original_length=8", "rope:scaling=ntk,factor=auto,original_length=8", "xpos"]
+
+
+@torch.no_grad()
+def fed(model, x, state, chunks=CHUNKS, start=0):
+    """Logits of the tokens from ``start`` on, which come in chunks."""
+    found = []
+    for chunk in chunks:
+        start += chunk
+        found.append(logits(model, x[:, :start], incremental_state=state))
+        assert found[-1].shape[1] == chunk
+    return torch.cat(found, 1)
+
+
+def padded(rows: int, n: int) -> torch.Tensor:
+    """The second row begins with padding, the last has only its last two tokens."""
+    x = tokens(rows, n)
+    x[1, :4] = PAD
+    x[-1, :-2] = PAD
+    return x
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch):
+    monkeypatch.setattr(room, "SPARE", 3)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_chunks_beams_and_padding(task, spec, compute):
+    """Half of the text, then other beams, then the rest: the logits of one pass."""
+    model = make_model(task, spec, compute_dtype=compute)
+    x, order = padded(4, 23), torch.tensor([2, 1, 1, 0, 3])
+    y = x[order]
+    with torch.no_grad():
+        wanted, moved = logits(model, x), logits(model, y)
+    state: dict = {}
+    found = [fed(model, x, state, CHUNKS[:6])]
+    model.decoder.reorder_incremental_state_scripting(state, torch.arange(4))
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    found.append(fed(model, y, state, CHUNKS[6:], 18))
+    tolerance = 1e-5 if compute == "fp32" else 2e-2 * float(wanted.abs().max())
+    for got, full, real in (
+        (found[0], wanted[:, :18], x[:, :18].ne(PAD)),
+        (found[1], moved[:, 18:], y[:, 18:].ne(PAD)),
+    ):
+        torch.testing.assert_close(got[real], full[real], rtol=1e-5 if compute == "fp32" else 0, atol=tolerance)
+
+
+@pytest.mark.parametrize("spec", TURNED + READ)
+@pytest.mark.parametrize("evaluation", ["identity", "offset:by=3", "interpolate:ratio=1/3", "interpolate:train=6"])
+def test_one_layer_follows_what_follows(task, spec, evaluation):
+    """Every step of one layer is a pass over the text so far, whatever its positions and rotation do as it grows."""
+    model = make_model(task, spec, decoder_layers=1, positions_eval=evaluation)
+    x, state = padded(3, 15), {}
+    for n in (5, 6, 7, 10, 11, 15):
+        with torch.no_grad():
+            step, full = logits(model, x[:, :n], incremental_state=state), logits(model, x[:, :n])
+        real = x[:, n - step.shape[1] : n].ne(PAD)
+        torch.testing.assert_close(step[:, -1:][real[:, -1:]], full[:, -1:][real[:, -1:]], rtol=1e-5, atol=1e-5)
+
+
+class OfTheQueries(Rope):
+    """What a user may derive: an angle that reads more than the key's own position."""
+
+    def angles(self, at, pos):
+        return super().angles(at - pos.q.amax(1, keepdim=True), pos)
+
+
+def cached_keys(model, state):
+    return model.decoder.layers[0].self_attn._get_input_buffer(state)["prev_key"]
+
+
+def raw_keys(model, x):
+    layer = model.decoder.layers[0]
+    found = []
+    hook = layer.self_attn.k_proj.register_forward_hook(lambda module, given, out: found.append(out))
+    with torch.no_grad():
+        logits(model, x)
+    hook.remove()
+    return found[0].unflatten(2, (4, -1)).permute(1, 2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "evaluation", "kind", "turned"),
+    [
+        *((spec, "identity", dict, True) for spec in TURNED),
+        *((spec, "identity", dict, False) for spec in READ),
+        ("rope", "interpolate:ratio=1/2", dict, True),
+        ("rope", "interpolate:train=6", dict, False),
+        ("rope", "identity", MovableCache, False),
+        ("alibi", "identity", dict, False),
+    ],
+)
+def test_keys_are_kept_turned_only_where_nothing_can_turn_them_further(task, spec, evaluation, kind, turned):
+    model = make_model(task, spec, positions_eval=evaluation)
+    x, state = tokens(2, 13), kind()
+    fed(model, x, state, (6, 1, 1, 5))
+    assert torch.allclose(cached_keys(model, state), raw_keys(model, x), atol=1e-6) != turned
+
+
+def test_a_rotation_of_ones_own_is_turned_on_read(task):
+    model = make_model(task, "rope")
+    own = OfTheQueries(Rope.Config(), 4, 32)
+    assert not own.rotation_is_fixed
+    model.decoder.encodings[0] = own
+    x = tokens(2, 23)
+    with torch.no_grad():
+        torch.testing.assert_close(fed(model, x, {}), logits(model, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["rope", "fire", "kerple_log"])
+@pytest.mark.parametrize("copied", [dict, copy.deepcopy])
+def test_a_copied_state_is_continued_in_two_ways(task, spec, copied):
+    model = make_model(task, spec)
+    one, other = tokens(2, 23), tokens(2, 23, seed=1)
+    other[:, :9] = one[:, :9]
+    state: dict = {}
+    fed(model, one, state, (7, 1, 1))
+    twin = copied(state)
+    steps = {"one": [], "other": []}
+    for n in range(9, 23):
+        steps["one"].append(fed(model, one, state, (1,), n))
+        steps["other"].append(fed(model, other, twin, (1,), n))
+    for name, x in (("one", one), ("other", other)):
+        with torch.no_grad():
+            torch.testing.assert_close(torch.cat(steps[name], 1), logits(model, x)[:, 9:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):
+    """As when guessed tokens are taken back: what had been behind the cut is not seen, and not overwritten either."""
+    model = make_model(task, "rope")
+    x, other = tokens(2, 23), tokens(2, 23, seed=1)
+    other[:, :10] = x[:, :10]
+    state: dict = {}
+    fed(model, x, state, (10, 1, 1, 1))
+    before = cached_keys(model, state)
+    kept = before.clone()
+    for layer in model.decoder.layers:
+        cache = layer.self_attn._get_input_buffer(state)
+        layer.self_attn._set_input_buffer(state, {name: part[:, :, :10] for name, part in cache.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            fed(model, other, state, (1, 1, 11), 10), logits(model, other)[:, 10:], rtol=1e-5, atol=1e-5
+        )
+    assert torch.equal(before, kept)
+
+
+def test_gradients_reach_what_is_behind(task):
+    model = make_model(task, "kerple_log")
+    x, state = tokens(2, 9), {}
+    grads = []
+    for whole in (True, False):
+        model.zero_grad()
+        out = (
+            logits(model, x)
+            if whole
+            else torch.cat([logits(model, x[:, :n], incremental_state=state) for n in (4, 5, 6, 9)], 1)
+        )
+        out.square().mean().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_table_of_a_text_is_made_a_few_times(task, monkeypatch):
+    model = make_model(task, "kerple_log")
+    encoding, made = model.decoder.encodings[0], []
+    bias = type(encoding).bias
+    monkeypatch.setattr(type(encoding), "bias", lambda self, d: made.append(len(d)) or bias(self, d))
+    fed(model, tokens(1, 60), {}, (1,) * 60)
+    assert made == [2, 6, 14, 30, 62]
+    with torch.no_grad():  # a text of its own has a table of its own: weights may have changed in between
+        encoding.raw_p.data += 1.0
+        x = tokens(1, 23)
+        torch.testing.assert_close(fed(model, x, {}), logits(model, x), rtol=1e-5, atol=1e-5)
+
+
+def test_room_is_written_behind_and_never_over():
+    old, new = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 1, 4)
+    with torch.no_grad():
+        joined, first = followed(None, old, new)
+        assert torch.equal(joined, torch.cat([old, new], 2))
+        longer, same = followed(first, joined, new)
+        assert same is first and longer.data_ptr() == joined.data_ptr()
+        other, second = followed(first, joined, new + 1)
+        assert second is not first and torch.equal(other[:, :, -1:], new + 1)
+        assert torch.equal(longer, torch.cat([old, new, new], 2))
+        _, third = followed(first, longer.clone(), new)
+        assert third is not first
+        picked, fourth = first.reordered(torch.tensor([1, 1, 0]))
+        assert torch.equal(picked, longer[[1, 1, 0]]) and fourth.fits(picked, 1)
+        assert followed(first, longer, new.double())[0].dtype == torch.float64
+    assert followed(first, longer, new)[1] is None
+    with torch.inference_mode():
+        joined, begun = followed(None, old, new)
+        assert begun.fits(joined, 1)
+    with torch.no_grad():
+        assert not begun.fits(joined, 1)
+        assert followed(begun, joined, new)[0].shape[2] == 7
+    assert Room.behind(old[:, :, :0], 1).used == 0
+
+
+def positions_of(kind: str, m: int) -> Positions:
+    k = torch.arange(m).float()[None]
+    if kind == "warped":
+        k = k**0.9
+    if kind == "spread":
+        k = k * 2
+    even = kind in ("plain", "half")
+    k = k / 2 if kind == "half" else k
+    return Positions(k[:, -1:], k, {"half": 0.5, "warped": None}.get(kind, 1.0), contiguous=even)
+
+
+@pytest.mark.parametrize("spec", ["nope", "alibi", "window:window=5", "kerple_log", "sandwich", "fire"])
+@pytest.mark.parametrize("kind", ["plain", "half", "spread", "warped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_query_is_a_row(spec, kind, dtype):
+    m = 37
+    torch.manual_seed(0)
+    encoding, pos = build(spec, 4, 32, 64), positions_of(kind, m)
+    q, k, v = (torch.randn(3, 4, n, 8).to(dtype) for n in (1, m, m))
+    padding = torch.zeros(3, m, dtype=torch.bool)
+    padding[1, :9] = True
+    padding[2] = True
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for hidden in (None, padding):
+        plan = Plan(pos, encoding.form(pos), hidden)
+        torch.testing.assert_close(sdpa(q, k, v, plan), reference(q, k, v, plan), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spec", ["rope", "alibi"])
+def test_beam_search_of_fairseq_scores_what_the_full_pass_scores(task, spec):
+    from fairseq.sequence_generator import SequenceGenerator
+
+    model = make_model(task, spec)
+    with torch.no_grad():
+        for p in model.decoder.embed_tokens.parameters():
+            p.mul_(4)
+    generator = SequenceGenerator([model], task.target_dictionary, beam_size=3, max_len_a=0, max_len_b=17, min_len=9)
+    prefix = tokens(2, 5)
+    found = generator.generate(
+        [model], {"net_input": {"src_tokens": prefix, "src_lengths": torch.tensor([5, 5])}}, prefix_tokens=prefix
+    )
+    eos = task.target_dictionary.eos()
+    for hypotheses in found:
+        for one in hypotheses:
+            given = torch.cat([torch.tensor([eos]), one["tokens"][:-1]])[None]
+            with torch.no_grad():
+                scores = torch.log_softmax(logits(model, given)[0], -1)
+            wanted = scores.gather(1, one["tokens"][:, None])[:, 0]
+            torch.testing.assert_close(one["positional_scores"][5:], wanted[5:], rtol=1e-4, atol=1e-4)
