@@ -41,18 +41,14 @@ class Moves:
         transform = self.train if training else self.evaluation
         return None if isinstance(transform, Identity) else transform
 
-<<<<<<< HEAD
-    def __call__(
-        self, plain: Positions, lengths: Tensor, training: bool, decoding: bool, rows: Sequence[Tensor] = ()
-    ) -> Positions:
-=======
     def settled(self, training: bool) -> bool:
         """Whether tokens stay where they are while their row gets longer."""
         transform = self.active(training)
         return transform is None or transform.settled
 
-    def __call__(self, plain: Positions, lengths: Tensor, training: bool, decoding: bool) -> Positions:
->>>>>>> h-decode
+    def __call__(
+        self, plain: Positions, lengths: Tensor, training: bool, decoding: bool, rows: Sequence[Tensor] = ()
+    ) -> Positions:
         """Moved positions of the same tokens; lengths (B,) int64 are the real tokens of each row.
 
         ``rows``: the ids of each row's real tokens, by which random positions are drawn in evaluation. Without them
