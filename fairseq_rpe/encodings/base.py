@@ -154,7 +154,7 @@ class DistanceBias(Encoding):
         return type(self).form is DistanceBias.form and not self.reads_length
 
     def form(self, pos: Positions) -> Form:
-        if pos.step is None and type(self).of_head is not DistanceBias.of_head:
+        if pos.step is None and type(self).bias is DistanceBias.bias:
             return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
         if pos.step is None:
             return Pair(self._pairwise)

@@ -39,18 +39,16 @@ class Sandwich(DistanceBias):
     def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
         return (self.heads / (8 * torch.arange(1, self.heads + 1, device=like.device, dtype=like.dtype)),)
 
-    def bias(self, d: Tensor) -> Tensor:
-        # in float32 the angle of a distance near 10,000 is off by 1e-3
-        return super().bias(d.double()).to(d.dtype)
-
     def of_head(self, d: Tensor, scale: Tensor) -> Tensor:
         first = 0 if self.config.form == "paper" else 1
-        total = torch.zeros_like(d)
+        # in float32 the angle of a distance near 10,000 is off by 1e-3
+        wide = d.double()
+        total = torch.zeros_like(wide)
         for s in range(first, first + self.terms):
-            total = total + torch.cos(d * 10000.0 ** (-s / self.terms))
+            total = total + torch.cos(wide * 10000.0 ** (-s / self.terms))
         if self.config.form == "evo":
             total = total - self.terms - 1e-4
-        return total * scale
+        return total.to(d.dtype) * scale
 
     def series(self) -> list[LogWeight]:
         shift = 0 if self.config.form == "paper" else self.terms + 1e-4

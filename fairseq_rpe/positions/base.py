@@ -114,7 +114,10 @@ def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequen
 
     A row's positions depend on its length and generator alone, not on the rows beside it or on padding.
     """
-    found = [_finished(transform, n, one) for n, one in zip(lengths, generators, strict=True)]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    check = _finished(transform, lengths[longest], generators[longest])  # first, so that a refusal names its length
+    rest = zip(lengths, generators, strict=True)
+    found = [check if row == longest else _finished(transform, *one) for row, one in enumerate(rest)]
     table = torch.zeros(len(found), max(lengths), dtype=torch.float64)
     for row, one in zip(table, found, strict=True):
         row[: one.k.shape[1]] = one.k[0]

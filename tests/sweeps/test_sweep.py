@@ -92,7 +92,8 @@ def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
     assert judged["heads_converging"] == judged["heads"] == "4"
     worst = max(abs(float(r["ratio"]) - 1) for r in rows)
     assert float(judged["largest_deviation"]) == pytest.approx(worst)
-    assert judged["extrapolates"] == ("yes" if worst < 0.05 else "no") and "Definition 0.1" in table
+    # trained for a few updates only
+    assert judged["extrapolates"] == "no verdict" and "Definition 0.1" in table
 
 
 def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
