@@ -228,6 +228,7 @@ if __name__ == "__main__":
     import fairseq_rpe.compat  # before fairseq, which then starts quicker
 
     # isort: split
+    import torch
     from fairseq_cli.train import cli_main
 
     import fairseq_rpe.models  # noqa: F401  (registers: this package was imported before fairseq)
@@ -237,3 +238,6 @@ if __name__ == "__main__":
         sys.argv += ["--distributed-init-method", "env://", "--distributed-no-spawn"]
         sys.argv += ["--distributed-rank", os.environ["RANK"], "--device-id", os.environ["LOCAL_RANK"]]
     cli_main()
+    if torch.distributed.is_initialized():
+        # its threads, left to themselves, can abort a process that is done: "terminate called without …"
+        torch.distributed.destroy_process_group()
