@@ -17,8 +17,8 @@ _WIDE = 4.0  # the largest perplexity over the least from which the axis is loga
 _SQUASHED = 2.0  # the height of all curves over that of the lower ones from which these are shown by themselves
 
 
-def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int) -> Figure:
-    """Perplexity per token against evaluation length: for each label, by length, a value for each seed.
+def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int, text: str = "") -> Figure:
+    """Perplexity per token (of ``text``) against evaluation length: for each label, by length, a value for each seed.
 
     ``ratios``: the same over each run's perplexity at ``trained_at`` tokens. Where a curve rises so far that the others
     are squashed, a second panel shows the ratios up to the largest of the others, with a ▲ where a curve leaves it.
@@ -36,7 +36,7 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
     lengths = sorted({n for points in curves.values() for n in points})
     lengths_along(made[-1], lengths)
     made[-1].set_xlabel("evaluation length (tokens)")
-    made[0].set_ylabel("perplexity per token")
+    made[0].set_ylabel(f"perplexity per token{', ' * bool(text)}{text}")
     means = [value for points in curves.values() for value in _means(points).values()]
     if max(means) > _WIDE * min(means):
         decades(made[0])

@@ -191,12 +191,11 @@ def _theory(gallery: Gallery) -> dict[str, Figure]:
 def _perplexity(gallery: TrainedGallery) -> dict[str, Figure]:
     found = findings.perplexities(gallery.folder, gallery.state)
     figures = {}
-    for stem, own in {"ppl": found, **{f"ppl-{name}": of for name, of in found.others.items()}}.items():
+    for text, own in {"": found, **found.others}.items():
         curves, ratios = ({name: of(name) for name in own.encodings} for of in (own.of, own.ratios))
         if curves:
-            figures[stem] = sweep_curves.perplexity(curves, ratios, own.trained_at)
-            if own is not found:
-                figures[stem].axes[0].set_ylabel(f"perplexity per token, {stem.removeprefix('ppl-')}")
+            stem = f"ppl-{text}" if text else "ppl"
+            figures[stem] = sweep_curves.perplexity(curves, ratios, own.trained_at, text)
     return figures
 
 

@@ -29,7 +29,7 @@ def slug(spec: str, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Further:
-    """What a training that continues another one does in another way; ``None``: as that one."""
+    """What may be said of how a model is trained; of a training that continues another one ``None`` is: as that one."""
 
     tokens: Count | None = None
     batch_sentences: Count | None = None
@@ -88,23 +88,10 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Further):
     """What a recipe's file may say of a training, its own or a published one; ``None``: it does not."""
 
     arch: str | None = None
-    tokens: Count | None = None
-    batch_sentences: Count | None = None
-    updates: Count | None = None
-    lr: Rate | None = None
-    warmup: Count | None = None
-    schedule: Literal["inverse_sqrt", "linear", "cosine"] | None = None
-    min_lr: FromZero | None = None
-    betas: Betas | None = None
-    weight_decay: FromZero | None = None
-    clip_norm: FromZero | None = None
-    dropout: Fraction | None = None
-    attention_dropout: Fraction | None = None
-    activation_dropout: Fraction | None = None
     activation_fn: Literal["relu", "gelu", "gelu_accurate"] | None = None
     share_embeddings: bool | None = None
 

@@ -43,9 +43,7 @@ def _over_length(state: State, found: Perplexities, text: str = "") -> tuple[Tab
     """Table and figure on one text, ``text`` if it is not the one that was trained on."""
     on = f" on {text}" if text else ""
     curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
-    figure = sweep_curves.perplexity(curves, ratios, found.trained_at)
-    if text:
-        figure.axes[0].set_ylabel(f"perplexity per token, {text}")
+    figure = sweep_curves.perplexity(curves, ratios, found.trained_at, text)
     alt = "; ".join(
         f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
         for name in found.encodings
