@@ -147,17 +147,25 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
                 left_out.append(f"left out, reference at {n} tokens: needs about {needed / 2**30:.0f} GiB of memory")
                 continue
             tried = partial(way, encoding, BACKENDS[name], parameters)
-            try:
-                tried()
-            except (UserError, NotImplementedError) as error:
-                left_out.append(f"left out, {name}{' in training' * training}: {error}")
-            except (RuntimeError, MemoryError) as error:
-                if "memory" not in str(error).lower():
-                    raise
-                left_out.append(f"left out, {name} at {n} tokens: not enough memory for {spec}")
+            why = refusal(tried, f"{name}{' in training' * training}", f"{name} at {n} tokens", f" for {spec}")
+            if why:
+                left_out.append(why)
             else:
                 found[spec, name] = tried
     return found, left_out
+
+
+def refusal(way: Way, name: str, short: str, of: str = "") -> str:
+    """Calls ``way`` once; a line on why it cannot be timed, nothing if it can. ``short``: its name where memory is."""
+    try:
+        way()
+    except (UserError, NotImplementedError) as error:
+        return f"left out, {name}: {error}"
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error).lower():
+            raise
+        return f"left out, {short}: not enough memory{of}"
+    return ""
 
 
 def in_turns(ways: dict[Any, Way], repeats: int, device: str) -> dict[Any, list[float]]:

@@ -19,7 +19,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
-from fairseq_rpe.analysis.speed import DTYPES, Timing, Way, check_backends, free_memory, in_turns, machine
+from fairseq_rpe.analysis.speed import DTYPES, Timing, Way, check_backends, free_memory, in_turns, machine, refusal
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.sizes import SIZES, full_name
@@ -108,14 +108,9 @@ def _ways(setting: Setting, length: int, left_out: list[str]) -> Iterator[tuple[
     for chosen in setting.ways():
         name, backend = chosen["rpe"] + SHARED * (chosen["rpe_share"] == "model"), chosen["attention_backend"]
         way = partial(_read, _model(setting, task, length, weights, chosen), inputs.to(setting.device))
-        try:
-            way()
-        except (UserError, NotImplementedError) as error:
-            left_out.append(f"left out, {name}, {backend}: {error}")
-        except (RuntimeError, MemoryError) as error:
-            if "memory" not in str(error).lower():
-                raise
-            left_out.append(f"left out, {name}, {backend} at {length} tokens: not enough memory")
+        why = refusal(way, f"{name}, {backend}", f"{name}, {backend} at {length} tokens")
+        if why:
+            left_out.append(why)
         else:
             yield (name, backend), way
 
