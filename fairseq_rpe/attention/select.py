@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..core import UserError
 from ..core.spec import nearest
+from .calibration import Calibrator
 from .flex import flex
 from .plan import Plan
 from .reference import reference
@@ -67,20 +69,31 @@ def choose(name: str, *, remaps: bool = False) -> Backend:
 
 
 def pick(plan: Plan) -> str:
-    """sdpa, or reference where the scores are needed; flex and triton have to be named until measured on a GPU."""
+    """What is taken where nothing is measured: sdpa, or reference where the scores are needed."""
     return "sdpa" if plan.remap is None else "reference"
 
 
+# on a GPU; the order is that of deterministic mode, in which flex adds up gradients of a table in no fixed order
+calibrator = Calibrator({name: BACKENDS[name] for name in ("triton", "sdpa", "flex")})
+
+
 def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    name = pick(plan)
-    _say(name, q.is_cuda and name == "sdpa")
-    return BACKENDS[name](q, k, v, plan, dropout)
+    name, plain = calibrator.choice(q, k, v, plan, dropout), pick(plan)
+    if name is None:
+        _say(plain)
+    elif name != plain:
+        try:
+            return BACKENDS[name](q, k, v, plan, dropout)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            calibrator.drop(name, error, q, k, v, plan, dropout)
+    return BACKENDS[plain](q, k, v, plan, dropout)
 
 
 auto = Backend(_picked, prunes=True, sees_scores=True)
 
 
 @functools.lru_cache
-def _say(name: str, on_gpu: bool) -> None:
-    hint = " (triton and flex, to be named, have kernels for GPUs that have not been run on one yet)" if on_gpu else ""
-    logger.info("attention backend: %s%s", name, hint)
+def _say(name: str) -> None:
+    logger.info("attention backend: %s", name)

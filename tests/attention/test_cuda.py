@@ -1,10 +1,12 @@
 """On a GPU: the backends agree, learned tables train, and fairseq-train --fp16 runs."""
 
+import json
+
 import pytest
 import torch
 from conftest import TRAIN_FLAGS, fairseq
 
-from fairseq_rpe.attention import Plan, reference, sdpa
+from fairseq_rpe.attention import Plan, auto, reference, sdpa
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.modules import cross_entropy
@@ -35,6 +37,19 @@ def test_sdpa_equals_reference(spec, dtype):
         for a, b in pairs:
             assert torch.isfinite(b).all()
             assert (a - b).abs().max() <= TOLERANCE[dtype] * max(1.0, a.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("spec", ["nope", "kerple_log", "fire"])
+def test_auto_drops_no_backend_and_equals_the_reference(spec, dtype, caplog, monkeypatch, tmp_path):
+    monkeypatch.setenv("FAIRSEQ_RPE_CACHE", str(tmp_path))
+    for padded in (False, True):
+        pairs = zip(*(gradients(f, spec, 301, dtype, 0.0, padded) for f in (reference, auto)), strict=True)
+        for a, b in pairs:
+            assert (a - b).abs().max() <= TOLERANCE[dtype] * max(1.0, a.abs().max().item())
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    [path] = tmp_path.glob("*.json")
+    assert all(len(one["ratios"]) > 1 for one in json.loads(path.read_text())["choices"].values())
 
 
 def test_chunked_loss():

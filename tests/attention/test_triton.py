@@ -316,7 +316,7 @@ def test_refused_without_gpu_or_package(monkeypatch):
 
 
 def test_what_it_takes_on_a_gpu(monkeypatch):
-    """Decisions need no GPU, only tensors that say they are on one; auto takes nothing that was not run on one."""
+    """Decisions need no GPU, only tensors that say they are on one; what auto takes unmeasured."""
     from torch._subclasses import FakeTensorMode
 
     monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
