@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoint, int_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoint, add_no_cache, int_list, positive_int
 from fairseq_rpe.core.records import filled
 
 
@@ -22,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (default: the checkpoint's)"
     )
     parser.add_argument("--attention-backend", metavar="NAME", help="default: the checkpoint's")
+    add_no_cache(parser)
     parser.add_argument(
         "--attention-prune",
         type=float,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from fairseq_rpe import __version__
-from fairseq_rpe.cli.display import displayed
 from fairseq_rpe.cli.options import make_ready
+from fairseq_rpe.core.display import displayed
 from fairseq_rpe.core.errors import DEBUG, UserError, told
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs import processes
@@ -39,6 +39,7 @@ COMMANDS = {
     "sensitivity": ("sensitivity", "draw the analysis of index warping"),
     "fire-fit": ("fire_fit", "find the parameters with which FIRE equals another bias"),
     "bench": ("bench", "time attention with each encoding and backend on this machine"),
+    "selftest": ("selftest", "check every encoding with every backend on this machine, against float64"),
     "list": ("list:_list", "show every encoding with formula, options and paper"),
     "profile": ("list:_profile", "print an encoding's log-bias per distance as CSV"),
     "user-dir": ("list:_user_dir", "print the folder to give to fairseq's --user-dir"),

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -110,8 +111,14 @@ def add_rpe_module(parser: argparse.ArgumentParser, now: bool = True) -> None:
     parser.set_defaults(load_now=now)
 
 
+def add_no_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-cache", action="store_true", help="auto on a GPU: measure anew and keep nothing")
+
+
 def make_ready(args: argparse.Namespace) -> None:
-    """Send fairseq's messages where --log says; refuse a missing --rpe-module; load one that is wanted now."""
+    """Send fairseq's messages where --log says; heed --no-cache, in children too; see to --rpe-module."""
+    if getattr(args, "no_cache", False):
+        os.environ["FAIRSEQ_RPE_CACHE"] = "off"
     if hasattr(args, "log"):
         log_to(args.log)
     path = getattr(args, "rpe_module", None)
@@ -141,8 +148,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-lr", type=least, metavar="LR", help="where --schedule cosine ends (default: 0)")
     about = "decay rates of Adam's two means (default: 0.9,0.98)"
     parser.add_argument("--betas", type=betas, metavar="B1,B2", help=about)
-    about = "decoupled, as AdamW's (default: 0.01)"
-    parser.add_argument("--weight-decay", type=least, metavar="X", help=about)
+    parser.add_argument("--weight-decay", type=least, metavar="X", help="decoupled, as AdamW's (default: 0.01)")
     about = "largest norm of the gradient; 0: no limit (default: 1)"
     parser.add_argument("--clip-norm", type=least, metavar="X", help=about)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
@@ -154,16 +160,15 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     about = "one table for input and output embeddings (default: two)"
     parser.add_argument("--share-embeddings", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help="default: identity")
-    parser.add_argument(
-        "--positions-eval", type=spec, metavar="SPEC", help="default: what --positions-train names, or identity"
-    )
+    about = "default: what --positions-train names, or identity"
+    parser.add_argument("--positions-eval", type=spec, metavar="SPEC", help=about)
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
+    add_no_cache(parser)
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (fp32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument(
-        "--inspect-every", type=positive_int, metavar="N", help="updates between pictures of the bias in TensorBoard"
-    )
+    about = "updates between pictures of the bias in TensorBoard"
+    parser.add_argument("--inspect-every", type=positive_int, metavar="N", help=about)
     add_rpe_module(parser, now=False)
     parser.epilog = "Further fairseq-train flags may follow after a lone --"
     parser.set_defaults(extra=())
@@ -181,9 +186,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """One checkpoint, perhaps with another encoding, and where the results go."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file to add the results to")
-    parser.add_argument(
-        "--rpe", type=spec, metavar="SPEC", help="evaluate with this encoding in place of the checkpoint's"
-    )
+    about = "evaluate with this encoding in place of the checkpoint's"
+    parser.add_argument("--rpe", type=spec, metavar="SPEC", help=about)
     parser.add_argument("--log", type=Path, metavar="FILE", help="file for fairseq's messages")
     add_loading(parser)
 

@@ -79,7 +79,7 @@ def test_a_command_loads_its_own_module_alone():
         "print(*(name for name in sys.modules if name.startswith('fairseq_rpe.cli.')))"
     )
     loaded = run(sys.executable, "-c", code).stdout.splitlines()[-1].split()
-    assert set(loaded) == {f"fairseq_rpe.cli.{name}" for name in ("main", "display", "list", "options")}
+    assert set(loaded) == {f"fairseq_rpe.cli.{name}" for name in ("main", "list", "options")}
 
 
 def test_every_command_has_its_options():
