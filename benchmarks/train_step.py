@@ -48,8 +48,20 @@ SIDES = ("stock", "type1", "bf16")
 AS_INSTALLED = "as_installed"
 
 
-def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: str = "type1") -> Callable[[], float]:
-    """A function that does one training step and returns the loss in nats per token."""
+def build(
+    side: str,
+    size: str,
+    tokens: int,
+    batch: int,
+    vocabulary: int,
+    rpe: str = "type1",
+    device: str = "cpu",
+    **settings: str,
+) -> Callable[[], float]:
+    """A function that does one training step of its ``model`` and returns the loss in nats per token.
+
+    ``settings``: more of the model's, as ``rpe_share``.
+    """
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.data import Dictionary
     from fairseq.models import ARCH_CONFIG_REGISTRY
@@ -65,7 +77,7 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: s
     for i in range(vocabulary - len(dictionary)):
         dictionary.add_symbol(f"w{i}")
     task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
-    args = Namespace(rpe=rpe, tokens_per_sample=tokens, dropout=0.0)
+    args = Namespace(rpe=rpe, tokens_per_sample=tokens, dropout=0.0, **settings)
     ARCH_CONFIG_REGISTRY[f"transformer_rpe_lm_{size}"](args)
     torch.manual_seed(0)
     if side != "stock":
@@ -76,15 +88,15 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: s
         model, criterion = TransformerLanguageModel.build_model(args, task), CrossEntropyCriterion(task, False)
         mask = dense_mask(args.decoder_attention_heads, tokens).repeat(batch, 1, 1)
         model.decoder.buffered_future_mask = lambda x: mask
-    model.train()
+    model.to(device).train()
     options = FairseqAdamConfig(adam_betas="(0.9, 0.98)", weight_decay=0.01, lr=[5e-4])
     optimizer = FairseqAdam(options, list(model.parameters()))
     generator = torch.Generator().manual_seed(1)
 
     def step() -> float:
-        x = torch.randint(4, vocabulary, (batch, tokens + 1), generator=generator)
+        x = torch.randint(4, vocabulary, (batch, tokens + 1), generator=generator).to(device)
         sample = {
-            "net_input": {"src_tokens": x[:, :-1], "src_lengths": torch.full((batch,), tokens)},
+            "net_input": {"src_tokens": x[:, :-1], "src_lengths": torch.full((batch,), tokens).to(device)},
             "target": x[:, 1:].contiguous(),
             "ntokens": batch * tokens,
         }
@@ -96,6 +108,7 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: s
         optimizer.zero_grad()
         return loss.item() / size
 
+    step.model = model
     return step
 
 
