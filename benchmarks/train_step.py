@@ -6,13 +6,14 @@
     git worktree add ../before fb77813
     python benchmarks/train_step.py --before ../before --rows tiny-512 wiki103-512    # against another checkout
 
-Both sides train the same Transformer with fairseq's Adam on the same batches. The stock side is fairseq's
-transformer_lm with its cross_entropy and the bias added to its causal mask, (B·H, T, T) and kept between steps: the way
-the ALiBi fork of fairseq does it. ``bf16`` is type1 with --compute-dtype bf16. Each measurement alternates all sides in
-one process; peak memory is that of a process of its own.
+All sides train the same Transformer with fairseq's Adam on the same batches, in processes that take turns. ``stock`` is
+fairseq's transformer_lm with its cross_entropy and the bias added to its causal mask, (B·H, T, T) and kept between
+steps: the way the ALiBi fork of fairseq does it. ``bf16`` is type1 with --compute-dtype bf16. Like every training that
+``fairseq-rpe train`` starts on a CPU, these have settings with which glibc keeps its memory, stock fairseq's too, so
+that the speed-up is not theirs; ``as_installed`` is stock fairseq without them.
 
 With --before each encoding of --rpe is trained by two processes that take turns: one with the package of that checkout,
-one with this one's and with the settings of malloc that ``fairseq-rpe train`` gives to a training on a CPU.
+one with this one's and with those settings of malloc.
 """
 
 from __future__ import annotations
@@ -44,10 +45,23 @@ ROWS = {
     "base-512": ("base", 512, 1, 50265),
 }
 SIDES = ("stock", "type1", "bf16")
+AS_INSTALLED = "as_installed"
 
 
-def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: str = "type1") -> Callable[[], float]:
-    """A function that does one training step and returns the loss in nats per token."""
+def build(
+    side: str,
+    size: str,
+    tokens: int,
+    batch: int,
+    vocabulary: int,
+    rpe: str = "type1",
+    device: str = "cpu",
+    **settings: str,
+) -> Callable[[], float]:
+    """A function that does one training step of its ``model`` and returns the loss in nats per token.
+
+    ``settings``: more of the model's, as ``rpe_share``.
+    """
     from fairseq.criterions.cross_entropy import CrossEntropyCriterion
     from fairseq.data import Dictionary
     from fairseq.models import ARCH_CONFIG_REGISTRY
@@ -63,7 +77,7 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: s
     for i in range(vocabulary - len(dictionary)):
         dictionary.add_symbol(f"w{i}")
     task = LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
-    args = Namespace(rpe=rpe, tokens_per_sample=tokens, dropout=0.0)
+    args = Namespace(rpe=rpe, tokens_per_sample=tokens, dropout=0.0, **settings)
     ARCH_CONFIG_REGISTRY[f"transformer_rpe_lm_{size}"](args)
     torch.manual_seed(0)
     if side != "stock":
@@ -74,15 +88,15 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: s
         model, criterion = TransformerLanguageModel.build_model(args, task), CrossEntropyCriterion(task, False)
         mask = dense_mask(args.decoder_attention_heads, tokens).repeat(batch, 1, 1)
         model.decoder.buffered_future_mask = lambda x: mask
-    model.train()
+    model.to(device).train()
     options = FairseqAdamConfig(adam_betas="(0.9, 0.98)", weight_decay=0.01, lr=[5e-4])
     optimizer = FairseqAdam(options, list(model.parameters()))
     generator = torch.Generator().manual_seed(1)
 
     def step() -> float:
-        x = torch.randint(4, vocabulary, (batch, tokens + 1), generator=generator)
+        x = torch.randint(4, vocabulary, (batch, tokens + 1), generator=generator).to(device)
         sample = {
-            "net_input": {"src_tokens": x[:, :-1], "src_lengths": torch.full((batch,), tokens)},
+            "net_input": {"src_tokens": x[:, :-1], "src_lengths": torch.full((batch,), tokens).to(device)},
             "target": x[:, 1:].contiguous(),
             "ntokens": batch * tokens,
         }
@@ -94,6 +108,7 @@ def build(side: str, size: str, tokens: int, batch: int, vocabulary: int, rpe: s
         optimizer.zero_grad()
         return loss.item() / size
 
+    step.model = model
     return step
 
 
@@ -121,35 +136,6 @@ def print_profile(row: str, side: str, rpe: str = "type1") -> None:
         print(f"  {100 * event.self_cpu_time_total / total:5.1f} %  {event.count // 5:5d} calls a step  {event.key}")
 
 
-def side_by_side(row: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Median seconds of a step for both sides, taken in turns, and the first loss as a check that they agree."""
-    steps = {side: build(side, *ROWS[row]) for side in SIDES}
-    first = {side: step() for side, step in steps.items()}
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
-    for _ in tqdm(range(repeats), desc=row, leave=False):
-        for side, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[side].append(time.perf_counter() - start)
-    return {side: {"seconds": statistics.median(times[side]), "loss": first[side]} for side in SIDES}
-
-
-def peak_memory(row: str, side: str) -> float:
-    """MiB that a process of its own needs for three steps beyond what it needs before the first."""
-    command = [sys.executable, __file__, "--memory", side, "--rows", row]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.strip().split("\n")[-1])
-
-
-def print_memory(row: str, side: str) -> None:
-    step = build(side, *ROWS[row])
-    machine.forget_peak()
-    before = machine.status("VmRSS")
-    for _ in range(3):
-        step()
-    print(json.dumps((machine.status("VmHWM") - before) / 1024))
-
-
 def own_command(side: str, row: str, rpe: str) -> list[str]:
     return [sys.executable, __file__, "--serve", side, "--rows", row, "--rpe", rpe]
 
@@ -162,8 +148,8 @@ def both_checkouts(before: Path) -> dict[str, dict[str, str]]:
     return environment | {"after": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **keep_memory(0)}}
 
 
-class Checkout:
-    """A process that trains with the package of one checkout, a step at a time."""
+class Trainer:
+    """A process that trains, a step at a time."""
 
     def __init__(self, row: str, side: str, rpe: str, environment: dict[str, str]) -> None:
         pipe = subprocess.PIPE
@@ -180,15 +166,17 @@ class Checkout:
                 return float(line.removeprefix("answer "))
         sys.exit("a training ended early: its message is above")
 
-    def peak(self) -> float:
-        """MiB at its peak; ends the process."""
+    def end(self) -> tuple[float, float]:
+        """MiB at its peak, and how much of that came after the model was built; ends the process."""
         self.process.stdin.close()
         lines = [x for x in self.process.stdout if x.startswith("answer ")]
-        return float(lines[-1].removeprefix("answer "))
+        most, built = (float(x.removeprefix("answer ")) for x in lines[-2:])
+        return most, most - built
 
 
 def serve(row: str, side: str, rpe: str) -> None:
     step = build(side, *ROWS[row], rpe)
+    built = machine.status("VmRSS")
     loss = None
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -196,23 +184,52 @@ def serve(row: str, side: str, rpe: str) -> None:
         print("answer", value if loss is None else time.perf_counter() - start, flush=True)
         loss = value
     print("answer", machine.status("VmHWM") / 1024, flush=True)
+    print("answer", built / 1024, flush=True)
+
+
+def in_turns(trainers: dict[str, Trainer], repeats: int, about: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The first loss of each, and the median seconds of its further steps."""
+    losses = {name: trainer.ask() for name, trainer in trainers.items()}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for _ in tqdm(range(repeats), desc=about, leave=False):
+        for name, trainer in trainers.items():
+            times[name].append(trainer.ask())
+    return losses, {name: statistics.median(found) for name, found in times.items()}
+
+
+def against_stock(row: str, repeats: int) -> dict[str, Any]:
+    """One line of the comparison with stock fairseq."""
+    from fairseq_rpe.runs.launch import keep_memory
+
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    trainers = {side: Trainer(row, side, "type1", {**here, **keep_memory(0)}) for side in SIDES}
+    trainers[AS_INSTALLED] = Trainer(row, "stock", "type1", here)
+    losses, seconds = in_turns(trainers, repeats, row)
+    _, tokens, batch, vocabulary = ROWS[row]
+    needed = {name: trainer.end()[1] for name, trainer in trainers.items()}
+    return {
+        "row": row,
+        "vocabulary": vocabulary,
+        **{f"{side}_tokens_per_s": round(tokens * batch / seconds[side]) for side in trainers},
+        "speedup": round(seconds["stock"] / seconds["type1"], 2),
+        "bf16_speedup": round(seconds["stock"] / seconds["bf16"], 2),
+        f"speedup_{AS_INSTALLED}": round(seconds[AS_INSTALLED] / seconds["type1"], 2),
+        **{f"{side}_peak_MiB": round(needed[side]) for side in trainers},
+        "memory_ratio": round(needed["type1"] / needed["stock"], 2),
+        "loss_difference": f"{abs(losses['stock'] - losses['type1']):.1e}",
+    }
 
 
 def before_and_after(folder: Path, row: str, rpe: str, repeats: int, sides: dict[str, str]) -> dict[str, Any]:
     """One line of the comparison with the checkout in ``folder``."""
     environment = both_checkouts(folder)
-    both = {"before": Checkout(row, "type1", rpe, environment["before"])}
-    both |= {name: Checkout(row, side, rpe, environment["after"]) for name, side in sides.items()}
-    losses = {name: side.ask() for name, side in both.items()}
-    times: dict[str, list[float]] = {name: [] for name in both}
-    for _ in tqdm(range(repeats), desc=f"{row}, {rpe}", leave=False):
-        for name, side in both.items():
-            times[name].append(side.ask())
+    both = {"before": Trainer(row, "type1", rpe, environment["before"])}
+    both |= {name: Trainer(row, side, rpe, environment["after"]) for name, side in sides.items()}
+    losses, seconds = in_turns(both, repeats, f"{row}, {rpe}")
     _, tokens, batch, _ = ROWS[row]
-    seconds = {name: statistics.median(values) for name, values in times.items()}
     result = {"row": row, "rpe": rpe, **{f"{x}_tokens_per_s": round(tokens * batch / seconds[x]) for x in both}}
     result |= {f"{x}_speedup": round(seconds["before"] / seconds[x], 2) for x in sides}
-    result |= {f"{x}_peak_MiB": round(side.peak()) for x, side in both.items()}
+    result |= {f"{x}_peak_MiB": round(side.end()[0]) for x, side in both.items()}
     return result | {"loss_difference": f"{abs(losses['before'] - losses['after']):.1e}"}
 
 
@@ -229,7 +246,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes, and nothing else")
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout of this project to compare with")
     parser.add_argument("--rpe", nargs="+", default=["type1", "kerple_log", "fire"], help="default: %(default)s")
-    parser.add_argument("--memory", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -252,26 +268,9 @@ def main() -> None:
         found = [before_and_after(args.before, row, rpe, args.repeats, sides) for row in args.rows for rpe in args.rpe]
         write(found, OUT / "train_step-before.csv", args.repeats)
         return
-    if args.memory:
-        print_memory(args.rows[0], args.memory)
-        return
     rows = []
     for row in args.rows:
-        measured = side_by_side(row, args.repeats)
-        _, tokens, batch, vocabulary = ROWS[row]
-        memory = {side: peak_memory(row, side) for side in SIDES}
-        rows.append(
-            {
-                "row": row,
-                "vocabulary": vocabulary,
-                **{f"{side}_tokens_per_s": round(tokens * batch / measured[side]["seconds"]) for side in SIDES},
-                "speedup": round(measured["stock"]["seconds"] / measured["type1"]["seconds"], 2),
-                "bf16_speedup": round(measured["stock"]["seconds"] / measured["bf16"]["seconds"], 2),
-                **{f"{side}_peak_MiB": round(memory[side]) for side in SIDES},
-                "memory_ratio": round(memory["type1"] / memory["stock"], 2),
-                "loss_difference": f"{abs(measured['stock']['loss'] - measured['type1']['loss']):.1e}",
-            }
-        )
+        rows.append(against_stock(row, args.repeats))
         print(json.dumps(rows[-1]), flush=True)
     write(rows, OUT / "train_step.csv", args.repeats)
 

@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, extra = _formulas(argv[:cut]), argv[cut + 1 :]
     debug = DEBUG_FLAG in ours or DEBUG in os.environ
     calm_warnings()
+    processes.wait_briefly()
     with displayed() as out, _debugging(debug):
         code = _guarded([word for word in ours if word != DEBUG_FLAG], extra, debug)
         out.flush()

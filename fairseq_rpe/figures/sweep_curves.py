@@ -39,7 +39,8 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
     made[0].set_ylabel(f"perplexity per token{', ' * bool(text)}{text}")
     means = [value for points in curves.values() for value in _means(points).values()]
     if max(means) > _WIDE * min(means):
-        decades(made[0])
+        decades(made[0], spread=max(means) / min(means))
+        made[0].set_ylabel(f"{made[0].get_ylabel()}, logarithmic")
     titled(made[0], _seeds(curves.values()))
     if top is not None:
         _enlarge(made[1], known, shown, top)

@@ -20,6 +20,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def wait_briefly() -> None:
+    """Let the threads of torch sleep soon where they wait for each other, here and in children; before torch is loaded.
+
+    They spin for milliseconds otherwise. On idle cores that gains nothing, and on a core that another process wants they
+    use up the time that the thread waited for would need. What the user set stays.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "5000"  # about 0.1 ms: the longest that costs nothing beside another process
+
+
 def die_with_parent() -> None:
     """Let the kernel kill this process when the one that started it ends; only Linux can."""
     if _LIBC is not None:

@@ -273,3 +273,19 @@ def test_malloc_keeps_memory_on_a_cpu(monkeypatch, tmp_path):
     for name, value in (("OMP_NUM_THREADS", "1"), ("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", "5")):
         assert f"'{name}': '{value}'" in seen
     assert launch.keep_memory(1) == {}
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "5000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None")])
+def test_threads_of_every_command_wait_briefly(given, expected):
+    """Said before torch is loaded, which reads it once; what the user set stays."""
+    code = """
+import os, sys
+from fairseq_rpe.runs import processes
+processes.wait_briefly = lambda real=processes.wait_briefly: print("torch" in sys.modules, real())
+from fairseq_rpe.cli.main import main
+main(["user-dir"])
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "False None" and done.stdout.splitlines()[-1] == expected
