@@ -6,8 +6,8 @@ usage() {
     cat <<'TEXT'
 usage: scripts/gpu_report.sh [--device cuda|cpu] [--out DIR] [--small] [--dry-run]
 
-Within 9 minutes: the tests that need a GPU, fairseq-rpe selftest, the speed of attention, a training step and whole
-models. Everything goes into DIR (default: runs/gpu-report), what was found first of all into DIR/summary.txt. Each step
+Within 9 minutes: the tests of what runs on a GPU, fairseq-rpe selftest, the speed of attention, and of whole models that
+read a block and train on it. Everything goes into DIR (default: runs/gpu-report), what was found first of all into DIR/summary.txt. Each step
 has a time limit; one that fails does not stop the next, but then the exit code is 1. Steps that need fairseq or pytest
 are skipped, and said to be, where it is not installed. Installs nothing: it runs .venv/bin/python, or the PYTHON that is
 named, or python3, with torch.
@@ -86,18 +86,20 @@ fi
 
 if has pytest && has fairseq; then
     tests=("$root"/tests/attention/test_{cuda,flex,triton,triton_curve,triton_prune}.py)
-    step tests 150 "$python" -m pytest -q --maxfail=20 -p no:cacheprovider "${tests[@]}"
+    step tests 120 "$python" -m pytest -q --maxfail=20 -p no:cacheprovider "${tests[@]}"
 else
     say "tests: skipped, they need pytest and fairseq"
 fi
-dtypes=fp32,bf16 dtype=bf16
+dtype=bf16
 [[ $device == cuda ]] || dtype=fp32
-step selftest 170 "${rpe[@]}" selftest --device "$device" --dtype "$dtypes" --out "$out"
-step bench 100 "${rpe[@]}" bench --device "$device" --dtype "$dtype" --lengths 512,2048,8192 --out "$out/bench"
+# one encoding for each form of a bias; flex is compiled anew for each, which takes long
+step selftest 150 "${rpe[@]}" selftest --device "$device" --encodings "nope rope alibi t5_bias kerple_log fire" --backends "reference sdpa triton" --out "$out"
+step flex 100 "${rpe[@]}" selftest --device "$device" --encodings "nope kerple_log fire" --backends flex --dtype "$dtype" --out "$out/flex"
+step bench 80 "${rpe[@]}" bench --device "$device" --dtype "$dtype" --lengths 512,4096 --out "$out/bench"
 if has fairseq; then
-    step train 60 "${rpe[@]}" bench --device "$device" --model base --passes training --dtype fp32 --lengths 512 --batch 4 --out "$out/train"
-    step models 60 "${rpe[@]}" bench --device "$device" --model base --dtype "$dtype" --lengths 2048 --out "$out/models"
+    # whole models, reading a block and training on it
+    step models 70 "$python" "$root/benchmarks/model.py" --device "$device" --dtype "$dtype" --encodings nope alibi fire --repeats 3 --turns 1 --out "$out/models.csv"
 else
-    say "train and models: skipped, they need fairseq"
+    say "models: skipped, they need fairseq"
 fi
 ((failed == 0))

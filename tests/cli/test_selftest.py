@@ -1,0 +1,159 @@
+"""``selftest`` and scripts/gpu_report.sh: what is right, wrong and refused, in a table, a file and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run_here
+
+from fairseq_rpe import encodings
+from fairseq_rpe.analysis import selftest
+from fairseq_rpe.attention import BACKENDS, Backend, sdpa
+from fairseq_rpe.core import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/gpu_report.sh"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(selftest, "size_for", lambda device, backend: selftest.Size(19, 16))
+
+
+def run_selftest(*words, ok=True):
+    return run_here("selftest", "--device", "cpu", "--dtype", "fp32", *words, ok=ok)
+
+
+def test_every_encoding_is_right_and_told(tmp_path):
+    done = run_selftest("--backends", "sdpa", "--out", tmp_path)
+    told = json.loads((tmp_path / "selftest.json").read_text())
+    cells = told["cells"]
+    assert (
+        told["complete"] and told["machine"]["torch"] == torch.__version__ and told["fairseq_rpe"] and "commit" in told
+    )
+    assert {cell["encoding"] for cell in cells} == set(encodings.names())
+    assert [cell["case"] for cell in cells[:5]] == list(selftest.CASES)
+    states = {cell["case"]: {c["state"] for c in cells if c["case"] == cell["case"]} for cell in cells}
+    assert states == {case: {"passed"} for case in selftest.CASES} | {"warped": {"passed", "does not apply"}}
+    assert all(cell["error"] <= 1 and cell["seconds"] > 0 for cell in cells if cell["state"] == "passed")
+    head, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert head.split("|")[1].strip() == "sdpa, fp32" and len(rows) == 1 + len(encodings.names())
+    [nope] = [row for row in rows if row.startswith("| nope ")]
+    assert nope.count(" ms") == 4 and "–" in nope  # it reads no positions
+    assert re.search(r"\d+ passed, 0 failed, 0 refused; largest error passed: 0\.\d+", done.stdout)
+
+
+def test_what_is_refused_is_no_failure():
+    done = run_selftest("--backends", "flex", "--encodings", "alibi")
+    assert re.search(r"\| alibi .*\| +refused \|", done.stdout)
+    assert "refused: flex: FlexAttention has no backward pass on the CPU" in done.stdout
+    assert "4 passed, 0 failed, 1 refused" in done.stdout
+
+
+def failing(how):
+    def attend(q, k, v, plan, dropout=0.0):
+        if how == "refuses":
+            raise UserError("this stand-in takes nothing: use 'sdpa'")
+        if how == "raises":
+            raise RuntimeError("no such\ninstruction")
+        return sdpa(q, k, v, plan, dropout) * (float("nan") if how == "nan" else 1.001)
+
+    return Backend(attend)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("wrong", "failed: stand-in: deviates from the reference (everything)"),
+        ("nan", "failed: stand-in: not a number (everything)"),
+        ("raises", "failed: stand-in: RuntimeError: no such instruction (everything)"),
+        ("refuses", "refused: stand-in: this stand-in takes nothing: use 'sdpa' (everything)"),
+    ],
+)
+def test_one_wrong_backend_is_named_and_the_exit_code_tells(how, said, monkeypatch, tmp_path):
+    monkeypatch.setitem(BACKENDS, "stand-in", failing(how))
+    done = run_selftest("--backends", "stand-in", "--encodings", "alibi", "--out", tmp_path, ok=False)
+    assert said in done.stdout.splitlines()
+    bad = how != "refuses"
+    assert done.returncode == int(bad) and ("error: some backends" in done.stderr) == bad
+    assert f"0 passed, {5 * bad} failed, {5 * (not bad)} refused" in done.stdout
+    json.loads((tmp_path / "selftest.json").read_text(), parse_constant=pytest.fail)  # no NaN
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dtype", "fp8"), "--dtype: unknown 'fp8'; known: fp32, bf16, fp16"),
+        (("--backends", "sdap"), "--backends: unknown 'sdap'"),
+        (("--encodings", "alibe"), "did you mean 'alibi'"),
+    ],
+)
+def test_wrong_options_are_one_line(words, said):
+    done = run_here("selftest", "--device", "cpu", *words, ok=False)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def report(*words, **environment):
+    done = subprocess.run(
+        ["bash", SCRIPT, *words], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A stand-in for Python that notes its arguments; ``bench`` fails, ``selftest`` says what it found."""
+    path = tmp_path / "python"
+    path.write_text(
+        "#!/usr/bin/env bash\n"
+        f'echo "$*" >>"{tmp_path}/calls"\n'
+        'case "$*" in *find_spec*fairseq*) exit "${NO_FAIRSEQ:-0}" ;; *find_spec*) exit 0 ;;\n'
+        '*" bench "*) echo "error: no such thing" >&2; exit 2 ;;\n'
+        '*selftest*) echo "12 passed, 0 failed, 3 refused"; echo "refused: flex: not here" ;;\n'
+        "*) echo done ;; esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_the_report_goes_on_after_a_failed_step(tmp_path, python):
+    code, out, _ = report("--out", tmp_path / "found", PYTHON=str(python))
+    assert code == 1
+    summary = (tmp_path / "found/summary.txt").read_text()
+    assert re.sub(r"\d+ s\b", "N s", summary).splitlines() == [
+        "done",
+        *("tests: ok, N s", "    done"),
+        *("selftest: ok, N s", "    12 passed, 0 failed, 3 refused", "    refused: flex: not here"),
+        *("flex: ok, N s", "    12 passed, 0 failed, 3 refused", "    refused: flex: not here"),
+        *("bench: failed with exit code 2 after N s", "    error: no such thing"),
+        *("models: ok, N s", "    done"),
+    ]
+    assert out == summary
+    assert {path.name for path in (tmp_path / "found").iterdir()} == {
+        *("summary.txt", "tests.log", "selftest.log", "flex.log", "bench.log", "models.log")
+    }
+    assert report("--out", tmp_path / "found", PYTHON=str(python), NO_FAIRSEQ="1")[0] == 1
+    summary = (tmp_path / "found/summary.txt").read_text()
+    assert "tests: skipped, they need pytest and fairseq" in summary and "models: skipped" in summary
+    (tmp_path / "calls").unlink()
+    assert report("--small", "--device", "cpu", "--out", tmp_path / "less", PYTHON=str(python))[0] == 1
+    assert "--device cpu --encodings alibi kerple_log" in (tmp_path / "calls").read_text()
+
+
+def test_the_report_says_what_it_would_do(tmp_path, python):
+    code, out, _ = report("--dry-run", "--out", tmp_path / "found", PYTHON=str(python))
+    limits = [int(line.split()[1]) for line in out.splitlines()]
+    assert code == 0 and len(limits) == 5 and sum(limits) < 9 * 60 and not (tmp_path / "found").exists()
+    for line in out.splitlines():
+        assert all(Path(word).exists() for word in line.split() if word.startswith(str(ROOT)) and "runs" not in word)
+    code, out, err = report("--help")
+    assert code == 0 and out.startswith("usage: scripts/gpu_report.sh") and err == ""
+    for words in (("--fast",), ("--device", "tpu"), ("--out", "")):
+        code, out, err = report(*words)
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and out == ""
