@@ -40,7 +40,7 @@ command -v "$python" >/dev/null || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 failed=0
-say() { if [[ $dry ]]; then echo "$1"; else echo "$1" | tee -a "$out/summary.txt"; fi; }
+say() { if [[ $dry ]]; then echo "# $1"; else echo "$1" | tee -a "$out/summary.txt"; fi; }
 
 # step NAME SECONDS COMMAND...: its output goes into NAME.log, its end into the summary
 step() {
@@ -65,16 +65,15 @@ has() { "$python" -c "import sys; from importlib.util import find_spec; sys.exit
 rpe=("$python" -m fairseq_rpe.cli.main)
 
 if [[ ! $dry ]]; then
-    mkdir -p "$out"
-    : >"$out/summary.txt"
-    say "$("$python" - "$device" <<'PYTHON'
-import json, sys
-import torch
+    machine=$("$python" -c "
+import sys, torch
 from fairseq_rpe.attention import remembered
-
-print(json.dumps(remembered.machine(torch.device("cuda", 0) if sys.argv[1] == "cuda" else torch.device("cpu"))))
-PYTHON
-)"
+if '$device' == 'cuda' and not torch.cuda.is_available():
+    sys.exit('error: torch sees no GPU here: check nvidia-smi, or give --device cpu')
+print(*(f'{name}: {value}' for name, value in remembered.machine(torch.device('$device')).items()), sep='; ')
+") || exit 2
+    mkdir -p "$out"
+    echo "$machine" | tee "$out/summary.txt"
 fi
 
 if [[ $small ]]; then

@@ -72,7 +72,7 @@ def _machine(device: str) -> Mapping[str, str]:
         if cuda
         else f"{platform.machine()}, {torch.get_num_threads()} threads",
         "driver": _driver() if cuda else "none",
-        "cuda": str(torch.version.cuda),
+        "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
         "triton": _triton(),
         # the number of a release is the same for all that happens between two
