@@ -38,6 +38,8 @@ fi
 python="${PYTHON:-$root/.venv/bin/python}"
 command -v "$python" >/dev/null || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# what auto finds out is part of the report, and is found out anew
+export FAIRSEQ_RPE_CACHE="$out/auto"
 
 failed=0
 say() { if [[ $dry ]]; then echo "# $1"; else echo "$1" | tee -a "$out/summary.txt"; fi; }
@@ -73,6 +75,7 @@ if '$device' == 'cuda' and not torch.cuda.is_available():
 print(*(f'{name}: {value}' for name, value in remembered.machine(torch.device('$device')).items()), sep='; ')
 ") || exit 2
     mkdir -p "$out"
+    rm -rf "$out/auto"
     echo "$machine" | tee "$out/summary.txt"
 fi
 
@@ -85,19 +88,19 @@ fi
 
 if has pytest && has fairseq; then
     tests=("$root"/tests/attention/test_{cuda,flex,triton,triton_curve,triton_prune}.py)
-    step tests 120 "$python" -m pytest -q --maxfail=20 -p no:cacheprovider "${tests[@]}"
+    step tests 110 "$python" -m pytest -q --maxfail=20 -p no:cacheprovider "${tests[@]}"
 else
     say "tests: skipped, they need pytest and fairseq"
 fi
 dtype=bf16
 [[ $device == cuda ]] || dtype=fp32
 # one encoding for each form of a bias; flex is compiled anew for each, which takes long
-step selftest 150 "${rpe[@]}" selftest --device "$device" --encodings "nope rope alibi t5_bias kerple_log fire" --backends "reference sdpa triton" --out "$out"
-step flex 100 "${rpe[@]}" selftest --device "$device" --encodings "nope kerple_log fire" --backends flex --dtype "$dtype" --out "$out/flex"
+step selftest 130 "${rpe[@]}" selftest --device "$device" --encodings "nope rope alibi t5_bias kerple_log fire" --backends "reference sdpa triton" --out "$out"
+step flex 80 "${rpe[@]}" selftest --device "$device" --encodings "nope kerple_log fire" --backends flex --dtype "$dtype" --out "$out/flex"
 step bench 80 "${rpe[@]}" bench --device "$device" --dtype "$dtype" --lengths 512,4096 --out "$out/bench"
 if has fairseq; then
     # whole models, reading a block and training on it
-    step models 70 "$python" "$root/benchmarks/model.py" --device "$device" --dtype "$dtype" --encodings nope alibi fire --repeats 3 --turns 1 --out "$out/models.csv"
+    step models 130 "$python" "$root/benchmarks/model.py" --device "$device" --dtype "$dtype" --encodings nope fire --repeats 3 --turns 1 --out "$out/models.csv"
 else
     say "models: skipped, they need fairseq"
 fi

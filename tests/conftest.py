@@ -21,7 +21,7 @@ VOCABULARY = 60
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # before anything imports triton: its kernels then run in the interpreter
     os.environ["TRITON_INTERPRET"] = "1"
-os.environ["FAIRSEQ_RPE_CACHE"] = "off"  # what the machine's user has measured is not asked, and nothing is added to it
+os.environ.setdefault("FAIRSEQ_RPE_CACHE", "off")  # what the user has measured is not asked, and nothing is added to it
 
 # one spec for each registered encoding and for each of its branches
 SPECS = {

@@ -11,9 +11,9 @@ reached by plain autograd, whichever backend calls it.
 All of this happens on copies, in a thread of its own: the caller's graph, its hooks for saved tensors, gradients,
 autocast and generators of random numbers are as they were. The thread also bounds the time, within what Python and CUDA
 allow. A candidate that is still compiling after the limit is left behind, as a thread cannot be killed, and not asked
-again in this process; if it ever ends, nobody listens. A kernel that never ends, or an illegal access to memory, spoils
-the whole CUDA context, whoever started it: against these only another process would help, which would need the
-GPU's memory a second time, so they are not guarded against.
+again in this process; if it ever ends, nobody listens, and while it does not, it may keep a lock of torch's compiler. A
+kernel that never ends, or an illegal access to memory, spoils the whole CUDA context, whoever started it: against these
+only another process would help, which would need the GPU's memory a second time, so they are not guarded against.
 
 Inside torch.compile, the capture of a CUDA graph or a backward pass (reentrant checkpoints run layers there) nothing is
 measured: what is known is used, otherwise ``sdpa``.
