@@ -158,7 +158,7 @@ class Calibrator:
     ) -> tuple[Choice | None, bool]:
         """The choice, and whether it is one for other processes too; no choice where all refuse the call."""
         dropped: dict[str, str] = {}
-        lasting = True
+        lasting = not self._hung
 
         def carried_out(name: str, work: Callable[[], Result]) -> Result | None:
             """What ``work`` gives; None: the candidate is out."""

@@ -62,7 +62,7 @@ def displayed() -> Iterator[Display]:
     _keep_numbers()
     before = sys.stdout, sys.stderr
     out, err = Display(before[0]), Display(before[1])
-    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    sys.stdout, sys.stderr = out, err
     try:
         yield out
     finally:

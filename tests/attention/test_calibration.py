@@ -166,7 +166,7 @@ def test_one_that_hangs_is_left_behind_for_good(caplog, cache):
     asked.limit = 30.0
     caplog.clear()
     assert asked.choice(*call("alibi")) == "sdpa" and caplog.text == ""  # another kind: not tried again
-    assert not list(cache.glob("*alibi*")) and "hangs" not in str(caplog.records)
+    assert not cache.exists()  # the next process may have more luck
 
 
 def test_what_refuses_is_no_candidate_and_no_warning(caplog):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.cli.options import by_arch, words
+from fairseq_rpe.cli.options import by_arch, make_ready, words
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,14 @@ def test_the_help_has_the_defaults_of_the_architectures():
         shown = " ".join(commands[command].format_help().split())
         for name in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout"):
             assert by_arch(name) in shown, name
+
+
+@pytest.mark.parametrize(
+    "words", [("train", "DATA", "--rpe", "x", "--save-dir", "y"), ("eval", "C", "D", "--lengths", "8"), ("sweep", "D")]
+)
+def test_no_cache_holds_for_what_a_command_starts_too(words, monkeypatch):
+    monkeypatch.setenv("FAIRSEQ_RPE_CACHE", "somewhere")
+    make_ready(build_parser(words[0]).parse_args(words))
+    assert os.environ["FAIRSEQ_RPE_CACHE"] == "somewhere"
+    make_ready(build_parser(words[0]).parse_args([*words, "--no-cache"]))
+    assert os.environ["FAIRSEQ_RPE_CACHE"] == "off"
