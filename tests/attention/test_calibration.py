@@ -160,9 +160,10 @@ def test_one_that_is_no_good_is_dropped_with_one_warning(fast, why, caplog, cach
 
 
 def test_one_that_hangs_is_left_behind_for_good(caplog, cache):
-    asked = calibrator(hangs, limit=0.3)
+    sdpa(*call()).sum().backward()  # torch's own first call takes long
+    asked = calibrator(hangs, limit=2.0)
     assert asked.choice(*call()) == "sdpa"
-    assert "'fast' is not used" in caplog.text and "is not done after 0.3 s" in caplog.text
+    assert "'fast' is not used" in caplog.text and "is not done after 2 s" in caplog.text
     asked.limit = 30.0
     caplog.clear()
     assert asked.choice(*call("alibi")) == "sdpa" and caplog.text == ""  # another kind: not tried again
