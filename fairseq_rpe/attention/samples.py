@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import Curve, Dense, Form, Pieces, Pointwise, Positions, Toeplitz
-from .curve import pieces_of
+from ..core.scores import pieces_between
 from .plan import Plan
 from .prune import BLOCK
 
@@ -197,7 +197,7 @@ def _small_pointwise(form: Pointwise) -> tuple[Form, tuple[Tensor, ...]]:
 
 
 def _small_curve(form: Curve, plan: Plan) -> tuple[Form, tuple[Tensor, ...]]:
-    found = pieces_of(form, plan)
+    found = pieces_between(form, plan.positions, plan.padding)
     far, near, value, slope = (_leaf(x) for x in (form.far, form.near, found.value, found.slope))
     ends, middle = found.ends.detach(), found.middle.detach()
     first, step = plan.positions.q[:, :1], plan.positions.step
