@@ -92,6 +92,7 @@ def exact_match(curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, 
             every = max(1, len(points) // 10)
             _band(axes, points, label, shown[label], markevery=(every * names.index(label) // len(names), every))
         axes.set(xlabel="items", ylim=(-3, 103))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         titled(axes, "\n".join(filter(None, (task, _seeds(of_task.values())))))
     for axes in made[::columns]:
         axes.set_ylabel("exact match (%)")
