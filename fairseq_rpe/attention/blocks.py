@@ -35,13 +35,22 @@ def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
     return vector.as_strided(shape, strides, vector.storage_offset() + n - stop)
 
 
-def diagonal_sums(wide: Tensor) -> Tensor:
-    """(…, R, M + R), zero from column M on -> (…, R + M - 1): entry x sums all (r, j) with r + j = x.
+def along_diagonals(x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+    """(…, R, M), M >= R, rows and columns without gaps -> (…, R, last - first) view: (r, y) is (r, j), r + j = first + y.
 
-    Reading the buffer in rows one shorter shifts row r by r, so that diagonals line up.
+    A row stride of M - 1 instead of M shifts row r by r. Where j would be negative it is in row r - 1, with r + j more by
+    M - 1: in the future, but for first + y = 0, of which row 0 alone is of use.
     """
-    rows, width = wide.shape[-2:]
-    return wide.flatten(-2)[..., : rows * (width - 1)].unflatten(-1, (rows, width - 1)).sum(-2)
+    rows, cols = x.shape[-2:]
+    shape = (*x.shape[:-1], (cols if last is None else last) - first)
+    return x.as_strided(shape, (*x.stride()[:-2], cols - 1, 1), x.storage_offset() + first)
+
+
+def diagonal_sums(x: Tensor) -> Tensor:
+    """(…, R, M), zero where r + j >= M -> (…, M): entry y sums all (r, j) with r + j = y; see :func:`along_diagonals`."""
+    sums = along_diagonals(x).sum(-2)
+    sums[..., 0] = x[..., 0, 0]
+    return sums
 
 
 class ToeplitzBias:
@@ -71,9 +80,8 @@ class ToeplitzBias:
         return distances(self.vector[heads], self.n, start, stop)
 
     def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
-        first = self.n - stop
-        self.sums[heads, first : first + grads.shape[-1] - 1] += diagonal_sums(grads).sum(0)
+        """Take the gradient of the block last made: (B, h, R, stop), zero in the future; may write to it."""
+        self.sums[heads, self.n - stop : self.n] += diagonal_sums(grads).sum(0)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Of the tensors that the bias was made of, once all blocks are collected."""
@@ -208,7 +216,7 @@ def _own_backward(
     scale = width**-0.5
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    buffers = _Buffers(lse, batch, heads)
+    buffers = _Buffers(lse, batch, heads, width)
     for rows in _parts(n, BACKWARD_ROWS):
         start, stop = rows.start, rows.stop
         keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
@@ -221,8 +229,7 @@ def _own_backward(
             for few in _parts(batch, max(1, fit // heads)):
                 at, seen = (few, some), (few, some, slice(stop))
                 g, qs, ks, vs = (_merged(x.to(lse.dtype)) for x in (gb[at], qb[at], k[seen], v[seen]))
-                weights, grads = buffers.of(lb[at].shape, stop)
-                p, ds = weights[..., :stop], grads[..., :stop]
+                p, ds, room = buffers.of(lb[at].shape, stop)
                 torch.sub(added, lb[at][..., None], out=p)
                 _merged(p).baddbmm_(qs, ks.mT, beta=LOG2E, alpha=LOG2E).exp2_()
                 if keep is None and not rounded:
@@ -236,11 +243,12 @@ def _own_backward(
                 ds.mul_(p)
                 if keep is not None:
                     p.mul_(keep[at])
-                _merged(dv[seen]).baddbmm_(_merged(p).mT, g)
-                _merged(dk[seen]).baddbmm_(_merged(ds).mT, qs)
+                for total, by_pair, x in ((dv, p, g), (dk, ds, qs)):
+                    torch.bmm(_merged(by_pair).mT, x, out=_merged(room))
+                    total[seen] += room
                 torch.bmm(_merged(ds), ks, out=_merged(dqb[at]))
                 if learned:
-                    bias.collect(grads, start, stop, some)
+                    bias.collect(ds, start, stop, some)
         dq[:, :, rows] = dqb.mul_(scale).flip(2)
     return dq, dk, dv
 
@@ -248,30 +256,30 @@ def _own_backward(
 def _fit(rows: slice, device: torch.device) -> int:
     """Heads whose scores of a block are worked on at a time."""
     most = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
-    return max(1, most // ((rows.stop - rows.start) * rows.stop))
+    return max(torch.get_num_threads(), most // ((rows.stop - rows.start) * rows.stop))
 
 
 class _Buffers:
-    """Room for the scores of a group, kept from one to the next: fresh memory costs more than what is done with it."""
+    """Room for the scores of a group, kept from one to the next: fresh memory costs more than what is done with it.
 
-    def __init__(self, like: Tensor, batch: int, heads: int) -> None:
-        sizes = []
+    Without gaps, since a product into anything else is done head by head, each by all threads.
+    """
+
+    def __init__(self, like: Tensor, batch: int, heads: int, width: int) -> None:
+        sizes, products = [], []
         for rows in _parts(like.shape[2], BACKWARD_ROWS):
             fit = _fit(rows, like.device)
             group = min(fit, heads) * min(batch, max(1, fit // heads))
-            sizes.append(group * (rows.stop - rows.start) * (2 * rows.stop - rows.start))
-        self.room = [like.new_empty(max(sizes)) for _ in range(2)]
+            sizes.append(group * (rows.stop - rows.start) * rows.stop)
+            products.append(group * rows.stop * width)
+        self.width = width
+        self.room = [like.new_empty(max(x)) for x in (sizes, sizes, products)]
 
-    def of(self, shape: Sequence[int], cols: int) -> tuple[Tensor, Tensor]:
-        """Of shape (B, h, R), twice (B, h, R, M + R), the second zero from column M on.
-
-        Rows of 2^k numbers would share few cache lines.
-        """
+    def of(self, shape: Sequence[int], cols: int) -> tuple[Tensor, ...]:
+        """Of shape (B, h, R), twice (B, h, R, M), and (B, h, M, D)."""
         batch, heads, rows = shape
-        size = batch * heads * rows * (cols + rows)
-        scores, grads = (x[:size].view(batch, heads, rows, cols + rows) for x in self.room)
-        grads[..., cols:].zero_()
-        return scores, grads
+        shapes = (batch, heads, rows, cols), (batch, heads, rows, cols), (batch, heads, cols, self.width)
+        return tuple(x[: math.prod(shape)].view(shape) for x, shape in zip(self.room, shapes, strict=True))
 
 
 def _merged(x: Tensor) -> Tensor:

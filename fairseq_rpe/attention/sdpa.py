@@ -13,13 +13,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core import Curve, Toeplitz, UserError, block
-from .blocks import BlockAttention, ToeplitzBias, by_rows
+from .blocks import BlockAttention, ToeplitzBias, by_rows, flash
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
 
+# tokens up to which a fixed bias is one matrix per head: it is at most twice a head's keys of width 64, and a block would
+# save no product but be made anew in the backward pass
+SHORT = 128
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
 PAIR_ELEMENTS, DEVICE_PAIR_ELEMENTS = 1 << 17, 1 << 20
@@ -50,6 +53,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         return (_one if n == 1 and dropout == 0 else _by_blocks)(q, k, v, plan, dropout)
     if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if n <= SHORT and dropout == 0 and q.device.type == "cpu" and not (torch.is_grad_enabled() and made[1].requires_grad):
+        return flash(q, k, v, 0.0, False, attn_mask=ToeplitzBias(n, q, made[1]).block(0, n, slice(None)).flip(1)[None])[0]
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 
