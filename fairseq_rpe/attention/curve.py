@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Curve, Pieces
+from ..core import Curve, Dense, Form, Pieces
 from ..core.scores import pieces_between
 from .blocks import ToeplitzBias, along_diagonals, diagonal_sums
 from .plan import Plan
@@ -18,6 +18,16 @@ GAP = 16  # distances; bands that are closer than this are one
 def pieces_of(form: Curve, plan: Plan) -> Pieces:
     """The pieces of ``form`` from 0 to the largest x of a pair that ``plan`` lets see each other, at least to 1."""
     return pieces_between(form, plan.positions, plan.padding)
+
+
+def last_row(form: Curve, pieces: Pieces, top: float) -> Form:
+    """The bias of the last of m tokens as a matrix of one row, by pieces of [0, top]; ``form`` itself if x goes beyond."""
+    x = form.far.flip(0) * form.near[:, -1:]
+    if float(x[:, 0].max()) > top:
+        return form
+    piece = torch.bucketize(x, pieces.ends, right=True)
+    lines = _of(pieces.value, piece).addcmul_(_of(pieces.slope, piece), x - pieces.middle[piece])
+    return Dense(lines.transpose(0, 1)[:, :, None])
 
 
 class CurveBias(ToeplitzBias):

@@ -19,10 +19,8 @@ from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
+from .short import SHORT, matrix
 
-# tokens up to which a fixed bias is one matrix per head: it is at most twice a head's keys of width 64, and a block would
-# save no product but be made anew in the backward pass
-SHORT = 128
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
 PAIR_ELEMENTS, DEVICE_PAIR_ELEMENTS = 1 << 17, 1 << 20
@@ -54,7 +52,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if n <= SHORT and dropout == 0 and q.device.type == "cpu" and not (torch.is_grad_enabled() and made[1].requires_grad):
-        return flash(q, k, v, 0.0, False, attn_mask=ToeplitzBias(n, q, made[1]).block(0, n, slice(None)).flip(1)[None])[0]
+        mask = matrix(made[1], torch.promote_types(q.dtype, torch.float32))
+        return flash(q, k, v, 0.0, False, attn_mask=mask[None])[0]
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 

@@ -139,7 +139,7 @@ class RPEDecoder(TransformerDecoderBase):
             return None
         tables = self.get_incremental_state(incremental_state, "tables")
         if tables is None:
-            tables = dict[int, Toeplitz]()
+            tables = dict[int, Toeplitz | Pieces]()
             self.set_incremental_state(incremental_state, "tables", tables)
         return tables
 
