@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import short
+from .diagonals import diagonal_sums, distances
 from .dropout import ROWS, keep_block
 from .short import LOG2E, merged
 
@@ -28,30 +29,6 @@ assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 def by_rows(x: Tensor) -> Tensor:
     """The same numbers, those of a row neighbours in memory: torch's kernel reads others without a word."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
-    """(…, 2n) vector, entry x for distance n-1-x -> (…, R, stop) view of a block with reversed rows."""
-    shape, strides = (*vector.shape[:-1], stop - start, stop), (*vector.stride()[:-1], 1, 1)
-    return vector.as_strided(shape, strides, vector.storage_offset() + n - stop)
-
-
-def along_diagonals(x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
-    """(…, R, M), M >= R, rows and columns without gaps -> (…, R, last - first) view: (r, y) is (r, j), r + j = first + y.
-
-    A row stride of M - 1 instead of M shifts row r by r. Where j would be negative it is in row r - 1, with r + j more by
-    M - 1: in the future, but for first + y = 0, of which row 0 alone is of use.
-    """
-    rows, cols = x.shape[-2:]
-    shape = (*x.shape[:-1], (cols if last is None else last) - first)
-    return x.as_strided(shape, (*x.stride()[:-2], cols - 1, 1), x.storage_offset() + first)
-
-
-def diagonal_sums(x: Tensor) -> Tensor:
-    """(…, R, M), zero where r + j >= M -> (…, M): entry y sums all (r, j) with r + j = y; see :func:`along_diagonals`."""
-    sums = along_diagonals(x).sum(-2)
-    sums[..., 0] = x[..., 0, 0]
-    return sums
 
 
 class ToeplitzBias:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from ..core import Curve, Dense, Form, Pieces
 from ..core.scores import pieces_between
-from .blocks import ToeplitzBias, along_diagonals, diagonal_sums
+from .blocks import ToeplitzBias
+from .diagonals import along_diagonals, diagonal_sums
 from .plan import Plan
 
 GAP = 16  # distances; bands that are closer than this are one
@@ -21,7 +22,7 @@ def pieces_of(form: Curve, plan: Plan) -> Pieces:
 
 
 def last_row(form: Curve, pieces: Pieces, top: float) -> Form:
-    """The bias of the last of m tokens as a matrix of one row, by pieces of [0, top]; ``form`` itself if x goes beyond."""
+    """The bias of the last of m tokens as a row, by pieces of [0, top]; ``form`` itself if x goes beyond."""
     x = form.far.flip(0) * form.near[:, -1:]
     if float(x[:, 0].max()) > top:
         return form
@@ -117,7 +118,8 @@ class CurveBias(ToeplitzBias):
             to_near += dx @ far[at]
             to_far.index_add_(0, at, near @ dx)
         # all other pairs of a distance are in one piece; x less that of the last query, which is in that piece too
-        total, moment = diagonal_sums(ds), 0.0
+        total = diagonal_sums(ds)
+        moment = torch.zeros_like(total)
         if bool((near != near[0]).any()):
             self.scratch, weighted = _fitting(self.scratch, ds.shape)
             moment = diagonal_sums(torch.mul(ds, (near - near[0])[:, None], out=weighted))

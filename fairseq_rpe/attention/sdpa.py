@@ -51,9 +51,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         return (_one if n == 1 and dropout == 0 else _by_blocks)(q, k, v, plan, dropout)
     if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if n <= SHORT and dropout == 0 and q.device.type == "cpu" and not (torch.is_grad_enabled() and made[1].requires_grad):
-        mask = matrix(made[1], torch.promote_types(q.dtype, torch.float32))
-        return flash(q, k, v, 0.0, False, attn_mask=mask[None])[0]
+    if dropout == 0 and n <= SHORT and q.device.type == "cpu" and made[0] is ToeplitzBias:
+        table = made[1]
+        if not (torch.is_grad_enabled() and table.requires_grad):
+            mask = matrix(table, torch.promote_types(q.dtype, torch.float32))
+            return flash(q, k, v, 0.0, False, attn_mask=mask[None])[0]
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, check_eps, choose
 from ..attention.layer import Tables, counted, plan_of
-from ..core import Positions, Toeplitz, UserError
+from ..core import Pieces, Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import MovableCache, RPEDecoderLayer
 from .moves import Moves
