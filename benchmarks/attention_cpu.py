@@ -3,9 +3,9 @@
     python benchmarks/attention_cpu.py                   # about two minutes on two cores
     python benchmarks/attention_cpu.py --threads 1 --only short
 
-Every line takes turns with attention without a bias on the same queries, keys and values; medians of --repeats turns
-after one that does not count, and in brackets the ratio of the shortest times, which a busy machine changes less. A turn
-is as many calls as take a few hundredths of a second. Parts:
+Every line takes turns with attention without a bias on the same queries, keys and values: medians of --repeats turns
+after one that does not count, and in brackets the ratio of the shortest times, which a busy machine changes less.
+A turn is as many calls as take a few hundredths of a second. Parts:
 
 - short: a fixed bias at 64 and 128 tokens.
 - learned: tables with their gradient, forward and backward.
