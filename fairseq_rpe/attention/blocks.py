@@ -19,6 +19,7 @@ from .short import LOG2E, merged
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
 FAR_ROWS = 1024  # and the keys before them are one call: torch's kernel multiplies larger tiles from 768 rows on
+MOST_HEADS = 8  # at a time, one for each thread, where that is more than GROUP_ELEMENTS scores
 GROUP_ELEMENTS = 1 << 19  # scores that are worked on at a time, so that they stay in a CPU's cache
 DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -245,7 +246,7 @@ def _own_backward(
 def _fit(rows: slice, device: torch.device) -> int:
     """Heads whose scores of a block are worked on at a time."""
     most = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
-    return max(torch.get_num_threads(), most // ((rows.stop - rows.start) * rows.stop))
+    return max(min(torch.get_num_threads(), MOST_HEADS), most // ((rows.stop - rows.start) * rows.stop))
 
 
 class _Buffers:
