@@ -66,10 +66,11 @@ class CurveBias(ToeplitzBias):
         mixed[0] = False
         self.pieces = F.pad(self.piece, (0, rows), value=len(self.middle) - 1)
         self.row_far, self.row_near = far, near
-        lines = F.pad(far, (0, rows)), self.middle[self.pieces]
+        self.middles = self.middle.index_select(0, self.pieces)
+        lines = F.pad(far, (0, rows)), self.middles
         far_of, middle_of = (x.as_strided((rows, stop), (1, 1)) for x in lines)
         self.place = torch.mul(far_of, near[:, None], out=far.new_empty(rows, stop)).sub_(middle_of)
-        self.values, self.slopes = self.value[:, self.pieces], self.slope[:, self.pieces]
+        self.values, self.slopes = (x.index_select(1, self.pieces) for x in (self.value, self.slope))
         self.bands = _runs(mixed)
         if self.bands:
             self._locate_bands()
@@ -125,7 +126,7 @@ class CurveBias(ToeplitzBias):
             moment = diagonal_sums(torch.mul(ds, (near - near[0])[:, None], out=weighted))
         pieces, lines = self.piece.expand_as(total), self.slopes[heads, :stop]
         value[heads].scatter_add_(1, pieces, total)
-        slope[heads].scatter_add_(1, pieces, moment * far + total * (near[0] * far - self.middle[self.piece]))
+        slope[heads].scatter_add_(1, pieces, moment * far + total * (near[0] * far - self.middles[:stop]))
         to_far += (lines * (moment + near[0] * total)).sum(0)
         to_near += ds.mul_(_along(self.slopes[heads] * F.pad(far, (0, len(near))), len(near))).sum((0, 2))
         all_near[start:stop] += to_near.flip(0)
