@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import short
+from .diagonals import diagonal_sums, distances
 from .dropout import ROWS, keep_block
+from .short import LOG2E, merged
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
 FAR_ROWS = 1024  # and the keys before them are one call: torch's kernel multiplies larger tiles from 768 rows on
+MOST_HEADS = 8  # at a time, one for each thread, where that is more than GROUP_ELEMENTS scores
 GROUP_ELEMENTS = 1 << 19  # scores that are worked on at a time, so that they stay in a CPU's cache
 DEVICE_GROUP_ELEMENTS = 1 << 25  # the same elsewhere, where a small piece of work costs as much as a large one
-LOG2E = math.log2(math.e)  # powers of two take a CPU a quarter of the time of powers of e
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
@@ -27,21 +30,6 @@ assert FORWARD_ROWS % ROWS == BACKWARD_ROWS % ROWS == 0
 def by_rows(x: Tensor) -> Tensor:
     """The same numbers, those of a row neighbours in memory: torch's kernel reads others without a word."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def distances(vector: Tensor, n: int, start: int, stop: int) -> Tensor:
-    """(…, 2n) vector, entry x for distance n-1-x -> (…, R, stop) view of a block with reversed rows."""
-    shape, strides = (*vector.shape[:-1], stop - start, stop), (*vector.stride()[:-1], 1, 1)
-    return vector.as_strided(shape, strides, vector.storage_offset() + n - stop)
-
-
-def diagonal_sums(wide: Tensor) -> Tensor:
-    """(…, R, M + R), zero from column M on -> (…, R + M - 1): entry x sums all (r, j) with r + j = x.
-
-    Reading the buffer in rows one shorter shifts row r by r, so that diagonals line up.
-    """
-    rows, width = wide.shape[-2:]
-    return wide.flatten(-2)[..., : rows * (width - 1)].unflatten(-1, (rows, width - 1)).sum(-2)
 
 
 class ToeplitzBias:
@@ -70,10 +58,13 @@ class ToeplitzBias:
         """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
         return distances(self.vector[heads], self.n, start, stop)
 
+    def whole(self) -> Tensor:
+        """(H, n, n) of all queries and keys, the queries in their order."""
+        return self.block(0, self.n, slice(None)).flip(1)
+
     def collect(self, grads: Tensor, start: int, stop: int, heads: slice) -> None:
-        """Take the gradient of the block last made: (B, h, R, stop + R), zero from column ``stop`` on."""
-        first = self.n - stop
-        self.sums[heads, first : first + grads.shape[-1] - 1] += diagonal_sums(grads).sum(0)
+        """Take the gradient of the block last made: (B, h, R, stop), zero in the future; may write to it."""
+        self.sums[heads, self.n - stop : self.n] += diagonal_sums(grads).sum(0)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Of the tensors that the bias was made of, once all blocks are collected."""
@@ -100,7 +91,9 @@ class BlockAttention(torch.autograd.Function):
         bias = make(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        if q.device.type == "cpu" and dropout == 0:
+        if _is_short(q) and dropout == 0:
+            out, lse = flash(q, k, v, 0.0, False, attn_mask=bias.whole()[None])
+        elif q.device.type == "cpu" and dropout == 0:
             for group in _groups(q, bias):
                 _fused_forward((q, k, v, out, lse), bias, *group)
         else:
@@ -116,12 +109,17 @@ class BlockAttention(torch.autograd.Function):
         bias = ctx.make(q.shape[2], q, *tensors)
         learned = any(ctx.needs_input_grad[6:])
         saved = by_rows(grad), q, k, v, out, lse
-        if q.device.type == "cpu" and ctx.dropout == 0 and not learned:
+        if _is_short(q) and (learned or ctx.dropout > 0):
+            keep = _keep(ctx.seed, 0, q.shape[2], q, ctx.dropout)
+            dq, dk, dv, found = short.backward(saved, bias.whole(), keep, learned)
+            if found is not None:
+                bias.collect(found.flip(1)[None], 0, q.shape[2], slice(None))
+        elif q.device.type == "cpu" and ctx.dropout == 0 and not learned:
             dq, dk, dv = _fused_backward(saved, bias)
         else:
             dq, dk, dv = _own_backward(saved, bias, ctx.dropout, ctx.seed, learned)
-        found = bias.gradients() if learned else [None] * len(tensors)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, *found
+        of_bias = bias.gradients() if learned else [None] * len(tensors)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, *of_bias
 
 
 def _fused_forward(
@@ -184,7 +182,7 @@ def _own_forward(
 ) -> None:
     n, heads = q.shape[2], q.shape[1]
     for rows in _parts(n, FORWARD_ROWS):
-        keep = _keep(seed, rows.start, rows.stop, q, dropout) if dropout > 0 else None
+        keep = _reversed(_keep(seed, rows.start, rows.stop, q, dropout))
         for some in _parts(heads, _fit(rows, q.device) if bias.made else heads):
             added = bias.block(rows.start, rows.stop, some)[None]
             qb, kb, vb = q[:, some, rows].flip(2), k[:, some, : rows.stop], v[:, some, : rows.stop]
@@ -208,27 +206,26 @@ def _own_backward(
     scale = width**-0.5
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    buffers = _Buffers(lse, batch, heads)
+    buffers = _Buffers(lse, batch, heads, width)
     for rows in _parts(n, BACKWARD_ROWS):
         start, stop = rows.start, rows.stop
-        keep = _keep(seed, start, stop, q, dropout) if dropout > 0 else None
+        keep = _reversed(_keep(seed, start, stop, q, dropout))
         gb, qb, ob, lb = (x[:, :, rows].flip(2).to(lse.dtype) for x in (grad, q, out, lse))
         minus_delta, qb = (gb * ob).sum(-1, keepdim=True).neg_(), qb.mul_(scale)
-        dqb = qb.new_empty(qb.shape)  # contiguous whatever the layout of q: see _merged
+        dqb = qb.new_empty(qb.shape)  # contiguous whatever the layout of q: see merged
         fit = _fit(rows, q.device)
         for some in _parts(heads, fit):
             added = bias.block(start, stop, some)
             for few in _parts(batch, max(1, fit // heads)):
                 at, seen = (few, some), (few, some, slice(stop))
-                g, qs, ks, vs = (_merged(x.to(lse.dtype)) for x in (gb[at], qb[at], k[seen], v[seen]))
-                weights, grads = buffers.of(lb[at].shape, stop)
-                p, ds = weights[..., :stop], grads[..., :stop]
+                g, qs, ks, vs = (merged(x.to(lse.dtype)) for x in (gb[at], qb[at], k[seen], v[seen]))
+                p, ds, room = buffers.of(lb[at].shape, stop)
                 torch.sub(added, lb[at][..., None], out=p)
-                _merged(p).baddbmm_(qs, ks.mT, beta=LOG2E, alpha=LOG2E).exp2_()
+                merged(p).baddbmm_(qs, ks.mT, beta=LOG2E, alpha=LOG2E).exp2_()
                 if keep is None and not rounded:
-                    _merged(ds.copy_(minus_delta[at])).baddbmm_(g, vs.mT)
+                    merged(ds.copy_(minus_delta[at])).baddbmm_(g, vs.mT)
                 else:
-                    torch.bmm(g, vs.mT, out=_merged(ds))
+                    torch.bmm(g, vs.mT, out=merged(ds))
                     if keep is not None:
                         ds.mul_(keep[at])
                     # the same sum where the output was rounded, which sums of n² terms dS would show
@@ -236,11 +233,12 @@ def _own_backward(
                 ds.mul_(p)
                 if keep is not None:
                     p.mul_(keep[at])
-                _merged(dv[seen]).baddbmm_(_merged(p).mT, g)
-                _merged(dk[seen]).baddbmm_(_merged(ds).mT, qs)
-                torch.bmm(_merged(ds), ks, out=_merged(dqb[at]))
+                for total, by_pair, x in ((dv, p, g), (dk, ds, qs)):
+                    torch.bmm(merged(by_pair).mT, x, out=merged(room))
+                    total[seen] += room
+                torch.bmm(merged(ds), ks, out=merged(dqb[at]))
                 if learned:
-                    bias.collect(grads, start, stop, some)
+                    bias.collect(ds, start, stop, some)
         dq[:, :, rows] = dqb.mul_(scale).flip(2)
     return dq, dk, dv
 
@@ -248,38 +246,41 @@ def _own_backward(
 def _fit(rows: slice, device: torch.device) -> int:
     """Heads whose scores of a block are worked on at a time."""
     most = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
-    return max(1, most // ((rows.stop - rows.start) * rows.stop))
+    return max(min(torch.get_num_threads(), MOST_HEADS), most // ((rows.stop - rows.start) * rows.stop))
 
 
 class _Buffers:
-    """Room for the scores of a group, kept from one to the next: fresh memory costs more than what is done with it."""
+    """Room for the scores of a group, kept from one to the next: fresh memory costs more than what is done with it.
 
-    def __init__(self, like: Tensor, batch: int, heads: int) -> None:
-        sizes = []
+    Without gaps, since a product into anything else is done head by head, each by all threads.
+    """
+
+    def __init__(self, like: Tensor, batch: int, heads: int, width: int) -> None:
+        sizes, products = [], []
         for rows in _parts(like.shape[2], BACKWARD_ROWS):
             fit = _fit(rows, like.device)
             group = min(fit, heads) * min(batch, max(1, fit // heads))
-            sizes.append(group * (rows.stop - rows.start) * (2 * rows.stop - rows.start))
-        self.room = [like.new_empty(max(sizes)) for _ in range(2)]
+            sizes.append(group * (rows.stop - rows.start) * rows.stop)
+            products.append(group * rows.stop * width)
+        self.width = width
+        self.room = [like.new_empty(max(x)) for x in (sizes, sizes, products)]
 
-    def of(self, shape: Sequence[int], cols: int) -> tuple[Tensor, Tensor]:
-        """Of shape (B, h, R), twice (B, h, R, M + R), the second zero from column M on.
-
-        Rows of 2^k numbers would share few cache lines.
-        """
+    def of(self, shape: Sequence[int], cols: int) -> tuple[Tensor, ...]:
+        """Of shape (B, h, R), twice (B, h, R, M), and (B, h, M, D)."""
         batch, heads, rows = shape
-        size = batch * heads * rows * (cols + rows)
-        scores, grads = (x[:size].view(batch, heads, rows, cols + rows) for x in self.room)
-        grads[..., cols:].zero_()
-        return scores, grads
+        shapes = (batch, heads, rows, cols), (batch, heads, rows, cols), (batch, heads, cols, self.width)
+        return tuple(x[: math.prod(shape)].view(shape) for x, shape in zip(self.room, shapes, strict=True))
 
 
-def _merged(x: Tensor) -> Tensor:
-    """(B, h, …) -> (B·h, …): a view wherever it is written to, since a group is one row of the batch or all heads."""
-    return x.flatten(0, 1)
-
-
-def _keep(seed: int, start: int, stop: int, q: Tensor, dropout: float) -> Tensor:
-    """The dropout mask of a block with its rows reversed."""
+def _keep(seed: int, start: int, stop: int, q: Tensor, dropout: float) -> Tensor | None:
+    """The dropout mask of a block, if there is dropout."""
     batch, heads, n, _ = q.shape
-    return keep_block(seed, start, stop, (batch, heads, n, n), dropout, q.device).flip(2)
+    return keep_block(seed, start, stop, (batch, heads, n, n), dropout, q.device) if dropout > 0 else None
+
+
+def _reversed(keep: Tensor | None) -> Tensor | None:
+    return None if keep is None else keep.flip(2)
+
+
+def _is_short(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[2] <= short.SHORT

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Form, Positions, Toeplitz
+from ..core import Curve, Form, Pieces, Positions, Toeplitz
 from ..encodings import Encoding
+from .curve import last_row
 from .plan import Plan
 from .select import Backend
 
-Tables = MutableMapping[int, Toeplitz]  # of the encodings of a text that is being decoded, by id
+Tables = MutableMapping[int, Toeplitz | Pieces]  # of the encodings of a text that is being decoded, by id
 
 
 def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Tensor | None]:
@@ -57,20 +58,27 @@ def plan_of(
 
 
 def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
-    """The form of this encoding, whose table, where it is one of the distance, is made for twice the tokens and kept.
+    """The form of this encoding. What it is made of is kept: a table of the distance, for twice the tokens, or pieces.
 
-    It is that of the weights as they are when it is made, as cached keys are. Nothing is kept where gradients flow.
+    They are those of the weights as they are when they are made, as cached keys are. Nothing is kept where gradients
+    flow.
     """
-    m, step = positions.k.shape[1], positions.step
-    if torch.is_grad_enabled() or not encoding.bias_of_distance or not positions.contiguous or step is None:
+    if torch.is_grad_enabled() or not positions.contiguous or positions.step is None:
         return encoding.form(positions)
     known = tables.get(id(encoding))
-    like = positions.k
-    if known is None or (known.step == step and known.table.shape[1] < m):
+    if not encoding.bias_of_distance:
+        form = encoding.form(positions)
+        if not isinstance(form, Curve) or positions.q.shape[1] > 1 or positions.k.device.type != "cpu":
+            return form
+        if not isinstance(known, Pieces) or known.value.dtype != form.far.dtype:
+            known = tables[id(encoding)] = form.pieces(1.0)
+        return last_row(form, known, 1.0)
+    m, step, like = positions.k.shape[1], positions.step, positions.k
+    if not isinstance(known, Toeplitz) or (known.step == step and known.table.shape[1] < m):
         ahead = torch.arange(2 * m, device=like.device, dtype=like.dtype)[None] * step
-        form = encoding.form(Positions(ahead[:, -1:], ahead, step))
-        assert isinstance(form, Toeplitz)
-        known = tables[id(encoding)] = form
+        made = encoding.form(Positions(ahead[:, -1:], ahead, step))
+        assert isinstance(made, Toeplitz)
+        known = tables[id(encoding)] = made
     same = (known.step, known.table.dtype, known.table.device) == (step, like.dtype, like.device)
     return known if same else encoding.form(positions)
 

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core import Curve, Toeplitz, UserError, block
-from .blocks import BlockAttention, ToeplitzBias, by_rows
+from .blocks import BlockAttention, ToeplitzBias, by_rows, flash
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
+from .short import SHORT, matrix
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -50,6 +51,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         return (_one if n == 1 and dropout == 0 else _by_blocks)(q, k, v, plan, dropout)
     if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if dropout == 0 and n <= SHORT and q.device.type == "cpu" and made[0] is ToeplitzBias:
+        table = made[1]
+        if not (torch.is_grad_enabled() and table.requires_grad):
+            mask = matrix(table, torch.promote_types(q.dtype, torch.float32))
+            return flash(q, k, v, 0.0, False, attn_mask=mask[None])[0]
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 

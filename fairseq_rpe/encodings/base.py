@@ -232,6 +232,12 @@ class Rotary(Encoding):
         if not self.interleaved and turned == x.shape[-1] and x.dtype == cos.dtype:  # the same in fewer operations
             return (x * cos + x.roll(turned // 2, -1) * sin).to(x.dtype)
         cos, sin = cos[..., : turned // 2], sin[..., turned // 2 :]
+        if self.interleaved and turned == x.shape[-1] and x.dtype == cos.dtype and x.device.type == "cpu":
+            even = x.stride(-1) == 1 and not any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset()))
+            pairs = torch.view_as_complex(
+                (x if even else x.clone(memory_format=torch.contiguous_format)).unflatten(-1, (-1, 2))
+            )
+            return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
         rest = x[..., turned:] if whole is None else x[..., turned:] * whole
         if self.interleaved:
             a, b = x[..., 0:turned:2], x[..., 1:turned:2]

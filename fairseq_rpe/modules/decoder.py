@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, check_eps, choose
 from ..attention.layer import Tables, counted, plan_of
-from ..core import Positions, Toeplitz, UserError
+from ..core import Pieces, Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import MovableCache, RPEDecoderLayer
 from .moves import Moves
@@ -139,7 +139,7 @@ class RPEDecoder(TransformerDecoderBase):
             return None
         tables = self.get_incremental_state(incremental_state, "tables")
         if tables is None:
-            tables = dict[int, Toeplitz]()
+            tables = dict[int, Toeplitz | Pieces]()
             self.set_incremental_state(incremental_state, "tables", tables)
         return tables
 

@@ -1,0 +1,122 @@
+"""Short texts on a CPU, views along diagonals, FIRE by distances and by rows, and pairs turned as complex numbers."""
+
+import math
+
+import pytest
+import torch
+from test_attention import B, D, H, assert_same, outputs_and_gradients
+from test_curve import trained
+
+from fairseq_rpe.attention import Plan, curve, reference, sdpa, short
+from fairseq_rpe.attention.curve import CurveBias, last_row
+from fairseq_rpe.attention.diagonals import along_diagonals, diagonal_sums
+from fairseq_rpe.core import Dense, Positions, Toeplitz, block
+from fairseq_rpe.encodings import build
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("spec", ["alibi", "kerple_log", "t5_bias:init_std=1"])
+def test_short_texts(spec, dropout, monkeypatch):
+    """Groups of several rows of the batch, of one row, and of single heads; the longest short text and the next."""
+    for elements in (1 << 18, 5 * 61**2, 1):
+        monkeypatch.setattr(short, "ELEMENTS", elements)
+        for n in (2, 61, 128, 129):
+            a, b = (outputs_and_gradients(f, spec, n, dropout=dropout) for f in (reference, sdpa))
+            assert_same(a, b, 2e-5)
+    a, b = (outputs_and_gradients(f, spec, 61, torch.bfloat16, dropout) for f in (reference, sdpa))
+    assert_same(a, b, 0.02)
+    for name in a.keys() - {"out", "dq", "dk", "dv"}:
+        assert (a[name] - b[name]).square().mean().sqrt() <= 2e-4 * a[name].abs().max(), name
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_short_table_that_hides_keys(learned):
+    """Query 0 sees nothing; with a gradient of the table and without."""
+    torch.manual_seed(0)
+    table = torch.randn(H, 37)
+    table[:, [0, 3, 5]] = -math.inf
+    table.requires_grad_(learned)
+    inputs = [torch.randn(B, H, 37, D, requires_grad=True) for _ in range(3)]
+    plan = Plan(Positions.arange(37), Toeplitz(table))
+    a, b = (attend(*inputs, plan) for attend in (reference, sdpa))
+    assert not b[:, :, 0].any()
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    found = [torch.autograd.grad(x.square().sum(), [*inputs, *[table] * learned]) for x in (a, b)]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 5), (5, 5), (3, 11)])
+def test_sums_along_diagonals(rows, cols):
+    x = torch.randn(2, rows, cols)
+    r, j = torch.arange(rows)[:, None], torch.arange(cols)
+    x[:, r + j >= cols] = 0.0
+    expected = torch.stack([x[:, r + j == y].sum(-1) for y in range(cols)], dim=-1)
+    torch.testing.assert_close(diagonal_sums(x), expected)
+    if cols > 4:
+        view = along_diagonals(x, 2, 4)
+        assert all(view[0, a, b] == x[0, a, 2 + b - a] for a in range(rows) for b in range(2) if 2 + b >= a)
+
+
+@pytest.mark.parametrize(
+    ("spec", "start", "kind"), [("fire:init_L=20", 1920, "some"), ("fire:init_L=900", 256, "none")]
+)
+def test_bands_of_a_block(spec, start, kind):
+    """Beyond L a few distances of a block are in two pieces, below it none; the block is the network's all the same."""
+    n, stop = 2048, start + 128
+    fire, pos = trained(spec, 0, 2.0), Positions.arange(n)
+    form = fire.form(pos)
+    pieces = form.pieces(1.0)
+    bias = CurveBias(
+        n, torch.zeros(1, 4, n, 8), pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
+    )
+    found = bias.block(start, stop, slice(1, 3)).flip(1)
+    expected = block(form, pos, slice(start, stop), slice(stop))[0, 1:3]
+    seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
+    torch.testing.assert_close(found[:, seen], expected[:, seen], rtol=1e-5, atol=1e-5)
+    assert (found[:, ~seen] == -math.inf).all()
+    wide = sum(last - first for first, last in bias.bands)
+    assert (len(bias.bands) > 1 and 0 < wide < stop / 2) if kind == "some" else not bias.bands
+
+
+def test_runs_that_are_close_are_one():
+    mixed = torch.zeros(80, dtype=torch.bool)
+    mixed[[3, 4, 10, 60]] = True
+    assert curve._runs(mixed) == [(3, 11), (60, 61)]
+    assert curve._runs(mixed[:3]) == []
+
+
+def test_the_last_row_of_a_curve():
+    """By pieces as by the network, for rows of a batch with their own positions; not where x is beyond the pieces."""
+    fire = trained("fire:init_L=30", 0, 2.0)
+    at = torch.arange(77.0)[None] + torch.tensor([[0.0], [9.0]])
+    pos = Positions(at[:, -1:], at)
+    form = fire.form(pos)
+    pieces = form.pieces(1.0)
+    row = last_row(form, pieces, 1.0)
+    assert isinstance(row, Dense) and row.bias.shape == (2, 4, 1, 77)
+    torch.testing.assert_close(row.bias, block(form, pos), rtol=1e-5, atol=1e-5)
+    assert last_row(form, pieces, 0.5) is form
+
+
+@pytest.mark.parametrize("spec", ["xpos", "xpos:scale_base=16"])
+def test_pairs_as_complex_numbers(spec):
+    """float32 numbers in any layout, against float64 ones, which are turned pair by pair; gradients too."""
+    encoding, pos = build(spec, H, H * D), Positions.arange(21)
+    x = torch.randn(B, H, 21, D + 1)
+    for laid in (
+        x[..., :D].contiguous(),
+        x[..., :D],
+        x[..., 1:],
+        x[..., :D].transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        for key in (False, True):
+            found = []
+            for dtype in (torch.float32, torch.float64):
+                own = laid.detach().to(dtype) if dtype != torch.float32 else laid.detach()
+                own.requires_grad_()
+                out = encoding.rotate(own, pos.k, pos, key=key)
+                found.append((out, torch.autograd.grad(out.square().sum(), own)[0]))
+            for a, b in zip(*found, strict=True):
+                assert a.dtype == torch.float32
+                torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
