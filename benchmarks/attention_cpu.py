@@ -7,7 +7,7 @@ Every line takes turns with attention without a bias on the same queries, keys a
 after one that does not count, and in brackets the ratio of the shortest times, which a busy machine changes less.
 A turn is as many calls as take a few hundredths of a second. Parts:
 
-- short: a fixed bias at 64 and 128 tokens.
+- short: a fixed bias at 64 and 128 tokens, in six layers that share it.
 - learned: tables with their gradient, forward and backward.
 - fire: two layers of 32, forward and forward with backward.
 - decode: one step of decode.py's attention part at 4,096 cached keys, six layers, each with an encoding of its own
@@ -46,25 +46,28 @@ PARTS = {"short": SHORT, "learned": LEARNED, "fire": FIRE, "decode": ["alibi", "
 Way = Callable[[], object]
 
 
-def ways(case: Case) -> tuple[Way, Way]:
-    """Attention without a bias, and with the encoding's."""
+def ways(case: Case, layers: int = 1) -> tuple[Way, Way]:
+    """Attention without a bias, and with the encoding's, in so many layers that share it."""
     spec, batch, heads, n, backward = case
     q, k, v = (torch.randn(batch, heads, n, WIDTH, requires_grad=backward) for _ in range(3))
     grad, positions = torch.randn_like(q), Positions.arange(n)
     encoding = build(spec, heads, heads * WIDTH, length=n)
     learned = [p for p in encoding.parameters() if p.requires_grad]
 
-    def run(attend: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    def run(attend: Callable[[], list[torch.Tensor]], inputs: list[torch.Tensor]) -> None:
         with torch.set_grad_enabled(backward):
-            out = attend()
+            outs = attend()
             if backward:
-                torch.autograd.grad(out, inputs, grad, allow_unused=True)
+                torch.autograd.grad(outs, inputs, [grad] * layers, allow_unused=True)
 
-    none = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    return (
-        partial(run, none, [q, k, v]),
-        partial(run, lambda: sdpa(q, k, v, Plan(positions, encoding.form(positions))), [q, k, v, *learned]),
-    )
+    def plain() -> list[torch.Tensor]:
+        return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(layers)]
+
+    def biased() -> list[torch.Tensor]:
+        plan = Plan(positions, encoding.form(positions))
+        return [sdpa(q, k, v, plan) for _ in range(layers)]
+
+    return partial(run, plain, [q, k, v]), partial(run, biased, [q, k, v, *learned])
 
 
 def decoding(spec: str) -> tuple[Way, Way]:
@@ -111,7 +114,7 @@ def main() -> None:
             else:
                 spec, batch, heads, n, backward = case
                 label = f"{spec}, {batch} × {heads} × {n}, forward{' + backward' * backward}"
-                print(line(label, ways(case), args.repeats), flush=True)
+                print(line(label, ways(case, LAYERS if part == "short" else 1), args.repeats), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core import Curve, Dense, Form, Positions, Toeplitz, block
 
@@ -60,6 +61,16 @@ class Plan:
         bias = pos.k.new_zeros(1, 1, 1, m) if form is None else bias
         return bias.masked_fill(hidden, float("-inf"))
 
+    @cached_property
+    def matrix(self) -> Tensor:
+        """(1, H, n, n): a bias of the distance alone, -inf in the future, without its gradient; for short texts.
+
+        Made once for all layers that share the plan.
+        """
+        assert isinstance(self.form, Toeplitz)
+        n = self.positions.q.shape[1]
+        return matrix(by_distance(self.form, n).detach())[None]
+
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
         """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""
         query = torch.arange(m - n, m, device=device)[:, None]
@@ -77,6 +88,13 @@ class Plan:
         padding = None if self.padding is None else self.padding[:, :seen]
         pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen])
         return replace(self, positions=pos, form=form, padding=padding)
+
+
+def matrix(table: Tensor) -> Tensor:
+    """(H, n) of the distances 0 … n-1 -> (H, n, n), -inf in the future."""
+    heads, n = table.shape
+    vector = F.pad(table.flip(1), (0, n), value=float("-inf"))
+    return vector.as_strided((heads, n, n), (2 * n, 1, 1)).flip(1)
 
 
 def by_distance(form: Toeplitz, n: int) -> Tensor:

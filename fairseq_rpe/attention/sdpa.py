@@ -19,7 +19,7 @@ from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
-from .short import SHORT, matrix
+from .short import SHORT
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -54,8 +54,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     if dropout == 0 and n <= SHORT and q.device.type == "cpu" and made[0] is ToeplitzBias:
         table = made[1]
         if not (torch.is_grad_enabled() and table.requires_grad):
-            mask = matrix(table, torch.promote_types(q.dtype, torch.float32))
-            return flash(q, k, v, 0.0, False, attn_mask=mask[None])[0]
+            mask = plan.matrix.to(torch.promote_types(q.dtype, torch.float32))
+            return flash(q, k, v, 0.0, False, attn_mask=mask)[0]
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 SHORT = 128  # tokens
 ELEMENTS = 1 << 18  # scores that are worked on at a time: with their gradients they stay in two cores' own caches
@@ -19,13 +18,6 @@ LOG2E = math.log2(math.e)  # powers of two take a CPU a quarter of the time of p
 def merged(x: Tensor) -> Tensor:
     """(B, h, …) -> (B·h, …): a view wherever it is written to, since a group is one row of the batch or all heads."""
     return x.flatten(0, 1)
-
-
-def matrix(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """(H, n) of the distances 0 … n-1 -> (H, n, n) in this dtype, -inf in the future."""
-    heads, n = table.shape
-    vector = F.pad(table.detach().flip(1).to(dtype), (0, n), value=float("-inf"))
-    return vector.as_strided((heads, n, n), (2 * n, 1, 1)).flip(1)
 
 
 def backward(
