@@ -20,7 +20,7 @@ from ..curve import pieces_of
 from ..plan import Plan, by_distance, evenly_spaced
 from ..prune import BLOCK, left_out, level, norms, tail_bounds
 from .bias_gradient import bias_gradients
-from .tiles import CURVE, DISTANCE, NONE, POSITIONS, TABLE_MARGIN
+from .tiles import CURVE, DISTANCE, MOST_APART, NONE, POSITIONS, TABLE_MARGIN
 from .tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
 
 
@@ -51,7 +51,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     first = (torch.arange(blocks, dtype=torch.int32, device=q.device) - 1).clamp_min(0) * BLOCK
     first = first.expand(batch, heads, blocks).contiguous()
-    shared = arguments(q, k, v, None, table) | {"first": first, "out": out, "lse": lse}
+    shared = arguments(q, k, v, None, table) | {"first": first, "out": out, "low": None, "lse": lse}
     launch(FORWARD, n, "BLOCK_M", shared)
     offset, norm, radius = norms(q, k)
     low, tail = offset - lse * math.log(2), tail_bounds(table.float())
@@ -74,29 +74,35 @@ class TritonAttention(torch.autograd.Function):
         q, k, v = _arranged(q, k, v)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, padding, *tensors), out=out, lse=lse)
-        ctx.save_for_backward(q, k, v, padding, out, lse, *tensors)
+        # in half precision: delta = Σ dO·O of an output as rounded is off by more than what a peaked row sums to
+        low = torch.empty_like(q) if q.dtype != torch.float32 and any(ctx.needs_input_grad) else None
+        launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, padding, *tensors), out=out, low=low, lse=lse)
+        ctx.save_for_backward(q, k, v, padding, out, low, lse, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, padding, out, lse, *tensors = ctx.saved_tensors
+        q, k, v, padding, out, low, lse, *tensors = ctx.saved_tensors
         shared = arguments(q, k, v, padding, *tensors)
         shared |= {"grad": _laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         factor = q.shape[-1] ** -0.5
         # this one writes delta, which the others read
-        launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, dq=dq, factor=factor)
+        launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, low=low, dq=dq, factor=factor)
         launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
         return dq, dk, dv, None, *bias_gradients(shared, ctx.needs_input_grad[4:], tensors)
 
 
 def _arranged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same numbers with rows of D neighbours and the strides of memory like them, and v in the layout of k."""
+    """The same numbers with rows of D neighbours and the strides of memory like them, and v in the layout of k.
+
+    Rows further apart than addresses inside a tile reach come closer together, too.
+    """
     strides = [torch.empty_like(x, device="meta").stride() for x in (q, k)]
     q, k = (
-        x if x.stride(-1) == 1 and x.stride() == s else x.contiguous() for x, s in zip((q, k), strides, strict=True)
+        x if x.stride(-1) == 1 and x.stride() == s and s[2] <= MOST_APART else x.contiguous()
+        for x, s in zip((q, k), strides, strict=True)
     )
     return q, k, _laid_out(v, k)
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import LOG2E
+from . import tuning
 from .tiles import CURVE, DISTANCE, INTERPRETED, LENGTHS, POSITIONS, on_curve, queries_of, query_gradients, query_rows
 from .tuning import run
 
@@ -31,6 +32,7 @@ def diagonal_sums(
 
     One block distance t of a head of a sequence; sums (B, H, T, 2·SIZE): entry x is distance (t - 1)·SIZE + x."""
     t = tl.program_id(0)
+    gap = t * SIZE
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, SIZE)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
@@ -39,15 +41,18 @@ def diagonal_sums(
     table_row = table + head * columns
     terms = (table_row, at_k, padding + batch * m, columns, scale)
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
-    for first in range(tl.maximum(t * SIZE - (m - n), 0) // SIZE * SIZE, n, SIZE):
-        i, at, row = queries_of(first, at_q + batch * at_q_b, n, m, BIAS, SIZE)
-        j = first + (m - n) - t * SIZE + rows
-        block = query_rows(queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D)
-        ds, _ = query_gradients(block, at, row, j, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True)
+    for first in range(tl.maximum(gap - (m - n), 0) // SIZE * SIZE, n, SIZE):
+        at, row = queries_of(first, rows, at_q + batch * at_q_b, n, m, BIAS)
+        start = first + (m - n) - gap
+        block = query_rows(queries, grads, lse + per_row, delta + per_row, first, rows, q_n, n, WIDTH, BLOCK_D)
+        ds, _ = query_gradients(
+            block, gap, at, row, start, rows, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True
+        )
         if BIAS >= CURVE:
-            visible = (j[None, :] >= 0) & (j[None, :] <= at[:, None])
-            _, _, slope, _ = on_curve(
-                at[:, None], j[None, :], row[:, None], at_k, table_row, visible, BIAS - CURVE, True
+            i, j = at[:, None], (start + rows)[None, :]
+            visible = (j <= i) & (j >= 0)
+            _, _, _, _, slope = on_curve(
+                gap, i, j, row[:, None], at_k, m, table_row, columns, visible, BIAS - CURVE, True, True
             )  # fmt: skip
             ds *= slope * row[:, None]
         tile += ds
@@ -74,37 +79,42 @@ def walked_sums(
     """
     start = tl.program_id(0) * SIZE
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, SIZE)
+    rows = tl.arange(0, SIZE)
+    at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
     offset, per_head = batch * q_b + head * q_h, batch * tl.num_programs(1) + head
     per_row = per_head * n
-    block = query_rows(q + offset, grad + offset, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D)
+    block = query_rows(q + offset, grad + offset, lse + per_row, delta + per_row, start, rows, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
     terms = (table_row, at_k_row, padding + batch * m, columns, scale)
     mine = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):
-        j = first + tl.arange(0, SIZE)
-        ds, _ = query_gradients(block, at, row, j, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True)
-        visible = j[None, :] <= at[:, None]
+        gap = start + m - n - first
+        ds, _ = query_gradients(
+            block, gap, at, row, first, rows, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, True
+        )
+        i, j = at[:, None], (first + rows)[None, :]
+        visible = j <= i
         if BIAS == POSITIONS:
-            column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)[None, :]
+            column = row[:, None] - tl.load(at_k_row + j, mask=j < m, other=0)
             column = tl.minimum(tl.maximum(column, 0), columns - 1)
-            tl.atomic_add(sums + head * columns + column, ds, mask=(i < n)[:, None] & visible)
+            tl.atomic_add(sums + head * columns + column, ds, mask=(i < m) & visible)
         else:
-            piece, place, slope, _ = on_curve(
-                at[:, None], j[None, :], row[:, None], at_k_row, table_row, visible, BIAS - CURVE, True
+            far, x, nearest, last, slope = on_curve(
+                gap, i, j, row[:, None], at_k_row, m, table_row, columns, visible, BIAS - CURVE, True, True
             )  # fmt: skip
-            far = tl.load(at_k_row + (at[:, None] - j[None, :]), mask=visible, other=0.0)
             total += tl.sum(ds * slope * far, 1)
-            nearest = tl.min(tl.where(ds != 0, piece, columns))
-            for p in range(nearest, tl.max(tl.where(ds != 0, piece, 0)) + 4, 4):
-                here = tl.where(piece == p, ds, 0.0)
+            for p in range(nearest, last + 4, 4):
+                begin = tl.load(table_row + p - 4, mask=p > 0, other=float("-inf"))
+                # what is not a number is in every piece, and shows
+                here = tl.where((x < begin) | (x >= tl.load(table_row + p)), 0.0, ds)
                 # of one thread, one after the other: a load and a store would need a barrier
                 tl.atomic_add(mine + p // 2, tl.sum(here), sem="relaxed")
+                place = x - tl.load(table_row + p + 1)
                 tl.atomic_add(mine + p // 2 + 1, tl.sum(here * place), sem="relaxed")
     if BIAS >= CURVE:
-        tl.store(of_near + per_row + i, total, mask=i < n)
+        tl.store(of_near + per_row + start + rows, total, mask=start + rows < n)
 
 
 def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list[Tensor]) -> list[Tensor | None]:
@@ -116,7 +126,7 @@ def bias_gradients(shared: dict[str, Any], needed: Sequence[bool], tensors: list
     if not any(needed):
         return found
     q, bias = shared["q"], shared["BIAS"]
-    size, options = _squares(shared)
+    size, options = _squares(walked_sums, shared)
     blocks = triton.cdiv(shared["n"], size)
     if bias == DISTANCE.value:
         found[0] = _distance_sums(shared)
@@ -140,7 +150,7 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
     """(H, m) float32 sums along diagonals."""
     q, m = shared["q"], shared["m"]
     batch, heads, _, _ = q.shape
-    size, options = _squares(shared)
+    size, options = _squares(diagonal_sums, shared)
     blocks = triton.cdiv(m, size) + 1
     sums = q.new_empty(batch, heads, blocks, 2 * size, dtype=torch.float32)
     run(diagonal_sums, lambda meta: blocks, shared, sums=sums, **options)
@@ -152,8 +162,18 @@ def _distance_sums(shared: dict[str, Any]) -> Tensor:
     return whole.flatten(1)[:, size : size + m]
 
 
-def _squares(shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _squares(kernel: Any, shared: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The side of square tiles, and the options of a kernel that works on them."""
-    row = shared["BLOCK_D"] * shared["q"].element_size()
-    size = 16 if INTERPRETED else 64 if row <= 256 else 32
-    return size, {"SIZE": size, "num_warps": 4, "num_stages": 2 if row <= 128 else 1}
+    bytes_each = shared["q"].element_size()
+    size, warps, stages = squares(kernel.__name__, shared["BLOCK_D"] * bytes_each, bytes_each == 4)
+    size = tuning.INTERPRETER_SIZES["BLOCK_N"] if INTERPRETED else size
+    return size, {"SIZE": size, "num_warps": warps, "num_stages": stages}
+
+
+def squares(kernel: str, row: int, float32: bool) -> tuple[int, int, int]:
+    """Side, warps and stages for tiles with rows of so many bytes: what fits registers, as in ``tuning.SIZES``."""
+    if not float32 and row <= (256 if kernel == "walked_sums" else 128):
+        return 64, 8, 2
+    if row <= 256:
+        return 32, 4, 2
+    return (16, 4, 1) if float32 else (32, 8, 1)

@@ -16,19 +16,21 @@ PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward(
-    q, k, v, out, lse, table, at_q, at_k, padding, first,
+    q, k, v, out, low, lse, table, at_q, at_k, padding, first,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. ``lengths`` is read by the autotuner only, here and below.
 
+    low: None, or in out's layout what the rounding of ``out`` takes from it, for the backward pass.
     first: None, or int32 (B, H, n / BLOCK) first key that each ``prune.BLOCK`` of queries reads, a multiple of it.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, BLOCK_M)
-    q_block = load(q + batch * q_b + head * q_h, i, q_n, n, WIDTH, BLOCK_D)
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
+    q_block = load(q + batch * q_b + head * q_h, start, rows, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -43,11 +45,10 @@ def forward(
         unseen = float("-inf")  # there is no backward pass, and what is pruned next needs to know
     for diagonal in tl.static_range(2):
         for begin in range(below if diagonal else far, last if diagonal else below, BLOCK_N):
-            j = begin + tl.arange(0, BLOCK_N)
-            k_block = load(keys, j, k_n, m, WIDTH, BLOCK_D)
-            v_block = load(values, j, k_n, m, WIDTH, BLOCK_D)
-            product = dot(q_block, tl.trans(k_block))
-            s = logits(product, at[:, None], j[None, :], row[:, None], m, terms, BIAS, PADDED, diagonal)
+            k_block = load(keys, begin, cols, k_n, m, WIDTH, BLOCK_D, not diagonal)
+            v_block = load(values, begin, cols, k_n, m, WIDTH, BLOCK_D, not diagonal)
+            product, gap, j = dot(q_block, tl.trans(k_block)), start + m - n - begin, begin + cols
+            s = logits(product, gap, at[:, None], j[None, :], row[:, None], m, terms, BIAS, PADDED, diagonal)
             higher = tl.maximum(top, tl.max(s, 1))
             # a row that has seen nothing yet has top -inf, and -inf - -inf is NaN
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -58,14 +59,18 @@ def forward(
             top = higher
     empty = top == float("-inf")  # a row that sees nothing: 0, and weights of 0 in the backward pass
     total = tl.where(empty, 1.0, total)
-    store(out + batch * q_b + head * q_h, i, q_n, n, acc / total[:, None], WIDTH, BLOCK_D)
-    lse_row = lse + (batch * tl.num_programs(1) + head) * n
-    tl.store(lse_row + i, tl.where(empty, unseen, top) + tl.log2(total), mask=i < n)
+    mean, offset = acc / total[:, None], batch * q_b + head * q_h
+    store(out + offset, start, rows, q_n, n, mean, WIDTH, BLOCK_D)
+    if low is not None:
+        rest = mean - rounded(mean, out.dtype.element_ty).to(tl.float32)
+        store(low + offset, start, rows, q_n, n, rest, WIDTH, BLOCK_D)
+    lse_row = lse + (batch * tl.num_programs(1) + head) * n + start
+    tl.store(lse_row + rows, tl.where(empty, unseen, top) + tl.log2(total), mask=start + rows < n)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def query_gradient(
-    q, k, v, out, grad, lse, delta, dq, table, at_q, at_k, padding,
+    q, k, v, out, low, grad, lse, delta, dq, table, at_q, at_k, padding,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -77,12 +82,16 @@ def query_gradient(
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i, at, row = queries_of(start, at_q + batch * at_q_b, n, m, BIAS, BLOCK_M)
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    i = start + rows
+    at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
     offset = batch * q_b + head * q_h
-    q_block = load(q + offset, i, q_n, n, WIDTH, BLOCK_D)
-    grad_block = load(grad + offset, i, q_n, n, WIDTH, BLOCK_D)
-    out_block = load(out + offset, i, q_n, n, WIDTH, BLOCK_D)
-    delta_block = tl.sum(grad_block.to(tl.float32) * out_block.to(tl.float32), 1)
+    q_block = load(q + offset, start, rows, q_n, n, WIDTH, BLOCK_D)
+    grad_block = load(grad + offset, start, rows, q_n, n, WIDTH, BLOCK_D)
+    mean = load(out + offset, start, rows, q_n, n, WIDTH, BLOCK_D).to(tl.float32)
+    if low is not None:
+        mean += load(low + offset, start, rows, q_n, n, WIDTH, BLOCK_D).to(tl.float32)
+    delta_block = tl.sum(grad_block.to(tl.float32) * mean, 1)
     per_row = (batch * tl.num_programs(1) + head) * n
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
     block = (q_block, grad_block, lse_block, delta_block)
@@ -94,14 +103,14 @@ def query_gradient(
     excess = tl.zeros([BLOCK_M], dtype=tl.float32)
     for diagonal in tl.static_range(2):
         for begin in range(below if diagonal else 0, last if diagonal else below, BLOCK_N):
-            j = begin + tl.arange(0, BLOCK_N)
+            gap = start + m - n - begin
             ds, k_block = query_gradients(
-                block, at, row, j, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, diagonal
+                block, gap, at, row, begin, cols, keys, values, k_n, m, terms, WIDTH, BLOCK_D, BIAS, PADDED, diagonal
             )
             total += dot(rounded(ds, k_block.dtype), k_block)
             excess += tl.sum(ds, 1)
     tl.store(delta + per_row + i, delta_block + excess, mask=i < n)
-    store(dq + offset, i, q_n, n, total * factor, WIDTH, BLOCK_D)
+    store(dq + offset, start, rows, q_n, n, total * factor, WIDTH, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -114,10 +123,10 @@ def key_gradient(
     """dK and dV of one block of keys, which walks down the queries that see it. factor is 1/sqrt(D)."""
     start = tl.program_id(0) * BLOCK_N
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    j = start + tl.arange(0, BLOCK_N)
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     offset = batch * k_b + head * k_h
-    k_block = load(k + offset, j, k_n, m, WIDTH, BLOCK_D)
-    v_block = load(v + offset, j, k_n, m, WIDTH, BLOCK_D)
+    k_block = load(k + offset, start, cols, k_n, m, WIDTH, BLOCK_D)
+    v_block = load(v + offset, start, cols, k_n, m, WIDTH, BLOCK_D)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     per_row = (batch * tl.num_programs(1) + head) * n
     terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
@@ -129,16 +138,16 @@ def key_gradient(
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     for diagonal in tl.static_range(1, -1, -1):
         for begin in range(first if diagonal else below, tl.minimum(below, n) if diagonal else n, BLOCK_M):
-            i, at, row = queries_of(begin, at_q_row, n, m, BIAS, BLOCK_M)
+            at, row = queries_of(begin, rows, at_q_row, n, m, BIAS)
             q_block, grad_block, lse_block, delta_block = query_rows(
-                queries, grads, lse + per_row, delta + per_row, i, q_n, n, WIDTH, BLOCK_D
+                queries, grads, lse + per_row, delta + per_row, begin, rows, q_n, n, WIDTH, BLOCK_D
             )
             # tiles are transposed, keys by queries: so K and V, the left factors, are spread over the warps, not copied
-            product = dot(k_block, tl.trans(q_block))
-            s = logits(product, at[None, :], j[:, None], row[None, :], m, terms, BIAS, PADDED, diagonal)
+            product, gap, j = dot(k_block, tl.trans(q_block)), begin + m - n - start, start + cols
+            s = logits(product, gap, at[None, :], j[:, None], row[None, :], m, terms, BIAS, PADDED, diagonal)
             p = tl.exp2(s - lse_block[None, :])
             ds = p * (dot(v_block, tl.trans(grad_block)) - delta_block[None, :])
             dv_block += dot(rounded(p, grad_block.dtype), grad_block)
             dk_block += dot(rounded(ds, q_block.dtype), q_block)
-    store(dk + offset, j, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
-    store(dv + offset, j, k_n, m, dv_block, WIDTH, BLOCK_D)
+    store(dk + offset, start, cols, k_n, m, dk_block * factor, WIDTH, BLOCK_D)
+    store(dv + offset, start, cols, k_n, m, dv_block, WIDTH, BLOCK_D)

@@ -1,7 +1,8 @@
 """What Triton kernels of attention share: tiles of q, k and v, of logits with their bias, and of gradients.
 
-Logits are in base 2 (``exp2`` is the hardware's exponential), so biases arrive multiplied by log2(e). Rows are
-addressed in int64: 65,536 rows of a large batch do not fit into 32 bits. Products are accumulated in float32.
+Logits are in base 2 (``exp2`` is the hardware's exponential), so biases arrive multiplied by log2(e). Tiles begin at
+addresses of 64 bits, since 65,536 rows of a large batch do not fit into 32; what varies in a tile has 32 bits, which
+takes fewer registers. Products are accumulated in float32.
 
 BIAS says what ``table``, ``at_q`` and ``at_k`` hold, of a head and a sequence:
 
@@ -20,7 +21,9 @@ import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE_MARGIN = 256  # at least twice the largest block
+MOST_APART = 2**23  # numbers from a row to the next one: a tile of 128 rows then has addresses within 32 bits
 LENGTHS = ("n", "m", "columns", "lengths")  # one compilation serves all of them, odd or even
+FEW_STEPS = tl.constexpr(5)  # of a search among so few pieces that a tile goes through those that it meets
 NONE, DISTANCE, POSITIONS, CURVE = (tl.constexpr(x) for x in range(4))
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
@@ -43,62 +46,108 @@ def dot(a, b):
 
 
 @triton.jit
-def load(base, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, BLOCK_D): rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing to a product."""
+def load(base, start, rows, stride, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, INSIDE: tl.constexpr = False):
+    """(rows, BLOCK_D): rows start + rows of a (count, WIDTH) matrix; zeros outside, so that padding adds nothing.
+
+    INSIDE: every row is known to be one of the matrix.
+    """
     d = tl.arange(0, BLOCK_D)
-    mask = ((rows >= 0) & (rows < count))[:, None] & (d < WIDTH)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
+    place = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+    if INSIDE and WIDTH == BLOCK_D:
+        found = tl.load(place)
+    elif INSIDE:
+        found = tl.load(place, mask=(d < WIDTH)[None, :], other=0.0)
+    else:
+        i = start + rows
+        found = tl.load(place, mask=((i >= 0) & (i < count))[:, None] & (d < WIDTH)[None, :], other=0.0)
+    return found
 
 
 @triton.jit
-def store(base, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+def store(base, start, rows, stride, count, values, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
-    mask = (rows < count)[:, None] & (d < WIDTH)[None, :]
-    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], rounded(values, base.dtype.element_ty), mask=mask)
+    place = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+    mask = (start + rows < count)[:, None] & (d < WIDTH)[None, :]
+    tl.store(place, rounded(values, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def queries_of(first, at_q, n, m, BIAS: tl.constexpr, SIZE: tl.constexpr):
-    """Of SIZE queries from ``first`` on: their index, the absolute one, and what their biases are read by."""
-    i = first + tl.arange(0, SIZE)
-    at = i + (m - n)
+def queries_of(start, rows, at_q, n, m, BIAS: tl.constexpr):
+    """Of queries start + rows: the absolute index, and what their biases are read by, the last one's beyond it."""
+    at = start + (m - n) + rows
     row = at
     if BIAS >= POSITIONS:
-        row = tl.load(at_q + i, mask=i < n, other=0)
-    return i, at, row
+        row = tl.load(at_q + tl.minimum(start + rows, n - 1))
+    return at, row
 
 
 @triton.jit
-def on_curve(at, j, near, far, table, visible, STEPS: tl.constexpr, DIAGONAL: tl.constexpr):
-    """Where pairs are on a curve, tiles: piece (times 4), x - middle, slope, and the bias itself."""
+def on_curve(
+    gap, at, j, near, far, m, table, columns, visible,
+    STEPS: tl.constexpr, DIAGONAL: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: far, x, the first and the last piece that its pairs meet, times 4, and their bias or its slope.
+
+    Since far never falls, the least and the largest distance decide which pieces these are. Of few they are gone
+    through, which takes no look-up and no address for each pair; many are searched pair by pair.
+    gap, at, j: as in :func:`logits`.
+    """
+    # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
     entry = (far + at.to(tl.int64)) - j.to(tl.int64)
     if DIAGONAL:
-        x = tl.load(entry, mask=visible, other=0.0) * near
+        there = tl.load(entry, mask=visible, other=0.0)
     else:
-        x = tl.load(entry) * near
-    piece = tl.zeros_like(x).to(tl.int32)
-    for step in tl.static_range(STEPS - 1, -1, -1):  # a binary search for the first end beyond x
+        there = tl.load(entry)
+    x = there * near
+    least = tl.load(far + tl.minimum(tl.maximum(gap - j.shape[0] * j.shape[1] + 1, 0), m - 1)) * tl.min(near)
+    most = tl.load(far + tl.minimum(tl.maximum(gap + at.shape[0] * at.shape[1] - 1, 0), m - 1)) * tl.max(near)
+    first, last = 0, 0
+    for step in tl.static_range(STEPS - 1, -1, -1):  # binary searches for the first end beyond each
         half = 4 << step
-        piece += tl.where(tl.load(table + piece + (half - 4)) <= x, half, 0)
-    place = x - tl.load(table + piece + 1)
-    slope = tl.load(table + piece + 3)
-    return piece, place, slope, tl.load(table + piece + 2) + slope * place
+        first += tl.where(tl.load(table + first + (half - 4)) <= least, half, 0)
+        last += tl.where(tl.load(table + last + (half - 4)) <= most, half, 0)
+    found = tl.load(table + first + 3)
+    if SLOPE:
+        found = tl.where(x == x, found, x)  # what is not a number is in no piece, and shows
+    else:
+        found = tl.load(table + first + 2) + found * (x - tl.load(table + first + 1))
+    if last > first:  # a loop outside of a branch would keep the loop around it from being pipelined
+        if STEPS <= FEW_STEPS:
+            for p in range(first + 4, last + 4, 4):
+                line = tl.load(table + p + 3)
+                if not SLOPE:
+                    line = tl.load(table + p + 2) + line * (x - tl.load(table + p + 1))
+                found = tl.where(x >= tl.load(table + p - 4), line, found)
+        else:
+            piece, half = tl.zeros_like(x).to(tl.int32), columns
+            for _ in range(0, STEPS):
+                half = half // 2
+                piece += tl.where(tl.load(table + piece + (half - 4)) <= x, half, 0)
+            found = tl.load(table + piece + 3)
+            if not SLOPE:
+                found = tl.load(table + piece + 2) + found * (x - tl.load(table + piece + 1))
+    return there, x, first, last, found
 
 
 @triton.jit
-def logits(product, at, j, at_q, m, terms, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr):
+def logits(
+    product, gap, at, j, at_q, m, terms,
+    BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
     """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
 
-    terms: table, at_k and padding of the head and the sequence, columns, scale. Without DIAGONAL every j is known to be
-    a key that every query of the block sees.
+    gap: the first at less the first j. terms: table, at_k and padding of the head and the sequence, columns, scale.
+    Without DIAGONAL every j is known to be a key that every query of the block sees.
     """
     table, at_k, padding, columns, scale = terms
     s = product * scale
-    visible = (j <= at) & (j >= 0)
+    visible = None
+    if DIAGONAL or PADDED:
+        # apart, at and j take a register each; a difference would take one for every pair, kept from tile to tile
+        visible = (j <= at) & (j >= 0)
+    # always true: loads inside a branch are not staged through shared memory, where these would take most of it
     if BIAS == DISTANCE:
-        # 64-bit sums of a row and a column let the compiler address neighbours by constants, from one register
         entry = (table + at.to(tl.int64)) - j.to(tl.int64)
-        # always true: loads inside a branch are not staged through shared memory, where these would take most of it
         if columns > 0:
             if DIAGONAL:
                 s += tl.load(entry, mask=visible, other=0.0)
@@ -109,7 +158,9 @@ def logits(product, at, j, at_q, m, terms, BIAS: tl.constexpr, PADDED: tl.conste
         s += tl.load(table + tl.minimum(tl.maximum(column, 0), columns - 1))
     if BIAS >= CURVE:
         if columns > 0:
-            _, _, _, bias = on_curve(at, j, at_q, at_k, table, visible, BIAS - CURVE, DIAGONAL)
+            _, _, _, _, bias = on_curve(
+                gap, at, j, at_q, at_k, m, table, columns, visible, BIAS - CURVE, DIAGONAL, False
+            )  # fmt: skip
             s += bias
     if PADDED:
         visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)
@@ -119,25 +170,27 @@ def logits(product, at, j, at_q, m, terms, BIAS: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
-def query_rows(q, grad, lse, delta, i, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of queries i: tiles of q and dO, and their log-sum-exp and delta, which make weights of 0 beyond the last."""
-    q_block = load(q, i, q_n, n, WIDTH, BLOCK_D)
-    grad_block = load(grad, i, q_n, n, WIDTH, BLOCK_D)
+def query_rows(q, grad, lse, delta, start, rows, q_n, n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of queries start + rows: tiles of q and dO, log-sum-exp and delta, which make weights of 0 beyond the last."""
+    i = start + rows
+    q_block = load(q, start, rows, q_n, n, WIDTH, BLOCK_D)
+    grad_block = load(grad, start, rows, q_n, n, WIDTH, BLOCK_D)
     lse_block = tl.load(lse + i, mask=i < n, other=float("inf"))
     return q_block, grad_block, lse_block, tl.load(delta + i, mask=i < n, other=0.0)
 
 
 @triton.jit
 def query_gradients(
-    queries, at, at_q, j, keys, values, k_n, m, terms,
+    queries, gap, at, at_q, start, cols, keys, values, k_n, m, terms,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile of queries by keys j, in nats, and the tile of k. queries: of :func:`query_rows`.
+    """dS of a tile of queries by keys start + cols, in nats, and the tile of k. queries: of :func:`query_rows`.
 
     dS = P (dP - delta) with the weights P and dP = dO·Vᵀ.
     """
     q, grad, lse, delta = queries
-    k = load(keys, j, k_n, m, WIDTH, BLOCK_D)
-    v = load(values, j, k_n, m, WIDTH, BLOCK_D)
-    s = logits(dot(q, tl.trans(k)), at[:, None], j[None, :], at_q[:, None], m, terms, BIAS, PADDED, DIAGONAL)
+    k = load(keys, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
+    v = load(values, start, cols, k_n, m, WIDTH, BLOCK_D, not DIAGONAL)
+    product, j = dot(q, tl.trans(k)), start + cols
+    s = logits(product, gap, at[:, None], j[None, :], at_q[:, None], m, terms, BIAS, PADDED, DIAGONAL)
     return tl.exp2(s - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None]), k

@@ -1,56 +1,86 @@
 """Launching Triton kernels with block sizes that were measured, from a short list, on the machine at hand."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 import triton
 
 from .kernels import forward, key_gradient, query_gradient
-from .tiles import INTERPRETED
+from .tiles import INTERPRETED, NONE
 
-# (block of queries, block of keys, warps, stages of the pipeline); the backward kernel of keys takes them transposed,
-# without the first, for which it has too few registers
-SIZES = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2)]
-FEW_QUERIES = [(16, 64, 4, 2), (16, 16, 4, 1)]
+Size = tuple[int, int, int, int]  # block of queries, block of keys, warps, stages of the pipeline
+FEW_QUERIES: list[Size] = [(16, 64, 4, 2), (16, 16, 4, 1)]
+# By the largest row of a tile in bytes: what fits registers at each kind of bias (benchmarks/kernel_registers.py), and
+# the last one 99 KiB of shared memory
+SIZES: dict[str, dict[int, list[Size]]] = {
+    "forward": {
+        128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)],
+        256: [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)],
+    },
+    "query_gradient": {128: [(128, 32, 8, 3), (64, 32, 4, 3)], 256: [(64, 64, 8, 2), (64, 32, 4, 3)]},
+    "key_gradient": {
+        128: [(32, 64, 4, 3), (32, 32, 4, 2)],
+        256: [(64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2)],
+    },
+}
+# in rows of 128 bytes what fits too without a bias, or on devices 9.x, whose products read from shared memory
+LARGER: dict[str, list[Size]] = {
+    "forward": [(128, 128, 8, 3)],
+    "query_gradient": [(128, 64, 8, 3), (64, 64, 4, 3)],
+    "key_gradient": [(64, 128, 8, 3), (64, 64, 4, 3)],
+}
+WIDE: list[Size] = [(32, 32, 8, 2), (32, 16, 8, 1)]  # longer rows
+FLOAT32: dict[int, list[Size]] = {  # whose products take three times the registers; 1024: no size fits them
+    256: [(32, 32, 4, 2), (32, 32, 8, 2)],
+    512: [(32, 16, 8, 1), (16, 16, 8, 1)],
+    1024: [(16, 16, 8, 1)],
+}
 INTERPRETER_SIZES = {"BLOCK_M": 32, "BLOCK_N": 16}  # small: so that short sequences have several blocks
-ROW_BYTES = range(2**13, 2**15 + 1)  # of the longer side of a block: as much as chips hold beside the rest
 
 
-def _suitable(configs: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
-    """The one to five candidates that are worth measuring; in deterministic mode the smallest, unmeasured.
-
-    Sums depend on the sizes of blocks in their last digits, so a choice by the clock would not be repeatable.
-    """
-    given = {**named, **more}
-    if given["lengths"] == 0:
-        suitable = [c for c in configs if c.kwargs["BLOCK_M"] == 16]
-    else:
-        row = given["BLOCK_D"] * given["q"].element_size()
-        sides = [(c, min(c.kwargs.values()), max(c.kwargs.values())) for c in configs]
-        suitable = [c for c, short, long in sides if long * row in ROW_BYTES and long <= 2 * short]
-    return suitable[-1:] if torch.are_deterministic_algorithms_enabled() else suitable
+def sizes(kernel: str, row: int, float32: bool, larger: bool) -> list[Size]:
+    """Candidates for tiles with rows of so many bytes."""
+    if float32:
+        return FLOAT32[max(row, 256)]
+    if row > 256:
+        return WIDE
+    return (LARGER[kernel] if larger and row <= 128 else []) + SIZES[kernel][max(row, 128)]
 
 
-def _tuned(kernel: Any, sizes: list[tuple[int, int, int, int]]) -> Any:
+def _tuned(kernel: Any) -> Any:
     """The kernel with its block sizes measured once per process, head width, dtype, bias and class of lengths."""
     if INTERPRETED:
         return kernel
-    configs = [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in sizes]
+    name = kernel.__name__
+    listed = dict.fromkeys(chain(*SIZES[name].values(), *FLOAT32.values(), LARGER[name], WIDE, FEW_QUERIES))
+    configs = {x: triton.Config({"BLOCK_M": x[0], "BLOCK_N": x[1]}, num_warps=x[2], num_stages=x[3]) for x in listed}
+
+    def suitable(_: list[triton.Config], named: dict[str, Any], **more: Any) -> list[triton.Config]:
+        """The candidates that are worth measuring; in deterministic mode the last, unmeasured.
+
+        Sums depend on the sizes of blocks in their last digits, so a choice by the clock would not be repeatable.
+        """
+        given = {**named, **more}
+        q = given["q"]
+        larger = given["BIAS"] == NONE.value or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
+        found = sizes(name, given["BLOCK_D"] * q.element_size(), q.dtype == torch.float32, larger)
+        found = found if given["lengths"] else FEW_QUERIES
+        return [configs[x] for x in (found[-1:] if torch.are_deterministic_algorithms_enabled() else found)]
+
     keys = ["lengths", "WIDTH", "BIAS", "PADDED"]
-    return triton.autotune(configs, key=keys, prune_configs_by={"early_config_prune": _suitable})(kernel)
+    return triton.autotune([*configs.values()], key=keys, prune_configs_by={"early_config_prune": suitable})(kernel)
 
 
-FORWARD = _tuned(forward, SIZES + FEW_QUERIES)
-QUERY_GRADIENT = _tuned(query_gradient, SIZES + FEW_QUERIES)
-KEY_GRADIENT = _tuned(key_gradient, [(n, m, w, s) for m, n, w, s in SIZES[1:]] + FEW_QUERIES)
+FORWARD, QUERY_GRADIENT, KEY_GRADIENT = _tuned(forward), _tuned(query_gradient), _tuned(key_gradient)
 
 
 def launch(kernel: Any, rows: int, block: str, shared: dict[str, Any], **more: Any) -> None:
     """Run a kernel on a grid of (blocks of ``rows``, heads, batch); ``block`` names the size that cuts the rows."""
-    sizes = INTERPRETER_SIZES if INTERPRETED else {}
+    given = INTERPRETER_SIZES if INTERPRETED else {}
     lengths = 0 if shared["n"] <= 16 else 1 if shared["m"] <= 2048 else 2
-    run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **sizes, lengths=lengths)
+    run(kernel, lambda meta: triton.cdiv(rows, meta[block]), shared, **more, **given, lengths=lengths)
 
 
 def run(kernel: Any, blocks: Callable[[dict[str, Any]], int], shared: dict[str, Any], **more: Any) -> None:

@@ -1,0 +1,188 @@
+"""Registers and spilled bytes of the Triton kernels at the block sizes they are tried with, without a GPU.
+
+    python benchmarks/kernel_registers.py                     # a Markdown table; several minutes of compiling
+    python benchmarks/kernel_registers.py --arch 90 --width 64 --dtype fp32 --bias table
+    python benchmarks/kernel_registers.py --few               # what the tests compile: every kernel once
+
+Compiles for CUDA devices of compute capability 10·major + minor, as a launch on aligned memory does, and reads what the
+assembler says with the cuobjdump that comes with Triton. A register that does not fit spills into memory: a few bytes
+outside of a loop cost nothing, hundreds inside of it do. Shared memory above a device's limit (99 KiB on 8.6 and 8.9,
+163 on 8.0, 227 on 9.0) makes Triton drop a candidate there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # nothing to compile there
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what launches do, and a warning less
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from fairseq_rpe.attention.triton import bias_gradient, kernels, tiles, tuning
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+STEPS = 4  # of the search for a piece: 9 to 16 of them, which FIRE's ReLUs make
+BIASES = {
+    "none": tiles.NONE.value,
+    "table": tiles.DISTANCE.value,
+    "positions": tiles.POSITIONS.value,
+    "line": tiles.CURVE.value,
+    "curve": tiles.CURVE.value + STEPS,
+}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FLOATS = ("lse", "delta", "table", "sums", "of_near")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel at a size (block of queries, block of keys, warps, stages of the pipeline)."""
+
+    kernel: str
+    size: tuple[int, int, int, int]
+    bias: str = "none"
+    width: int = 64
+    dtype: str = "bf16"
+    padded: bool = False
+    pruned: bool = False
+
+    @property
+    def block_d(self) -> int:
+        return 1 << (self.width - 1).bit_length()
+
+    def __str__(self) -> str:
+        m, n, warps, stages = self.size
+        return f"{self.kernel} {self.bias} D={self.width} {self.dtype} {m}×{n}, {warps} warps, {stages} stages"
+
+
+def kind(name: str, case: Case) -> str:
+    """Triton's type of an argument."""
+    if name == "padding":
+        return "*u8"
+    if name in ("scale", "factor"):
+        return "fp32"
+    if name in tiles.LENGTHS or re.fullmatch(r".*_[bhn]", name):
+        return "i32"
+    if name == "first":
+        return "*i32"
+    if name in ("at_q", "at_k"):
+        return "*fp32" if BIASES[case.bias] >= tiles.CURVE.value else "*i32"
+    return "*fp32" if name in FLOATS else f"*{case.dtype}"
+
+
+def measure(case: Case, arch: int) -> tuple[int, int, int]:
+    """Registers of a thread, bytes of them that spill, bytes of shared memory."""
+    kernel = getattr(kernels, case.kernel, None) or getattr(bias_gradient, case.kernel)
+    m, n, warps, stages = case.size
+    constants: dict[str, Any] = {"BLOCK_M": m, "BLOCK_N": n, "SIZE": m, "WIDTH": case.width, "BLOCK_D": case.block_d}
+    constants |= {"BIAS": BIASES[case.bias], "PADDED": case.padded}
+    constants |= {} if case.pruned else {"first": None}
+    constants |= {"low": None} if case.dtype == "fp32" else {}
+    constants |= {} if constants["BIAS"] >= tiles.CURVE.value else {"of_near": None}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kind(name, case) for name in names}
+    chosen = {(names.index(name),): value for name, value in constants.items() if name in names}
+    aligned = [x for x in names if signature[x].startswith("*") or (signature[x] == "i32" and x not in tiles.LENGTHS)]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=chosen,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    made = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text}")
+    return int(found[1]), int(found[2]), made.metadata.shared
+
+
+def candidates(kernel: str, width: int, dtype: str, larger: bool = False) -> list[tuple[int, int, int, int]]:
+    """The sizes that a launch chooses from."""
+    row = (1 << (width - 1).bit_length()) * BYTES[dtype]
+    if kernel in tuning.SIZES:
+        return tuning.sizes(kernel, row, dtype == "fp32", larger)
+    size, warps, stages = bias_gradient.squares(kernel, row, dtype == "fp32")
+    return [(size, size, warps, stages)]
+
+
+def applies(kernel: str, bias: str) -> bool:
+    """Whether a kernel runs at a kind of bias."""
+    without = {"diagonal_sums": ("none", "positions"), "walked_sums": ("none", "table")}
+    return bias not in without.get(kernel, ())
+
+
+def few_cases() -> Iterator[Case]:
+    """Every kernel, every kind of bias, with and without padding, both precisions: the smallest candidate of each."""
+    for kernel, bias, width, dtype, padded, pruned in (
+        ("forward", "table", 128, "bf16", False, False),
+        ("query_gradient", "table", 128, "bf16", False, False),
+        ("key_gradient", "curve", 128, "bf16", True, False),
+        ("diagonal_sums", "curve", 64, "bf16", False, False),
+        ("walked_sums", "curve", 64, "bf16", True, False),
+        ("forward", "table", 40, "bf16", False, True),
+        ("forward", "line", 32, "fp32", True, False),
+        ("key_gradient", "none", 32, "fp32", False, False),
+        ("walked_sums", "line", 32, "fp32", False, False),
+        ("query_gradient", "positions", 32, "fp32", True, False),
+        ("walked_sums", "positions", 32, "fp32", True, False),
+    ):
+        yield Case(kernel, candidates(kernel, width, dtype)[-1], bias, width, dtype, padded, pruned)
+
+
+def table(widths: list[int], dtype: str, biases: list[str], archs: list[int]) -> None:
+    """Markdown: a row for each kernel and size, a column for each bias and device: registers (spilled bytes)."""
+    columns = [(bias, arch) for bias in biases for arch in archs]
+    head = ["D", "kernel", "queries×keys", "warps", "stages", "KiB", *(f"{x}, {arch / 10}" for x, arch in columns)]
+    print("|", " | ".join(head), "|")
+    print("|", " | ".join(["--:", ":--", *["--:"] * (len(head) - 2)]), "|")
+    for width, kernel in product(widths, (*tuning.SIZES, "diagonal_sums", "walked_sums")):
+        for size in candidates(kernel, width, dtype, larger=True):
+            cells, most = [], 0
+            for bias, arch in columns:
+                taken = candidates(kernel, width, dtype, larger=bias == "none" or arch // 10 == 9)
+                if size not in taken or not applies(kernel, bias):
+                    cells.append("")
+                    continue
+                registers, spilled, shared = measure(Case(kernel, size, bias, width, dtype), arch)
+                most = max(most, shared)
+                cells.append(f"{registers} ({spilled})" if spilled else f"{registers}")
+            m, n, warps, stages = map(str, size)
+            first = [str(width), f"`{kernel}`", f"{m}×{n}", warps, stages, str(-(-most // 1024))]
+            print("|", " | ".join([*first, *cells]), "|", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="10·major + minor (default: 80 90)")
+    parser.add_argument("--width", type=int, nargs="+", default=[64, 128], help="of a head (default: 64 128)")
+    parser.add_argument("--dtype", choices=list(BYTES), default="bf16")
+    parser.add_argument("--bias", choices=list(BIASES), nargs="+", default=["none", "table", "curve"])
+    parser.add_argument("--few", action="store_true", help="one line per case: registers, spilled and shared bytes")
+    args = parser.parse_args()
+    print(f"Triton {triton.__version__}, {args.dtype}: registers (spilled bytes), by compute capability", flush=True)
+    if args.few:
+        for case in few_cases():
+            print(case, *measure(case, args.arch[-1]), sep=": ", flush=True)
+        return
+    print()
+    table(args.width, args.dtype, args.bias, args.arch)
+
+
+if __name__ == "__main__":
+    main()
