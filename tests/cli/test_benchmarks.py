@@ -219,3 +219,21 @@ def test_decoding_is_timed_beside_what_it_is_compared_with(tmp_path, monkeypatch
         ("generate", "9+6", "fairseq, sinusoidal"),
     ]
     assert all(float(r["ms"]) > 0 for r in rows)
+
+
+def test_whole_models_are_multiples_of_the_first(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("model")
+    found = [
+        {"encoding": name, "kind": kind, "seconds": seconds, "MiB": mib}
+        for name, kind, seconds, mib in [
+            ("nope", "inference", [1.0, 3.0], 7.0),
+            ("nope", "training", [8.0], 20.0),
+            ("fire", "inference", [4.0], 5.0),
+            ("fire", "inference", [6.0], 9.0),
+            ("fire", "training", [4.0], 30.0),
+        ]
+    ]
+    nope, fire = module.rows(found, tokens=100)
+    assert (nope["inference_time"], nope["inference_tokens_per_s"], nope["training_time"]) == (1.0, 50, 1.0)
+    assert (fire["inference_time"], fire["inference_MiB"], fire["training_time"]) == (2.5, 9, 0.5)
