@@ -21,11 +21,10 @@ from pathlib import Path
 import torch
 
 from ..core import UserError
-from ..core.files import PACKAGE, file_digest, lock, read_json, write_json
+from ..core.files import CACHE, PACKAGE, file_digest, lock, read_json, write_json
 from ..core.records import read, write
 
 logger = logging.getLogger(__name__)
-VARIABLE = "FAIRSEQ_RPE_CACHE"
 WAITS, WAIT = 40, 0.05  # for the lock, which is held for milliseconds; seconds
 
 
@@ -48,7 +47,7 @@ class Remembered:
 
 def folder() -> Path | None:
     """Where choices are kept; None: nowhere."""
-    named = os.environ.get(VARIABLE, "")
+    named = os.environ.get(CACHE, "")
     if named:
         return None if named.lower() == "off" else Path(named).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME", "")

@@ -1,7 +1,7 @@
 """Attention through torch's scaled_dot_product_attention, in blocks of query rows.
 
-A Toeplitz bias never becomes an n×n matrix: ``blocks`` has it as views of one vector of length 2n. Blocks of a few
-hundred rows against only the keys they can see give causal skipping as well.
+Beyond ``SHORT`` tokens a Toeplitz bias never becomes an n×n matrix: ``blocks`` has it as views of one vector of length
+2n. Blocks of a few hundred rows against only the keys they can see give causal skipping as well.
 """
 
 from functools import partial

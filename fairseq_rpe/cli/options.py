@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError, shown
+from fairseq_rpe.core.files import CACHE
 from fairseq_rpe.core.sizes import SIZES
 from fairseq_rpe.evaluation import log_to
 
@@ -118,7 +119,7 @@ def add_no_cache(parser: argparse.ArgumentParser) -> None:
 def make_ready(args: argparse.Namespace) -> None:
     """Send fairseq's messages where --log says; heed --no-cache, in children too; see to --rpe-module."""
     if getattr(args, "no_cache", False):
-        os.environ["FAIRSEQ_RPE_CACHE"] = "off"
+        os.environ[CACHE] = "off"
     if hasattr(args, "log"):
         log_to(args.log)
     path = getattr(args, "rpe_module", None)
@@ -153,8 +154,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip-norm", type=least, metavar="X", help=about)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
     parser.add_argument("--attention-dropout", type=fraction, metavar="X", help="of attention's weights (default: 0)")
-    about = "inside the feed-forward part (default: 0)"
-    parser.add_argument("--activation-dropout", type=fraction, metavar="X", help=about)
+    parser.add_argument("--activation-dropout", type=fraction, metavar="X", help="in feed-forward parts (default: 0)")
     about = "of the feed-forward part (default: gelu for small and large, else relu)"
     parser.add_argument("--activation-fn", choices=("relu", "gelu", "gelu_accurate"), help=about)
     about = "one table for input and output embeddings (default: two)"

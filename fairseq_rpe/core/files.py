@@ -16,6 +16,7 @@ from fairseq_rpe.core.errors import UserError, os_line, shown, told
 
 # what fairseq's --user-dir wants
 PACKAGE = Path(__file__).resolve().parents[1]
+CACHE = "FAIRSEQ_RPE_CACHE"  # names the folder of what was found out on this machine, or says off
 # what helps where a file that was written here is damaged
 RESTORE, DELETE_LINE = "restore it or delete it", "delete that line or the file"
 

@@ -110,14 +110,14 @@ def lengths_along(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def decades(axes: Axes, along: str = "y", spread: float = 1000) -> None:
+def decades(axes: Axes, along: str = "y", narrow: bool = False) -> None:
     """A logarithmic axis, y or ``along`` x, with plain numbers at 1, 2 and 5 of each power of ten.
 
-    There are more of them where the largest value is less than 20 times (``spread``) the least.
+    ``narrow``: the axis spans little more than one of them, and has numbers in between too.
     """
     axes.set(**{f"{along}scale": "log"})
     axis = axes.yaxis if along == "y" else axes.xaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if spread >= 20 else (1, 1.5, 2, 3, 4, 5, 7)))
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_locator(NullLocator())
 

@@ -14,6 +14,7 @@ from .style import COLUMN, PAGE, TICK, Look, decades, legend_of_all, lengths_alo
 Band = Mapping[int, Sequence[float]]
 _FEW = 24  # points that still have room for an error bar each
 _WIDE = 4.0  # the largest perplexity over the least from which the axis is logarithmic
+_DECADE = 20.0  # and up to which it has more numbers
 _SQUASHED = 2.0  # the height of all curves over that of the lower ones from which these are shown by themselves
 
 
@@ -39,7 +40,7 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
     made[0].set_ylabel(f"perplexity per token{', ' * bool(text)}{text}")
     means = [value for points in curves.values() for value in _means(points).values()]
     if max(means) > _WIDE * min(means):
-        decades(made[0], spread=max(means) / min(means))
+        decades(made[0], narrow=max(means) < _DECADE * min(means))
         made[0].set_ylabel(f"{made[0].get_ylabel()}, logarithmic")
     titled(made[0], _seeds(curves.values()))
     if top is not None:

@@ -27,7 +27,7 @@ MACHINE = {"device": "Stand-in 3000", "torch": "1"}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
-    monkeypatch.setenv(remembered.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(remembered.CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -254,9 +254,9 @@ def test_a_choice_is_remembered_by_machine(caplog, cache, monkeypatch):
     newer = calibrator(raises, machine=lambda device: {**MACHINE, "torch": "2"})
     assert newer.choice(*call()) == "sdpa"
     assert len(list(cache.glob("*.json"))) == 2
-    monkeypatch.setenv(remembered.VARIABLE, "off")
+    monkeypatch.setenv(remembered.CACHE, "off")
     assert calibrator(raises).choice(*call()) == "sdpa"
-    monkeypatch.delenv(remembered.VARIABLE)
+    monkeypatch.delenv(remembered.CACHE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "xdg"))
     assert remembered.folder() == cache / "xdg/fairseq_rpe"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
