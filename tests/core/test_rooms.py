@@ -87,7 +87,7 @@ def test_files_are_read_in_one_sitting():
 
 def test_the_command_line_is_thin():
     cli = {name: HOUSE.lines(name) for name in HOUSE.files if HOUSE.room(name) == "cli"}
-    assert sum(cli.values()) <= 1600 and max(cli.values()) <= 200, cli
+    assert sum(cli.values()) <= 1700 and max(cli.values()) <= 200, cli
 
 
 def test_parsed_arguments_stay_in_the_command_line():
