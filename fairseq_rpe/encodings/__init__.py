@@ -7,7 +7,25 @@ import traceback
 from pathlib import Path
 
 from ..core import UserError, option
-from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos  # noqa: F401  (registers)
+from . import (  # noqa: F401  (registers)  # noqa: F401
+    absolute,
+    alibi,
+    cope,
+    dape,
+    deberta,
+    fire,
+    forgetting,
+    kerple,
+    music,
+    rope,
+    sandwich,
+    series,
+    shaw,
+    t5,
+    transformer_xl,
+    window,
+    xpos,
+)
 from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from .kerple import positive
 

@@ -1,8 +1,4 @@
-"""What an encoding is, and the families that authors fill with one method.
-
-An encoding enters the model through four doors, each the identity by default: ``embed`` (added at the input),
-``rotate`` (applied to queries and keys), ``form`` (additive bias) and ``remap`` (a function of the scores).
-"""
+"""What an encoding is, and the families that authors fill with one method. Its doors are in ``doors``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
-from .masks import Maskable
+from .doors import Doors
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Encoding(Maskable):
+class Encoding(Doors):
     """Base class of all encodings.
 
     Args:
@@ -34,7 +30,8 @@ class Encoding(Maskable):
     ``rotation_is_fixed``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
     other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
     ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
-    ``bounded``: why scores without additive bias are bounded, for encodings that have none.
+    ``bounded``: why scores without additive bias, or with one that depends on the tokens, are bounded.
+    ``depends``: what can be said of a bias that depends on the tokens and has no bound.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
     """
@@ -45,12 +42,12 @@ class Encoding(Maskable):
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     shares: ClassVar[tuple[str, ...]] = ("model", "layer")
-    remap: Callable[[Tensor, Positions], Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
     rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
+    depends: ClassVar[str] = ""
 
     def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
         super().__init__()
@@ -59,27 +56,6 @@ class Encoding(Maskable):
 
     def setup(self) -> None:
         """Create parameters here; ``config``, ``heads``, ``width`` and ``length`` are set."""
-
-    def embed(self, x: Tensor, pos: Positions) -> Tensor:
-        """x (B, n, C) at the input -> same shape."""
-        return x
-
-    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        """Queries, or with ``key`` keys, x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
-        return x
-
-    def form(self, pos: Positions) -> Form | None:
-        """The additive bias, or None where there is none."""
-        return None
-
-    @property
-    def embeds(self) -> bool:
-        """Whether it acts at the input of a model, by ``embed``."""
-        return type(self).embed is not Encoding.embed
-
-    @property
-    def rotates(self) -> bool:
-        return type(self).rotate is not Encoding.rotate
 
     @property
     def bias_of_distance(self) -> bool:
@@ -105,8 +81,10 @@ class Encoding(Maskable):
 
         It is what ``fairseq-rpe verdict`` decides Σ exp(bias) by. A plain string is the exact log-bias.
         """
-        if not self.bounded or type(self).form is not Encoding.form or self.remap is not None:
+        if not self.bounded or type(self).form is not Encoding.form:
             return None
+        if self.of_content:
+            return [LogWeight("0", self.bounded, at_least=True)] * self.heads
         return [LogWeight("0", f"no additive bias: {self.bounded}")] * self.heads
 
     def scalars(self) -> dict[str, Tensor]:
