@@ -139,7 +139,8 @@ def table(rows: list[dict[str, str]]) -> str:
     for encoding, way in dict.fromkeys((row["encoding"], row["way"]) for row in rows if row["way"] != "torch"):
         own = {(r["pass"], r["length"]): r for r in rows if (r["encoding"], r["way"]) == (encoding, way)}
         cells = [
-            Cell(f"{own[c]['memory_ratio']}, {own[c]['time_ratio'] or '–'}" if c in own else "left out") for c in columns
+            Cell(f"{own[c]['memory_ratio']}, {own[c]['time_ratio'] or '–'}" if c in own else "left out")
+            for c in columns
         ]
         lines.append(Row(f"`{encoding}`, {way}", cells))
     head = ["memory, time", *(f"{step} {int(n):,}" for step, n in columns)]

@@ -68,6 +68,7 @@ def plan_of(
         encoding.scores if encoding.scored else None,
         encoding.note if encoding.notes else None,
         reading,
+        () if encoding.remap is None else tuple(p for p in encoding.parameters() if p.requires_grad),
     )
 
 

@@ -29,6 +29,7 @@ class Plan:
         scores: function of (q, k, positions, notes) that gives the bias that depends on them, or None.
         note: what ``scores`` has to know of each token, of a layer's input, or None: see ``Encoding.note``.
         reading: what queries read beside the values, or None.
+        learned: parameters that ``remap`` uses.
     """
 
     positions: Positions
@@ -43,6 +44,7 @@ class Plan:
     scores: Callable[..., Form | None] | None = None
     note: Callable[[Tensor], Tensor | None] | None = None
     reading: Reading | None = None
+    learned: tuple[Tensor, ...] = ()
 
     @property
     def of_content(self) -> bool:

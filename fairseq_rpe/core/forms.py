@@ -5,7 +5,7 @@ added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but withou
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -252,6 +252,30 @@ def part(form: Form | None, rows: slice, keys: int) -> Form | None:
     if isinstance(form, ByKey):
         return replace(form, key=form.key[:, :, :keys])
     return form
+
+
+def leaves(form: Form | None) -> list[tuple[Tensor, str]] | None:
+    """The tensors of a form, each with what its third dimension counts: rows, keys or ""; None of a function."""
+    if isinstance(form, Sum):
+        found = [leaves(one) for one in form.forms]
+        return None if None in found else [x for one in found for x in one or ()]
+    if isinstance(form, Pair):
+        return None
+    if isinstance(form, ByQuery):
+        return [(form.query, "rows"), (form.vectors, "")]
+    if isinstance(form, ByKey):
+        return [(form.key, "keys"), (form.vectors, "")]
+    if isinstance(form, Levels):
+        return [(form.query, "rows"), (form.key, "keys")]
+    return [] if form is None else [(form.table, "")] if isinstance(form, Toeplitz) else None
+
+
+def rebuilt(form: Form | None, tensors: Iterator[Tensor]) -> Form | None:
+    """The same form of other tensors, in the order of :func:`leaves`."""
+    if isinstance(form, Sum):
+        return Sum(tuple(one for each in form.forms if (one := rebuilt(each, tensors)) is not None))
+    names = {ByQuery: ("query", "vectors"), ByKey: ("key", "vectors"), Levels: ("query", "key"), Toeplitz: ("table",)}
+    return None if form is None else replace(form, **{name: next(tensors) for name in names[type(form)]})
 
 
 def added(first: Form | None, second: Form | None) -> Form | None:

@@ -16,7 +16,7 @@ from fairseq_rpe.core import ByKey, ByQuery, Positions, Sum, UserError, block
 from fairseq_rpe.encodings import build
 
 B, H, D = 2, 4, 8
-SDPA = importlib.import_module("fairseq_rpe.attention.sdpa")
+ROWS = importlib.import_module("fairseq_rpe.attention.rows")
 
 
 @torch.no_grad()
@@ -55,8 +55,8 @@ def same(a, b, tolerance=2e-5):
 
 @pytest.mark.parametrize("spec", CONTENT_SPECS)
 def test_blocks_equal_the_reference(spec, monkeypatch):
-    """Of 128 queries each: 301 are three of them, the last one ragged."""
-    monkeypatch.setattr(SDPA, "PAIR_ELEMENTS", 1)
+    """Of 16 queries each, with dropout 128: 301 are three of those, the last one ragged."""
+    monkeypatch.setattr(ROWS, "ELEMENTS", 1)
     for n in (1, 2, 37, 301):
         same(*(found(spec, name, n) for name in ("reference", "sdpa")))
     same(*(found(spec, name, 131, dropout=0.2) for name in ("reference", "sdpa")))
@@ -65,7 +65,7 @@ def test_blocks_equal_the_reference(spec, monkeypatch):
 
 @pytest.mark.parametrize("spec", CONTENT_SPECS)
 def test_padding_and_positions_that_skip(spec, monkeypatch):
-    monkeypatch.setattr(SDPA, "PAIR_ELEMENTS", 1)
+    monkeypatch.setattr(ROWS, "ELEMENTS", 1)
     n = 140
     padding = torch.zeros(B, n, dtype=torch.bool)
     padding[0, :3], padding[1, 50:60] = True, True
