@@ -158,13 +158,22 @@ def search(request: SearchRequest) -> Iterator[str]:
 
     Raises UserError: the checkpoint is not of plain ``rope``, was trained on ``tokens`` or more, or the text is short.
     """
-    like, own, length = _checked(request)
-    scale = request.tokens / length
+    like, length = _checked(request)
+    scale, own = request.tokens / length, like.config
     space = Space(scale, tuple(n for n in STARTS if n <= length))
 
     def spec(one: Candidate) -> str:
         factors = "+".join(f"{x / STEP:g}" for x in one.factors)
-        config = LongRope.Config(factors, scale, one.start, request.attention, original_length=length, **own)
+        config = LongRope.Config(
+            factors=factors,
+            factor=scale,
+            start_tokens=one.start,
+            attention=request.attention,
+            original_length=length,
+            base=own.base,
+            rotary_fraction=own.rotary_fraction,
+            interleaved=own.interleaved,
+        )
         return canonical("longrope", config)
 
     seeds = {name: space.rounded(seed_factors(name, scale, like)) for name in SEEDS}
@@ -185,14 +194,14 @@ def search(request: SearchRequest) -> Iterator[str]:
     yield spec(best)
 
 
-def _checked(request: SearchRequest) -> tuple[Rope, dict[str, Any], int]:
-    """The encoding of the checkpoint, its options that the candidates take over, and the trained length."""
+def _checked(request: SearchRequest) -> tuple[Rope, int]:
+    """The encoding of the checkpoint and the length that it was trained on."""
     if request.population < SMALLEST:
         raise UserError(f"--population {request.population} is too few to choose from: give at least {SMALLEST}")
     checkpoint_file.check(request.checkpoint)
     checkpoint = checkpoints.load(request.checkpoint)
     check_plain(checkpoint)
-    like, own = _plain_rope(checkpoint)
+    like = _plain_rope(checkpoint)
     length = checkpoint.train_length() or 0
     if length < 2:
         raise UserError(f"{request.checkpoint} does not say what length it was trained on: train it again")
@@ -207,21 +216,21 @@ def _checked(request: SearchRequest) -> tuple[Rope, dict[str, Any], int]:
         )
     if request.out is not None:
         files.check_file("--out", request.out)
-    return like, own, length
+    return like, length
 
 
-def _plain_rope(checkpoint: Checkpoint) -> tuple[Rope, dict[str, Any]]:
+def _plain_rope(checkpoint: Checkpoint) -> Rope:
     cls, _, config = registry.resolve(checkpoint.encoding)
-    kept = ("base", "rotary_fraction", "interleaved")
-    own = {key: getattr(config, key) for key in kept} if cls is Rope else {}
-    if cls is not Rope or config != replace(Rope.Config(), **own):
+    usual = Rope.Config()
+    kept = {"base": usual.base, "rotary_fraction": usual.rotary_fraction, "interleaved": usual.interleaved}
+    if cls is not Rope or replace(config, **kept) != usual:
         raise UserError(
             f"{checkpoint.path} was trained with '{checkpoint.encoding}': the search is for rope without a scaling"
         )
     heads, width = (checkpoint.size(key) for key in ("decoder_attention_heads", "decoder_embed_dim"))
     made = build(checkpoint.encoding, heads, width, checkpoint.train_length())
     assert isinstance(made, Rope)
-    return made, own
+    return made
 
 
 class _Measured:
