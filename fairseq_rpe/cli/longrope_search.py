@@ -8,14 +8,14 @@ from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Ends with the spec to use; candidates that are already in --out are not measured again."
+    parser.description = "Evolves factors of 1 to 1 + N / trained length; what is in --out is not measured again."
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="trained with --rpe rope")
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
     parser.add_argument("--tokens", type=positive_int, required=True, metavar="N", help="length that is to be read")
     parser.add_argument("--subset", default="valid", help="split that judges (default: %(default)s)")
-    sizes = {"samples": (5, "blocks of N tokens that judge"), "population": (64, "candidates"), "iterations": (40, "")}
-    for name, (usual, about) in sizes.items():
-        parser.add_argument(f"--{name}", type=positive_int, default=usual, help=f"{about} (default: {usual})".strip())
+    parser.add_argument("--samples", type=positive_int, default=5, metavar="K", help="blocks of it that judge (5)")
+    parser.add_argument("--population", type=positive_int, default=64, metavar="K", help="candidates at a time (64)")
+    parser.add_argument("--iterations", type=positive_int, default=40, metavar="K", help="rounds of new ones (40)")
     parser.add_argument("--seed", type=seed, default=1, help="of what is drawn (default: 1)")
     parser.add_argument("--attention", choices=("sqrt", "yarn", "none"), default="sqrt", help="longrope's option")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON-lines file that keeps what is measured")

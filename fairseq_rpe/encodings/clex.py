@@ -63,7 +63,7 @@ class Clex(Rotary):
         self.up = nn.Linear(self.rotated // 2, cfg.expansion * self.rotated, bias=False)
         self.down = nn.Linear(cfg.expansion * self.rotated, self.rotated // 2, bias=False)
         nn.init.zeros_(self.down.weight)
-        self._solution: tuple[object, Tensor] | None = None
+        self._solution: tuple[list[Tensor], Tensor] | None = None  # of these weights
 
     def solve(self, top: int) -> Tensor:
         """θ(1) … θ(top) as (top, P) float64, with the gradient of the weights where there is any."""
@@ -92,11 +92,10 @@ class Clex(Rotary):
         if torch.is_grad_enabled():
             # never less than 2: where all rows are short, weights still have a gradient, which is 0
             return self.solve(max(2, int(t.max())))[t - 1]
-        weights = (self.up.weight, self.down.weight)
-        state = [(w.data_ptr(), w._version, w.device) for w in weights]
-        if self._solution is None or self._solution[0] != state:
-            self._solution = state, self.solve(self.config.max_factor)
-        return self._solution[1][t - 1]
+        weights, known = [self.up.weight, self.down.weight], self._solution
+        if known is None or not all(map(_same, weights, known[0])):
+            known = self._solution = [w.clone() for w in weights], self.solve(self.config.max_factor)
+        return known[1][t - 1]
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
         return at[..., None] * self.frequencies(length_of(pos))[:, None].to(at.dtype)
@@ -112,3 +111,7 @@ class Clex(Rotary):
         keys = self._made(angles, pos.k, pos, True)
         queries = self._made(angles[:, -pos.q.shape[1] :], pos.q, pos, False)
         return lambda x, at, pos, key=False: self._turned(x, *(keys if key else queries))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and torch.equal(a, b)
