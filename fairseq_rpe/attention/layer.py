@@ -55,12 +55,13 @@ def plan_of(
     with exactly(positions.k):
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
         reading = encoding.reading(positions)
+        rotate = encoding.rotation(positions)
     return Plan(
         positions,
         form,
         padding,
         encoding.remap,
-        encoding.rotate if encoding.rotates else None,
+        rotate,
         backend,
         encoding.query_limit,
         prune,

@@ -7,15 +7,17 @@ import traceback
 from pathlib import Path
 
 from ..core import UserError, option
-from . import (  # noqa: F401  (registers)  # noqa: F401
+from . import (  # noqa: F401  (registers)
     absolute,
     alibi,
+    clex,
     cope,
     dape,
     deberta,
     fire,
     forgetting,
     kerple,
+    longrope,
     music,
     rope,
     sandwich,

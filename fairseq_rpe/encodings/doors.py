@@ -81,3 +81,7 @@ class Doors(Maskable):
     @property
     def rotates(self) -> bool:
         return type(self).rotate is not Doors.rotate
+
+    def rotation(self, pos: Positions) -> Callable[..., Tensor] | None:
+        """What all layers of one forward pass at ``pos`` turn queries and keys with; None where nothing turns."""
+        return self.rotate if self.rotates else None

@@ -26,6 +26,7 @@ NEEDING = [
     f"sweep --algorithms copy --encodings alibi --lengths 4,8 --out sweep {SMALL}",
     "eval checkpoints/checkpoint_last.pt data --lengths 8 --out eval.jsonl",
     "sliding checkpoints/checkpoint_last.pt data",
+    "longrope-search checkpoints/checkpoint_last.pt data --tokens 128",
     "accuracy checkpoints/checkpoint_last.pt",
     "erf checkpoints/checkpoint_last.pt data --out erf",
 ]
