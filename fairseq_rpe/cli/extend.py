@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for checkpoints and results")
     about = 'default: the checkpoint\'s; e.g. "rope:scaling=yarn,factor=auto"'
-    parser.add_argument("--rpe", type=spec, default="", metavar="SPEC", help=about)
+    parser.add_argument("--rpe", type=spec, metavar="SPEC", help=about)
     about = "default: the checkpoint's; pose:target=M trains for M tokens on texts of --tokens N"
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help=about)
     about = "default: the checkpoint's, or what --positions-train names"
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.runs.settings import Request
     from fairseq_rpe.sweeps import extension
 
-    wanted = extension.resolve(filled(Request, args, save_dir=args.out), args.lengths, args.subset)
+    asked = filled(Request, args, rpe=args.rpe or "", save_dir=args.out)
+    wanted = extension.resolve(asked, args.lengths, args.subset)
     found = extension.carry_out(wanted)
     title = f"{args.finetune_from}, from {wanted.original} to {args.tokens} tokens"
     print(write_report(found, args.out, wanted.original, title=title).text)

@@ -1,7 +1,7 @@
 """What a further training takes over from a checkpoint: its architecture and dropout, as a request says them."""
 
-from argparse import Namespace
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it start quicker)
@@ -37,7 +37,7 @@ def said(checkpoint: Checkpoint) -> dict[str, object]:
     name, model = checkpoint.arch, checkpoint.model
     if name not in ARCH_CONFIG_REGISTRY:
         raise UserError(f"{checkpoint.path} has the architecture '{name}', unknown here: give --rpe-module FILE")
-    usual = Namespace()
+    usual = SimpleNamespace()
     ARCH_CONFIG_REGISTRY[name](usual)
     extra: list[str] = []
     for field in fields(TransformerRPELMConfig):

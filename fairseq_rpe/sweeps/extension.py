@@ -7,6 +7,7 @@ The new checkpoint keeps the length of the original training as its own (``--rpe
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,13 @@ def _with_parameters(
     begin = request.save_dir / "begin.pt"
     state, _ = checkpoint_file.read(first)
     state["model"] = {**state["model"], **fresh}
-    # the same bytes each time, so that a rerun knows its own run
-    replace_with(begin, lambda target: torch.save(state, target))
+    replace_with(begin, partial(_save, state))
     several = ", ".join(list(fresh)[:3]) + (", …" if len(fresh) > 3 else "")
-    print(f"{named} has {len(fresh)} parameters that {first} lacks: {several}; they begin untrained, in {begin}")
+    print(f"{named} has parameters that {first} lacks: {several}; they begin untrained, in {begin}")
     return replace(request, finetune_from=begin), fresh
+
+
+def _save(state: object, target: Path) -> None:
+    """The same bytes each time, so that a rerun knows its own run: torch puts a file's name in it where it can."""
+    with open(target, "wb") as file:
+        torch.save(state, file)
