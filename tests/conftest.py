@@ -48,6 +48,12 @@ SPECS = {
         "rope:scaling=yarn,factor=auto,original_length=64,resonance=true",
         "rope:scaling=truncated,factor=2,original_length=64",
     ],
+    "longrope": [
+        "longrope",
+        "longrope:factors=ntk,factor=4,original_length=64",
+        "longrope:factors=yarn,factor=4,original_length=64,start_tokens=5,short=scaled,rotary_fraction=0.5",
+    ],
+    "clex": ["clex:original_length=64"],
     "xpos": ["xpos", "xpos:scale_base=16"],
     "fire": [
         "fire",

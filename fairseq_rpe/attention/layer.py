@@ -53,7 +53,7 @@ def plan_of(
     """
     with _exact(positions.k):
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
-    rotate = encoding.rotate if encoding.rotates else None
+        rotate = encoding.rotation(positions)
     return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned)
 
 

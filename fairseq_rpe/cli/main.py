@@ -30,6 +30,7 @@ COMMANDS = {
     "extend": ("extend", "train a checkpoint further on longer texts and compare before and after"),
     "eval": ("eval", "evaluate a checkpoint at several lengths"),
     "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),
+    "longrope-search": ("longrope_search", "search the factors with which a checkpoint of rope reads longer text"),
     "accuracy": ("accuracy", "count a checkpoint's exact answers to its algorithmic task, by number of items"),
     "sweep": ("sweep", "train several encodings and evaluate each at several lengths"),
     "report": ("report", "write the table, figure and page of sweeps"),

@@ -81,6 +81,10 @@ class Encoding(Maskable):
     def rotates(self) -> bool:
         return type(self).rotate is not Encoding.rotate
 
+    def rotation(self, pos: Positions) -> Callable[..., Tensor] | None:
+        """What all layers of one forward pass at ``pos`` turn queries and keys with; None where nothing turns."""
+        return self.rotate if self.rotates else None
+
     @property
     def bias_of_distance(self) -> bool:
         return False
@@ -227,7 +231,9 @@ class Rotary(Encoding):
         return None
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        cos, sin, whole = self._turn(at, pos, key)
+        return self._turned(x, *self._turn(at, pos, key))
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor, whole: Tensor | None) -> Tensor:
         turned = cos.shape[-1]
         if not self.interleaved and turned == x.shape[-1] and x.dtype == cos.dtype:  # the same in fewer operations
             return (x * cos + x.roll(turned // 2, -1) * sin).to(x.dtype)
@@ -257,12 +263,14 @@ class Rotary(Encoding):
             where = at if at.is_floating_point() else at.to(torch.float32)
             if self._angles is None or self._angles[0] is not at or self._angles[1] is not pos:
                 self._angles = at, pos, self.angles(where, pos)
-            angles = self._angles[2]
-            cos, sin, whole = angles.cos(), angles.sin(), None
-            amplitude = self.amplitude(where, pos, key)
-            if amplitude is not None:
-                cos, sin = cos * amplitude, sin * amplitude
-                whole = amplitude[:, None] if self.whole else None
-            cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
-            kept = self._kept[key] = (at, pos, (cos, sin, whole))
+            kept = self._kept[key] = (at, pos, self._made(self._angles[2], where, pos, key))
         return kept[2]
+
+    def _made(self, angles: Tensor, at: Tensor, pos: Positions, key: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same of these angles, with their gradient."""
+        cos, sin, whole = angles.cos(), angles.sin(), None
+        amplitude = self.amplitude(at, pos, key)
+        if amplitude is not None:
+            cos, sin = cos * amplitude, sin * amplitude
+            whole = amplitude[:, None] if self.whole else None
+        return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None], whole

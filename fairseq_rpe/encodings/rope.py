@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError, option
+from ..core import LogWeight, Positions, UserError, option
 from .base import Rotary, register
 
 # the options that each scaling reads; any other one that is set would have no effect and is refused
@@ -21,7 +21,7 @@ READS = {
     "yarn": (*_RAMP, "temperature", "scaled"),
     "truncated": ("factor", "original_length"),
 }
-_ALWAYS = ("base", "scaling", "resonance", "rotary_fraction", "interleaved")
+_ALWAYS = ("base", "scaling", "resonance", "logn", "rotary_fraction", "interleaved")
 
 
 @register("rope")
@@ -41,6 +41,10 @@ class Rope(Rotary):
     - truncated: with b = 2π/(κ·L), θ where θ >= b, b/16 where b/8 <= θ < b, 0 below (the paper leaves the edges
       open; this is its code). It needs fine-tuning. Pal et al. 2023 (arXiv 2308.10882).
     - resonance: wavelengths 2π/θ rounded, each angle taken from within one period. Wang et al. 2024 (2403.00071).
+    - logn: query i times ln(i+1)/ln L, the whole head; clipped: at least 1. It keeps the entropy of attention as keys
+      become more (Su 2021; Chiang & Cholak 2022, arXiv 2202.12172). ``base=500000,logn=clipped`` is entropy-aware ABF,
+      Zhang et al. 2024 (arXiv 2401.07004), whose text leaves out the first two layers. All layers are scaled here, as
+      in its code: they share the encoding.
 
     What reads T (dynamic_ntk, factor=auto) turns every cached key anew; deeper layers still see states that were made
     when the input was shorter, as in any decoder with a cache.
@@ -73,6 +77,11 @@ class Rope(Rotary):
             choices=("head", "turned"),
         )
         resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
+        logn: str = option(
+            "none",
+            "query i times ln(i+1)/ln L, by which longer rows stay as sharp; clipped: never less than 1",
+            choices=("none", "clipped", "plain"),
+        )
         rotary_fraction: float = option(1.0, "part of a head that turns, from its first element", above=0, maximum=1)
         interleaved: bool = option(False, "turn pairs (2s, 2s+1) instead of (s, s + d/2)")
 
@@ -85,7 +94,8 @@ class Rope(Rotary):
         self.whole = cfg.scaled == "head"
         super().setup()
         self.original = cfg.original_length or self.length or 0
-        reads = (*_ALWAYS, *READS[cfg.scaling], *(("original_length",) if cfg.factor == "auto" else ()))
+        grows = cfg.factor == "auto" or cfg.logn != "none"
+        reads = (*_ALWAYS, *READS[cfg.scaling], *(("original_length",) if grows else ()))
         for f in fields(cfg):
             if f.name not in reads and getattr(cfg, f.name) != f.default:
                 raise UserError(f"'rope:scaling={cfg.scaling}' does not read {f.name}: leave it out")
@@ -95,6 +105,10 @@ class Rope(Rotary):
             raise UserError("'rope:scaling=dynamic_ntk' follows the length by itself: its factor, alpha, is a number")
         if "original_length" in reads and not self.original:
             raise UserError("'rope' needs the original length for this scaling: give original_length=N")
+        if cfg.logn != "none" and self.original == 1:
+            raise UserError("'rope' divides by ln L for logn, which is 0 for L = 1: give another original_length=N")
+        if cfg.logn != "none" and not self.whole:
+            raise UserError("'rope:logn' scales whole queries: leave scaled=turned out")
         if cfg.beta_fast <= cfg.beta_slow:
             raise UserError(f"'rope': beta_fast={cfg.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
         self.reads_length = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
@@ -150,20 +164,32 @@ class Rope(Rotary):
         return torch.round(2 * math.pi / theta).clamp_min(1)
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
-        theta = self.frequencies(_length(pos))[:, None]
+        theta = self.frequencies(length_of(pos))[:, None]
         if self.config.resonance:
             return torch.remainder(at[..., None], self._wavelengths(theta).to(at.dtype)) * theta.to(at.dtype)
         return at[..., None] * theta.to(at.dtype)
 
     def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor | None:
+        own = self._temperature(at, pos)
+        if key or self.config.logn == "none":
+            return own
+        sharper = (at.clamp_min(0)[..., None] + 1).log() / math.log(self.original)
+        sharper = sharper.clamp_min(1) if self.config.logn == "clipped" else sharper
+        return sharper if own is None else own * sharper
+
+    def series(self) -> list[str] | list[LogWeight] | None:
+        return super().series() if self.config.logn == "none" else None  # scores grow with ln i
+
+    def _temperature(self, at: Tensor, pos: Positions) -> Tensor | None:
+        """YaRN's factor of queries and of keys, (B or 1, 1, 1)."""
         if self.config.scaling != "yarn":
             return None
-        kappa = self.factor(_length(pos))[:, None]
+        kappa = self.factor(length_of(pos))[:, None]
         if self.config.temperature == "auto":
             return (0.1 * kappa.clamp_min(1).log() + 1).to(at.dtype)
         return torch.full_like(kappa, self.config.temperature).to(at.dtype)
 
 
-def _length(pos: Positions) -> Tensor:
+def length_of(pos: Positions) -> Tensor:
     """(B or 1, 1) float64 lengths so far: on the device, so that nothing waits for it."""
     return pos.k.amax(dim=1, keepdim=True).to(torch.float64) + 1

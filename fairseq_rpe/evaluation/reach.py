@@ -7,7 +7,7 @@ from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import parse
 
-_RANDOM = ("cape", "pose", "random_padding", "randomized", "shape", "warp")
+_RANDOM = ("cape", "pose", "random_padding", "randomized", "shape", "stretch", "warp")
 _LIMITS = {"randomized": ("max", 2048), "random_padding": ("max", 2048), "pose": ("target", 4096)}
 
 

@@ -4,7 +4,7 @@ Two slots use these, one for training and one for evaluation; every encoding tha
 """
 
 from ..core import UserError, option
-from . import cape, interpolate, pose, randomized, shift, warp  # noqa: F401  (registers)
+from . import cape, interpolate, pose, randomized, shift, stretch, warp  # noqa: F401  (registers)
 from .base import Moved, Transform, freeze, freeze_rows, register, registry
 from .warp import SKEWS
 

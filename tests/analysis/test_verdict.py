@@ -35,7 +35,21 @@ EXPECTED = {
     "window": CONVERGES,
     "kerple_power": CONVERGES,
 } | dict.fromkeys(
-    ["nope", "sinusoidal", "learned", "rope", "xpos", "inv_n", "inv_nlnn", "sandwich", "t5_bias", "fire"], DIVERGES
+    [
+        "nope",
+        "sinusoidal",
+        "learned",
+        "rope",
+        "xpos",
+        "longrope",
+        "clex",
+        "inv_n",
+        "inv_nlnn",
+        "sandwich",
+        "t5_bias",
+        "fire",
+    ],
+    DIVERGES,
 )
 SLOPES = alibi_slopes(8)
 EPSILONS = (0.5, 0.1, 0.01)

@@ -15,7 +15,7 @@ from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
 H, D, B = 4, 16, 2
-BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned", "rope", "xpos"))]
+BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned", "rope", "xpos", "longrope", "clex"))]
 
 
 def positions_with_padding(n: int):

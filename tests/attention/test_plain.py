@@ -21,7 +21,7 @@ from fairseq_rpe.encodings import Encoding, masks
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
-ROTARY = [s for s in ALL_SPECS if s.startswith(("rope", "xpos"))]
+ROTARY = [s for s in ALL_SPECS if s.startswith(("rope", "xpos", "longrope", "clex"))]
 ADDED = [s for s in ALL_SPECS if s not in ROTARY]
 STATELESS = ["nope", "alibi", "type1", "window:window=5", "sandwich", "rope", "xpos:scale_base=16"]
 

@@ -20,6 +20,7 @@ TRANSFORMS = {
     "interpolate": "interpolate:ratio=1/3",
     "warp": "warp:head=0.4,tail=0.4,alpha=1/6",
     "randomized": "randomized:max=200",
+    "stretch": "stretch:times=5",
     "pose": "pose:target=300",
     "random_padding": "random_padding:max=300",
     "shape": "shape:max=50",

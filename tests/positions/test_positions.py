@@ -25,6 +25,7 @@ SPECS = {
         "warp:head=1,tail=0",
     ],
     "randomized": ["randomized:max=60", "randomized:max=60,per=row", "randomized:max=500,per=row"],
+    "stretch": ["stretch", "stretch:times=3"],
     "pose": ["pose:target=60", "pose:target=60,chunks=5"],
     "random_padding": ["random_padding:max=60"],
     "shape": ["shape:max=50"],
