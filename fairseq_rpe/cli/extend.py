@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help=about)
     about = "default: the checkpoint's, or what --positions-train names"
     parser.add_argument("--positions-eval", type=spec, metavar="SPEC", help=about)
-    about = "to evaluate at (default: the checkpoint's, doubled up to the new one)"
+    about = "to evaluate at, the checkpoint's is always added (default: it is doubled up to the new one)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument("--updates", type=positive_int, metavar="N", help="default: 100 for tiny, else 1000")

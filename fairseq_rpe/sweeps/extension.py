@@ -55,9 +55,9 @@ class Extension:
 def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Extension:
     """What is asked for, with all else as the checkpoint ``asked.finetune_from`` has it, in the folder ``save_dir``.
 
-    An empty ``asked.rpe`` is the checkpoint's encoding. Without ``lengths``: the original one, its doubles as far as
-    the training reaches, and the training's. Raises UserError: the checkpoint, the data, the encoding or the length
-    cannot be used.
+    An empty ``asked.rpe`` is the checkpoint's encoding. The original length is always among ``lengths``; without any,
+    its doubles as far as the training reaches are too, and the training's. Raises UserError: the checkpoint, the data,
+    the encoding or the length cannot be used.
     """
     path, data, tokens = asked.finetune_from, asked.data, asked.tokens
     assert path is not None and data is not None and tokens is not None
@@ -78,7 +78,8 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     request = replace(
         filled, save_dir=folder.checkpoints.path, extra=(*filled.extra, "--rpe-train-length", str(original))
     )
-    wanted = lengths or tuple(sorted({tokens, *(original << k for k in range(64) if original << k <= reach)}))
+    doubled = {tokens, *(original << k for k in range(64) if original << k <= reach)}
+    wanted = tuple(sorted({original, *(lengths or doubled)}))
     for split in ("train", "valid"):
         corpus.check_block(data, split, tokens)
     corpus.check_block(data, subset, max(wanted))
@@ -186,11 +187,12 @@ def _check_length(request: Request, checkpoint: Checkpoint, original: int, token
         raise UserError(
             f"--positions-train {request.positions_train} ends at {end} positions: fewer than --tokens {tokens}"
         )
-    reach = end if moved.random and end is not None else tokens
+    far = end or tokens * (getattr(moved.config, "times", None) or 1)
+    reach = far if moved.random else tokens
     if tokens < trained or reach <= trained:
         raise UserError(
             f"--tokens {tokens} is not above the {trained} tokens that {checkpoint.path} was trained on: give more, or "
-            f"as many with --positions-train pose:target=N that skips beyond them"
+            "as many with --positions-train pose:target=N, which skips beyond them"
         )
     return reach
 
@@ -233,6 +235,9 @@ def _with_parameters(
     begin = request.save_dir / "begin.pt"
     state, _ = checkpoint_file.read(first)
     state["model"] = {**state["model"], **fresh}
+    settings = state["cfg"]["model"] if state.get("cfg") else state["args"]
+    said = settings if isinstance(settings, dict) else vars(settings)
+    said |= {"rpe": request.rpe, "rpe_share": request.rpe_share or "auto"}  # as its weights are now
     replace_with(begin, partial(_save, state))
     several = ", ".join(list(fresh)[:3]) + (", …" if len(fresh) > 3 else "")
     print(f"{named} has parameters that {first} lacks: {several}; they begin untrained, in {begin}")

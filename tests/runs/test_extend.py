@@ -74,6 +74,8 @@ def test_positions_are_the_checkpoints_unless_one_of_them_is_said(state, corpus,
     # texts as long as before are enough where positions skip beyond them
     pose = resolved(path, corpus, "--tokens", 32, "--out", tmp_path / "x", "--positions-train", "pose:target=128")
     assert pose.request.tokens == 32 and pose.request.batch_sentences == 16
+    thin = [path, corpus, "--tokens", 32, "--out", tmp_path / "x", "--positions-train", "stretch:times=4"]
+    assert resolved(*thin, lengths=None).lengths == (32, 64, 128)
 
 
 def test_extended_twice_it_goes_by_the_first_length(state, corpus, tmp_path, capsys):
@@ -94,6 +96,7 @@ def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_s
     assert added == {"decoder.encodings.0.table"}
     assert all(torch.equal(weights[name], value) for name, value in before.items())
     assert all(weights[name].std() > 0.5 for name in added)
+    assert checkpoints.load(begin).learned()[0].config.init_std == 1
     # a rerun knows its own run
     assert resolved(*given).plan == found.plan
     other = resolved(*given, "--seed", "2").plan.settings
