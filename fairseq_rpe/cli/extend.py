@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument("--updates", type=positive_int, metavar="N", help="default: 100 for tiny, else 1000")
-    about = "default: as many tokens an update as train's own default at the checkpoint's length"
+    about = "per process (default: as many tokens as by train's default at the checkpoint's length)"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--lr", type=rate, help="peak learning rate (default: a quarter of train's)")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help="default: 10 for tiny, else 20")
