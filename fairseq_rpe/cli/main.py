@@ -27,6 +27,7 @@ COMMANDS = {
         "make a corpus from WikiText-103, PG-19, code, Wikipedia, C4, arXiv or OpenWebText2",
     ),
     "train": ("train", "train one language model"),
+    "extend": ("extend", "train a checkpoint further on longer texts and compare before and after"),
     "eval": ("eval", "evaluate a checkpoint at several lengths"),
     "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),
     "longrope-search": ("longrope_search", "search the factors with which a checkpoint of rope reads longer text"),

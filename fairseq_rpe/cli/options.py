@@ -107,8 +107,7 @@ def address(text: str) -> str:
 
 def add_rpe_module(parser: argparse.ArgumentParser, now: bool = True) -> None:
     """``now``: it is loaded before the command is carried out, not only if there is something left to do."""
-    about = "Python file that registers encodings of your own"
-    parser.add_argument("--rpe-module", type=Path, metavar="FILE", help=about)
+    parser.add_argument("--rpe-module", type=Path, metavar="FILE", help="Python file that registers your encodings")
     parser.set_defaults(load_now=now)
 
 
@@ -132,6 +131,21 @@ def make_ready(args: argparse.Namespace) -> None:
         load_module(path)
 
 
+def add_optimiser(parser: argparse.ArgumentParser) -> None:
+    """The options of any training, a further one too: how it is optimised, and on what."""
+    parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches per update (1)")
+    parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs per machine (1)")
+    about = f"after the warm-up; linear ends at 0, cosine at --min-lr ({by_arch('schedule')})"
+    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear", "cosine"), help=about)
+    parser.add_argument("--min-lr", type=least, metavar="LR", help="where --schedule cosine ends (default: 0)")
+    parser.add_argument("--betas", type=betas, metavar="B1,B2", help="Adam's decay rates (default: 0.9,0.98)")
+    parser.add_argument("--weight-decay", type=least, metavar="X", help="decoupled, as AdamW's (default: 0.01)")
+    parser.add_argument("--clip-norm", type=least, metavar="X", help="of the gradient; 0: no limit (default: 1)")
+    parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
+    add_no_cache(parser)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+
+
 def add_training(parser: argparse.ArgumentParser) -> None:
     """The options that ``train`` and ``sweep`` have in common."""
     parser.add_argument("--arch", help=f"{', '.join(SIZES)} or a full name (default: tiny)")
@@ -139,19 +153,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=positive_int, metavar="N", help=by_arch("updates"))
     about = f"per process; a recipe's is divided among all ({by_arch('batch_sentences')})"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
-    parser.add_argument("--update-freq", type=positive_int, metavar="N", help="batches per update (1)")
-    parser.add_argument("--nproc", type=processes, default=1, metavar="N", help="processes or GPUs per machine (1)")
     parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines per run (1)")
     parser.add_argument("--lr", type=rate, help=f"peak learning rate ({by_arch('lr')})")
     parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates of warm-up ({by_arch('warmup')})")
-    about = f"after the warm-up; linear ends at 0, cosine at --min-lr ({by_arch('schedule')})"
-    parser.add_argument("--schedule", choices=("inverse_sqrt", "linear", "cosine"), help=about)
-    parser.add_argument("--min-lr", type=least, metavar="LR", help="where --schedule cosine ends (default: 0)")
-    about = "decay rates of Adam's two means (default: 0.9,0.98)"
-    parser.add_argument("--betas", type=betas, metavar="B1,B2", help=about)
-    parser.add_argument("--weight-decay", type=least, metavar="X", help="decoupled, as AdamW's (default: 0.01)")
-    about = "largest norm of the gradient; 0: no limit (default: 1)"
-    parser.add_argument("--clip-norm", type=least, metavar="X", help=about)
+    add_optimiser(parser)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
     parser.add_argument("--attention-dropout", type=fraction, metavar="X", help="of attention's weights (default: 0)")
     parser.add_argument("--activation-dropout", type=fraction, metavar="X", help="in feed-forward parts (default: 0)")
@@ -160,15 +165,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     about = "one table for input and output embeddings (default: two)"
     parser.add_argument("--share-embeddings", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--positions-train", type=spec, metavar="SPEC", help="default: identity")
-    about = "default: what --positions-train names, or identity"
-    parser.add_argument("--positions-eval", type=spec, metavar="SPEC", help=about)
+    parser.add_argument("--positions-eval", type=spec, metavar="SPEC", help="default: what --positions-train names")
     parser.add_argument("--rpe-share", choices=("auto", "model", "layer"), help="default: auto")
-    parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
-    add_no_cache(parser)
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="dtype of matrix products (fp32)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    about = "updates between pictures of the bias in TensorBoard"
-    parser.add_argument("--inspect-every", type=positive_int, metavar="N", help=about)
+    parser.add_argument("--inspect-every", type=positive_int, metavar="N", help="updates between TensorBoard pictures")
     add_rpe_module(parser, now=False)
     parser.epilog = "Further fairseq-train flags may follow after a lone --"
     parser.set_defaults(extra=())

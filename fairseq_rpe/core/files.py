@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,11 @@ def file_digest(*paths: Path) -> str:
         with open(path, "rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
+
+
+def vocabulary_digest(symbols: Sequence[str]) -> str:
+    """The sha256 over a dictionary's symbols by id, which a checkpoint keeps."""
+    return hashlib.sha256("\n".join(symbols).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The language model ``transformer_rpe_lm`` and its sizes."""
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from fairseq.modules import AdaptiveInput
 from omegaconf import II
 
 from ..core import UserError
+from ..core.files import vocabulary_digest
 from ..core.sizes import ARCH_PREFIX, SIZES
 from ..encodings import build, load_module
 from ..modules.decoder import COMPUTE, RPEDecoder
@@ -54,7 +54,13 @@ class TransformerRPELMConfig(TransformerLanguageModelConfig):
     )
     rpe_tensorboard: Optional[str] = II("common.tensorboard_logdir")
     # its own copy of the training length: --model-overrides may change tokens_per_sample when a checkpoint is evaluated
-    rpe_train_length: Optional[int] = II("task.tokens_per_sample")
+    rpe_train_length: Optional[int] = field(
+        default=II("task.tokens_per_sample"),
+        metadata={
+            "help": "tokens of the training that encodings go by, of one that goes on with longer texts the "
+            "original's (default: --tokens-per-sample)"
+        },
+    )
     rpe_seed: int = II("common.seed")
     rpe_vocabulary: Optional[str] = _flag(
         None, "set by training: the dictionary's digest, which an evaluation compares"
@@ -145,7 +151,7 @@ def _refuse_unsupported(args):
 
 def _check_vocabulary(args, dictionary):
     """Note the dictionary of a training; refuse another one of the same size, which would only give wrong numbers."""
-    digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
+    digest = vocabulary_digest(dictionary.symbols)
     known = getattr(args, "rpe_vocabulary", None)
     if known and known != digest:
         raise UserError(

@@ -77,6 +77,8 @@ def _predicted(state: State, method: Method, paths: Sequence[Path]) -> Predictio
         end = longest_row(method.positions_eval, state.settings.tokens or 0)
         ends = f", and end at {end}" if end and end < max(state.lengths, default=0) else ""
         return Prediction(NONE, why=f"positions are moved{ends}")
+    if method.rpe_eval:
+        return Prediction(NONE, why="evaluated with another encoding")
     if method.rpe.partition(":")[0] not in names():
         return Prediction(NONE, why="not loaded: give --rpe-module")
     return of_encodings([encoding for path in paths for encoding in checkpoints.load(path).learned()])

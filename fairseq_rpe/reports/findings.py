@@ -219,7 +219,7 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
 
 
 def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
-    """A method's results that belong to the finished checkpoint of its run, with nothing of it changed."""
+    """A method's results that belong to the finished checkpoint of its run, with nothing else of it changed."""
     record = run.checkpoints.record()
     if record is None:
         return []
@@ -228,9 +228,9 @@ def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
         result
         for result in results.read(kind, run.results)
         if result.checkpoint == record.finished.checkpoint
-        and result.positions == method.positions_eval
+        and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
         and result.draws in (None, drawn)
-        and not any(getattr(result, key, None) for key in ("rpe", "compute_dtype", "attention_prune"))
+        and not any(getattr(result, key, None) for key in ("compute_dtype", "attention_prune"))
     ]
     # an older version drew random positions once for all blocks, and its results stand until there are others
     return list(

@@ -69,6 +69,7 @@ def _chosen(state: State, task: str | None, method: Method, seed: int, run: RunR
         "task": task,
         "method": method.name if method.name != method.rpe else None,
         "encoding": method.rpe,
+        "encoding_eval": method.rpe_eval,
         "positions_train": moved,
         "positions_eval": method.positions_eval or (moved if moved == IDENTITY else f"default of {moved}"),
         "seed": seed,

@@ -187,7 +187,10 @@ def _evaluations(
         common += ["--rpe-module", str(cell.request.rpe_module)]
     if method.positions_eval:
         common += ["--positions", method.positions_eval]
-    of: dict[str, Any] = {"positions": method.positions_eval, "draws": results.draws_of(method.positions_eval)}
+    if method.rpe_eval:
+        common += ["--rpe", method.rpe_eval]
+    of: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
+    of["draws"] = results.draws_of(method.positions_eval)
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
     if task:
         command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]

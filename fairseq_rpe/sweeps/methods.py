@@ -16,9 +16,10 @@ def check(sweep: Sweep, cells: list[Cell]) -> None:
     tokens = min(cell.plan.settings.tokens for cell in cells)
     for method in sweep.trained:
         transforms = (method.positions_train, method.positions_eval)
-        check_specs(method.rpe, transforms, tokens, sweep.base.rpe_module)
+        for rpe in filter(None, (method.rpe, method.rpe_eval)):
+            check_specs(rpe, transforms, tokens, sweep.base.rpe_module)
         normal = (encodings.normalise(method.rpe), *(positions.normalise(spec) if spec else "" for spec in transforms))
-        normal += (method.continues or "", str(method.own))
+        normal += (encodings.normalise(method.rpe_eval or method.rpe), method.continues or "", str(method.own))
         if normal in seen:
             raise UserError(f"'{seen[normal]}' and '{method.name}' are the same encoding: leave one out")
         seen[normal] = method.name

@@ -1,6 +1,7 @@
 """Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps.state import Further, Method, Published, Training, read_published
 
 FOLDER = PACKAGE / "recipes"
-LENGTH = "$tokens"  # in a method's spec, the training length of the scale
+# in a method's specs, the training length of the scale, perhaps times a number
+_LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
+_SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
 _OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype")
 
 
@@ -80,8 +83,12 @@ class Scale(Training):
 
     def settled(self, method: Method, tokens: int) -> Method:
         """A method at this size, where the training length is ``tokens``."""
-        further = self.further.get(method.name, method.further)
-        return replace(method, rpe=method.rpe.replace(LENGTH, str(tokens)), further=further)
+
+        def settle(found: re.Match[str]) -> str:
+            return str(tokens * int(found[1] or 1))
+
+        specs = {name: _LENGTH.sub(settle, spec) for name in _SPECS if (spec := getattr(method, name)) is not None}
+        return replace(method, **specs, further=self.further.get(method.name, method.further))
 
     def preparation(self, data: Path) -> tuple[str, ...]:
         """The words after ``fairseq-rpe`` that make ``data``; none where it is not a known corpus."""

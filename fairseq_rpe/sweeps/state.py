@@ -54,6 +54,7 @@ class Further:
 class Method:
     """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere.
 
+    ``rpe_eval``: the encoding that evaluation has in place of ``rpe``, without any training.
     ``continues``: the method whose finished training it begins with, and ``further`` what its own is then.
     """
 
@@ -61,6 +62,7 @@ class Method:
     rpe: str
     positions_train: str = IDENTITY
     positions_eval: str | None = None
+    rpe_eval: str | None = None
     continues: str | None = None
     further: Further | None = None
 
@@ -83,7 +85,8 @@ class Method:
 
     def record(self) -> dict[str, object]:
         """As sweep.json has it, by its name."""
-        known = {key: value for key, value in vars(self).items() if key not in ("name", "continues", "further")}
+        left = {"name", "continues", "further"} | ({"rpe_eval"} if self.rpe_eval is None else set())
+        known = {key: value for key, value in vars(self).items() if key not in left}
         return {**known, "continues": self.continues, "further": self.own.given()} if self.continues else known
 
 

@@ -25,7 +25,8 @@ from fairseq_rpe.sweeps.state import Method
 BUILT_IN = recipes.names()
 DRAWN = ["fire-lm-512", "fire-lm-large"]  # their papers have figures, and no numbers
 WARPING = ["warping-algorithmic", "warping-lm"]
-UNPRINTED = ["warping-copy"]  # a figure, of which no values are printed
+EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
+UNPRINTED = ["warping-copy", *EXTEND]  # a figure, of which no values are printed; or none of such models
 SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).scales]
 GOOD: dict[str, Any] = {
     "title": "A title",
@@ -119,8 +120,9 @@ def test_every_method_builds_at_every_training_length(name, scale):
     recipe = recipes.load(name)
     for method in recipe.methods:
         for trained, _ in training_lengths(recipe.scale(scale)):
-            rpe = recipe.scale(scale).settled(method, trained).rpe
-            encoding = encodings.build(rpe, heads=4, width=128, length=trained)
+            method = recipe.scale(scale).settled(method, trained)
+            encodings.build(method.rpe_eval or method.rpe, heads=4, width=128, length=trained)
+            encoding = encodings.build(method.rpe, heads=4, width=128, length=trained)
             for spec in (method.positions_train, method.positions_eval):
                 transform = positions.build(spec or "identity", trained)
                 assert transform.evaluation and not (transform.fractional and encoding.positions == "whole")
@@ -445,6 +447,60 @@ def test_the_surveys_table(name):
     recipe = recipes.load(name)
     assert {method: tuple(row.values()) for method, row in recipe.published.values.items()} == SURVEY[name]
     assert [m.name for m in recipe.methods] == list(SURVEY[name]) and recipe.scale("paper").methods is None
+
+
+EXTENDED = {  # method: encoding, encoding in evaluation, positions in training, and whether it is trained further
+    "rope": ("rope", None, "identity", False),
+    "rope-longer": ("rope", None, "identity", True),
+    "pi-untuned": ("rope", "rope:scaling=linear,factor=4", "identity", False),
+    "ntk-untuned": ("rope", "rope:scaling=ntk,factor=4", "identity", False),
+    "yarn-untuned": ("rope", "rope:scaling=yarn,factor=4,original_length=64", "identity", False),
+    "abf-untuned": ("rope", "rope:base=500000", "identity", False),
+    "longrope-untuned": ("rope", "longrope:factors=yarn,factor=4,original_length=64", "identity", False),
+    "pi": ("rope:scaling=linear,factor=4", None, "identity", True),
+    "yarn": ("rope:scaling=yarn,factor=4,original_length=64", None, "identity", True),
+    "longrope": ("longrope:factors=yarn,factor=4,original_length=64", None, "identity", True),
+    "abf": ("rope:base=500000", None, "identity", True),
+    "pose": ("rope:scaling=linear,factor=4", None, "pose:target=256", True),
+}
+
+
+def test_extended_four_times_and_read_at_sixteen_with_controls():
+    recipe = recipes.load("extend")
+    for size, tokens in (("laptop", 64), ("desktop", 512), ("paper", 2048)):
+        scale = recipe.scale(size)
+        assert (scale.tokens, scale.lengths) == (tokens, tuple(tokens * n for n in (1, 2, 4, 8, 16)))
+        methods = {method.name: scale.settled(method, tokens) for method in recipe.methods}
+        for name, method in methods.items():
+            at = {"pose": tokens}.get(name, 4 * tokens)
+            assert not method.continues or (method.own.tokens or tokens) == at
+            # as many tokens an update as before
+            batch = scale.batch_sentences or 16
+            assert (
+                size == "paper"
+                or not method.own.tokens
+                or method.own.tokens * method.own.batch_sentences == tokens * batch
+            )
+        found = {n: (m.rpe, m.rpe_eval, m.positions_train, m.continues == "rope") for n, m in methods.items()}
+        assert size != "laptop" or found == EXTENDED
+        assert methods["pose"].positions_train == f"pose:target={4 * tokens}"
+
+
+@pytest.mark.parametrize("name", [name for name in EXTEND if name != "extend"])
+def test_each_way_to_extend_has_its_controls(name):
+    base, recipe = recipes.load("extend"), recipes.load(name)
+    assert recipe.methods == base.methods and recipe.title != base.title
+    for size, scale in recipe.scales.items():
+        assert {"rope", "rope-longer", name.partition("-")[2]} < set(scale.methods)
+        assert replace(scale, methods=None) == base.scale(size)
+
+
+def test_an_encoding_for_evaluation_alone_shares_the_training(corpus, tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "extend"\n[scales.laptop]\nlengths = [64, 128]\nmethods = ["rope", "yarn-untuned"]\n')
+    lines = dry_run(capsys, corpus, "--recipe", path, "--out", tmp_path / "x")
+    assert [line[3] for line in lines] == ["train", "eval", "eval"] and "--rpe" not in lines[1]
+    assert flag(lines[2], "--rpe") == "rope:scaling=yarn,factor=4,original_length=64"
 
 
 def test_a_recipe_may_share_parameters_and_the_command_line_wins(corpus, tmp_path, capsys):

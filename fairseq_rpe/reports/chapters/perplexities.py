@@ -114,7 +114,8 @@ def _table(state: State, found: Perplexities, on: str = "") -> Table:
         ]
         ended |= end is not None and end < last
         cells.append(spread(found.ratio(name), ".3f", found.ratios(name).get(last, []), smallest))
-        spec = state.method(name).rpe
+        method = state.method(name)
+        spec = f"{method.rpe}, evaluated as {method.rpe_eval}" if method.rpe_eval else method.rpe
         rows.append(Row(name, cells, spec if spec != name else ""))
     ratio = f"{last} / {found.trained_at}"
     caption = f"Perplexity per token{on} by evaluation length and, last, its ratio {ratio}."

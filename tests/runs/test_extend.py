@@ -1,0 +1,195 @@
+"""``extend``: a checkpoint trained further on longer texts, with its architecture, vocabulary and training length."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import checkpoint_with, with_vocabulary
+
+from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.core import UserError, files
+from fairseq_rpe.core.records import filled
+from fairseq_rpe.runs import architecture, checkpoints, launch
+from fairseq_rpe.runs.settings import Request
+from fairseq_rpe.sweeps import extension
+
+PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+YARN = "rope:scaling=yarn,factor=auto"
+
+
+@pytest.fixture
+def short(state, tmp_path) -> Path:
+    """A model with rotary positions, trained on 32 tokens."""
+    return checkpoint_with(state, tmp_path, "rope")
+
+
+def resolved(*argv: object, lengths: tuple[int, ...] | None = (32,)) -> extension.Extension:
+    args = build_parser("extend").parse_args(["extend", *map(str, argv), "--device", "cpu"])
+    return extension.resolve(filled(Request, args, rpe=args.rpe or "", save_dir=args.out), lengths, "test")
+
+
+def flag(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def refused(capsys, *argv: object) -> str:
+    capsys.readouterr()
+    assert main(["extend", *map(str, argv), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+# what is taken over, and what is kept
+
+
+def test_everything_that_is_not_said_is_the_checkpoints(state, corpus, tmp_path):
+    own = {"dropout": 0.25, "attention_dropout": 0.125, "no_decoder_final_norm": True, "rpe_share": "model"}
+    path = checkpoint_with(state, tmp_path, "rope", **own)
+    found = resolved(path, corpus, "--tokens", 64, "--out", tmp_path / "x", lengths=None)
+    assert found.lengths == (32, 64) and found.original == 32 and not found.fresh
+    words = launch.command(found.request, found.plan, launch.Node(), 0)
+    said = {"--rpe": "rope", "--rpe-share": "model", "--dropout": "0.25", "--attention-dropout": "0.125"}
+    said |= {"--decoder-embed-dim": "32", "--decoder-ffn-embed-dim": "64", "--tokens-per-sample": "64"}
+    said |= {"--rpe-train-length": "32", "--arch": "transformer_rpe_lm_tiny", "--finetune-from-model": str(path)}
+    # as many tokens an update as 16 texts of 32
+    said |= {"--max-update": "100", "--batch-size": "8", "--lr": "0.0005", "--warmup-updates": "10"}
+    assert {name: flag(words, name) for name in said} == said and "--no-decoder-final-norm" in words
+    assert not [word for word in words if word.startswith("--decoder-layers") or word.startswith("--adaptive")]
+
+
+def test_positions_are_the_checkpoints_unless_one_of_them_is_said(state, corpus, tmp_path):
+    path = checkpoint_with(state, tmp_path, "rope", positions_train="offset:by=2", positions_eval="interpolate")
+    given = [path, corpus, "--tokens", 64, "--out", tmp_path / "x"]
+    plain, said = resolved(*given).request, resolved(*given, "--positions-train", "identity").request
+    assert (plain.positions_train, plain.positions_eval) == ("offset:by=2", "interpolate")
+    assert (said.positions_train, said.positions_eval) == ("identity", None)
+    # texts as long as before are enough where positions skip beyond them
+    pose = resolved(path, corpus, "--tokens", 32, "--out", tmp_path / "x", "--positions-train", "pose:target=128")
+    assert pose.request.tokens == 32 and pose.request.batch_sentences == 16
+    thin = [path, corpus, "--tokens", 32, "--out", tmp_path / "x", "--positions-train", "stretch:times=4"]
+    assert resolved(*thin, lengths=None).lengths == (32, 64, 128)
+
+
+def test_extended_twice_it_goes_by_the_first_length(state, corpus, tmp_path, capsys):
+    path = checkpoint_with(state, tmp_path, YARN, task={"tokens_per_sample": 64}, rpe_train_length=32)
+    found = resolved(path, corpus, "--tokens", 96, "--out", tmp_path / "x", lengths=None)
+    assert found.original == 32 and found.lengths == (32, 64, 96) and found.request.rpe == YARN
+    assert "is not above the 64 tokens" in refused(capsys, path, corpus, "--tokens", 64, "--out", tmp_path / "x")
+
+
+def test_parameters_that_only_the_new_encoding_has_begin_untrained_and_that_is_said(short, corpus, tmp_path, capsys):
+    given = [short, corpus, "--tokens", 64, "--rpe", "t5_bias:init_std=1", "--out", tmp_path / "x"]
+    found = resolved(*given)
+    begin = tmp_path / "x/begin.pt"
+    assert found.fresh and found.request.finetune_from == begin
+    assert f"has parameters that {short} lacks: decoder.encodings.0.table" in capsys.readouterr().out
+    weights, before = checkpoints.load(begin).weights, checkpoints.load(short).weights
+    added = set(weights) - set(before)
+    assert added == {"decoder.encodings.0.table"}
+    assert all(torch.equal(weights[name], value) for name, value in before.items())
+    assert all(weights[name].std() > 0.5 for name in added)
+    assert checkpoints.load(begin).learned()[0].config.init_std == 1
+    # a rerun knows its own run
+    assert resolved(*given).plan == found.plan
+    other = resolved(*given, "--seed", "2").plan.settings
+    assert other.finetune_from != found.plan.settings.finetune_from
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "said"),
+    [
+        ("rope", ["--tokens", "32"], "--tokens 32 is not above the 32 tokens that"),
+        ("rope", ["--tokens", "16", "--positions-train", "pose:target=99"], "--tokens 16 is not above the 32 tokens"),
+        ("rope", ["--tokens", "64", "--positions-train", "pose:target=48"], "pose:target=48 ends at 48 positions"),
+        ("rope", ["--tokens", "64", "--rpe", "roep"], "unknown encoding 'roep' (did you mean 'rope'?)"),
+        ("rope", ["--tokens", "64", "--rpe", "rope:scaling=yarn"], "needs factor=NUMBER or factor=auto"),
+        ("rope", ["--tokens", "64", "--rpe", "learned:max_positions=64"], "is a table of positions that"),
+        ("learned", ["--tokens", "64"], "position 63 is beyond the 32 positions"),
+        ("kerple_log", ["--tokens", "64", "--rpe", "rope"], "has no parameter decoder.encodings.0."),
+        ("t5_bias", ["--tokens", "64", "--rpe", "t5_bias:buckets=16"], "which"),
+        ("rope", ["--tokens", "999999"], "less than one block of 999999"),
+    ],
+)
+def test_what_cannot_be_extended(spec, words, said, state, corpus, tmp_path, capsys):
+    path = checkpoint_with(state, tmp_path, spec)
+    assert said in refused(capsys, path, corpus, "--out", tmp_path / "x", *words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_places_that_do_not_fit_the_checkpoint(short, state, corpus, tmp_path, tmp_path_factory, capsys):
+    tail = ["--tokens", "64", "--out", tmp_path / "x"]
+    other = with_vocabulary(corpus, tmp_path_factory.mktemp("other"), 400)
+    assert "was trained with another vocabulary than" in refused(capsys, short, other, *tail)
+    (tmp_path / "old").mkdir()
+    old = checkpoint_with(state, tmp_path / "old", "rope", rpe_vocabulary=None)
+    assert "was trained with another vocabulary than" in refused(capsys, old, other, *tail)
+    assert "lies in --out" in refused(capsys, short, corpus, "--tokens", "64", "--out", tmp_path)
+    assert "does not exist" in refused(capsys, tmp_path / "no.pt", corpus, *tail)
+    assert "does not exist" in refused(capsys, short, tmp_path / "no", *tail)
+    model = {key: value for key, value in state["cfg"]["model"].items() if not key.startswith("rpe")}
+    stock = tmp_path / "stock.pt"
+    torch.save({**state, "cfg": {**state["cfg"], "model": {**model, "_name": "transformer_lm"}}}, stock)
+    assert "is not of this plugin" in refused(capsys, stock, corpus, *tail)
+
+
+def test_an_architecture_that_no_flag_says(state, tmp_path):
+    checkpoint = checkpoints.load(checkpoint_with(state, tmp_path, "rope", decoder_normalize_before=False))
+    with pytest.raises(UserError, match="decoder_normalize_before=False, which no flag says"):
+        architecture.said(checkpoint)
+    checkpoint = checkpoints.load(checkpoint_with(state, tmp_path, "rope", _name="transformer_rpe_lm_mine"))
+    with pytest.raises(UserError, match="'transformer_rpe_lm_mine', unknown here: give --rpe-module"):
+        architecture.said(checkpoint)
+
+
+# what is carried out
+
+
+def test_killed_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, corpus, tmp_path, capsys):
+    """The one test here that trains."""
+    out = tmp_path / "out"
+    command = ["extend", short, corpus, "--tokens", 64, "--rpe", YARN, "--lengths", "32,64", "--updates", 30]
+    command = [*map(str, command), "--save-every", "10", "--out", str(out), "--device", "cpu"]
+    last = out / "checkpoints/checkpoint_last.pt"
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen([*PROGRAM, *command], stdout=log, stderr=log)
+        deadline = time.monotonic() + 180
+        while not last.exists() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(files.read_json_lines(out / "eval.jsonl")) == 4
+    time.sleep(0.5)  # the trainer ends with its parent, and then gives the folder free
+    assert main(command) == 0
+    table = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert table[1:] == ["rope, before", f"{YARN}, not trained", f"{YARN}, trained at 64 tokens"]
+    said = (out / "checkpoints/train.log").read_text()
+    assert said.count("loading pretrained model from") == 1 and "---- resumed" in said
+    starts = files.read_json(out / "checkpoints/environment.json")["starts"]
+    assert starts[0]["from_update"] == 0 and starts[1]["from_update"] in range(10, 31, 10)
+
+    made = checkpoints.load(last)
+    assert (made.train_length(), made.task["tokens_per_sample"], made.updates) == (32, 64, 30)
+    assert made.learned()[0].original == 32 and made.model["decoder_embed_dim"] == 32
+    rows = {
+        (one["checkpoint"], one["rpe"], one["length"]): one["ppl"] for one in files.read_json_lines(out / "eval.jsonl")
+    }
+    assert len(rows) == 6 and (out / "ppl.png").exists()
+    # finished: nothing is trained or measured again, and another run is refused
+    before = last.stat().st_mtime_ns
+    assert main(command) == 0 and last.stat().st_mtime_ns == before
+    assert "already holds the finished run of 30 updates" in capsys.readouterr().out
+    assert "holds another run (lr is 0.0005 there, 0.25 here)" in refused(capsys, *command[1:-2], "--lr", "0.25")
+    assert len(files.read_json_lines(out / "eval.jsonl")) == 6
+    shutil.rmtree(out)
