@@ -13,7 +13,7 @@ from .curve import last_row
 from .plan import Plan
 from .select import Backend
 
-Tables = MutableMapping[int, Toeplitz | Pieces]  # of the encodings of a text that is being decoded, by id
+Tables = MutableMapping[int, Any]  # what the encodings of a text that is being decoded keep, by id
 
 
 def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Tensor | None]:
@@ -52,9 +52,11 @@ def plan_of(
     ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
     """
     with _exact(positions.k):
+        positions = encoding.settle(positions, None if torch.is_grad_enabled() else tables)
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
     rotate = encoding.rotate if encoding.rotates else None
-    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned)
+    value = encoding.value if encoding.changes_values else None
+    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned, value)
 
 
 def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
@@ -119,5 +121,7 @@ def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.turned:
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
+    if plan.value is not None:
+        v = plan.value(v, plan.positions)
     assert plan.backend is not None
     return plan.backend(q, k, v, plan, dropout)

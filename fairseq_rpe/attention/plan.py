@@ -26,6 +26,7 @@ class Plan:
         query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
         prune: the part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
         turned: keys have been through ``rotate`` already, queries have not.
+        value: function of (values, positions), or None; a cache holds values as they are before it.
     """
 
     positions: Positions
@@ -37,6 +38,7 @@ class Plan:
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     prune: float = 0.0
     turned: bool = False
+    value: Callable[[Tensor, Positions], Tensor] | None = None
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -86,7 +88,8 @@ class Plan:
         if isinstance(form, Curve):
             form = replace(form, far=form.far[:seen], near=form.near[:, start:stop])
         padding = None if self.padding is None else self.padding[:, :seen]
-        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen])
+        tokens = None if pos.tokens is None else pos.tokens[:, :seen]
+        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen], tokens=tokens)
         return replace(self, positions=pos, form=form, padding=padding)
 
 

@@ -1,10 +1,11 @@
 """What an encoding is, and the families that authors fill with one method.
 
-An encoding enters the model through four doors, each the identity by default: ``embed`` (added at the input),
-``rotate`` (applied to queries and keys), ``form`` (additive bias) and ``remap`` (a function of the scores).
+An encoding enters the model through these doors, each the identity by default: ``embed`` (added at the input),
+``rotate`` (applied to queries and keys), ``value`` (to values), ``form`` (additive bias) and ``remap`` (a function of
+the scores). Before them ``settle`` may count positions in another way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,7 @@ class Encoding(Maskable):
         heads: number of attention heads H.
         width: model width C; a head is C/H wide.
         length: training length in tokens, where known; only encodings with a table of it read this.
+        symbols: what each id of the dictionary stands for, where known; only ``setup`` sees them.
 
     Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``shares``,
     the ways to share parameters over layers that make sense, the default first. ``query_limit`` is a function of
@@ -34,6 +36,7 @@ class Encoding(Maskable):
     ``rotation_is_fixed``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
     other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
     ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
+    ``reads_tokens``: the encoding needs the ids of the tokens, ``Positions.tokens``.
     ``bounded``: why scores without additive bias are bounded, for encodings that have none.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
@@ -48,14 +51,19 @@ class Encoding(Maskable):
     remap: Callable[[Tensor, Positions], Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
+    reads_tokens: bool = False
     rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
 
-    def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
+    def __init__(
+        self, config: Any, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
         self.config, self.heads, self.width, self.length = config, heads, width, length
+        self.symbols = symbols
         self.setup()
+        self.symbols = None  # a copy of the model is not to copy the dictionary
 
     def setup(self) -> None:
         """Create parameters here; ``config``, ``heads``, ``width`` and ``length`` are set."""
@@ -63,6 +71,18 @@ class Encoding(Maskable):
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         """x (B, n, C) at the input -> same shape."""
         return x
+
+    def settle(self, pos: Positions, kept: MutableMapping[int, Any] | None = None) -> Positions:
+        """Positions as attention is to see them: here as they are. ``form``, ``rotate`` and ``value`` are given these.
+
+        It is called once for all layers that share the encoding. ``kept``, by id of the encoding: what holds for a text
+        that is being decoded, without gradients; None elsewhere.
+        """
+        return pos
+
+    def value(self, v: Tensor, pos: Positions) -> Tensor:
+        """Values v (B, H, m, D) of the m tokens -> same shape."""
+        return v
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         """Queries, or with ``key`` keys, x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
@@ -80,6 +100,10 @@ class Encoding(Maskable):
     @property
     def rotates(self) -> bool:
         return type(self).rotate is not Encoding.rotate
+
+    @property
+    def changes_values(self) -> bool:
+        return type(self).value is not Encoding.value
 
     @property
     def bias_of_distance(self) -> bool:

@@ -13,7 +13,7 @@ from house import ARROWS, FAIRSEQ, GLUE, House
 
 HOUSE = House(PACKAGE)
 # Inside functions: packages that not everybody has, and those that read their surroundings when they are imported.
-OPTIONAL = {"huggingface_hub", "pyarrow", "submitit", "tokenizers", "triton", "pooch"}
+OPTIONAL = {"huggingface_hub", "pyarrow", "submitit", "tokenizers", "torchdiffeq", "triton", "pooch"}
 # Inside functions as well, because they are slow to import and most calls of their files do without them.
 SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
 FAIRSEQS = {"fairseq", "fairseq_cli"}
