@@ -24,6 +24,7 @@ CASES = ("forward", "backward", "padded", "cached", "warped")
 PASSED, FAILED, REFUSED, NONE = "passed", "failed", "refused", "does not apply"
 BATCH, HEADS, SEED = 2, 2, 0
 PADS, STEPS = 7, 3  # tokens on the left of a padded row; of decoding
+FAR = 3  # times the tokens: positions that tables have to hold, of warped rows
 SYMBOLS = (".", "</s>", *"abcdef")  # a dictionary for encodings that read tokens
 REPEATS, LONG = 3, 0.02  # timed calls; seconds after which no more are made
 
@@ -109,7 +110,7 @@ def tested(device: str, backend: str, dtype: str, spec: str, first: bool) -> lis
         about = (spec, backend, dtype, case)
         torch.manual_seed(SEED)
         try:
-            encoding = encodings.build(spec, HEADS, HEADS * size.width, size.tokens, SYMBOLS).to(device)
+            encoding = encodings.build(spec, HEADS, HEADS * size.width, FAR * size.tokens, SYMBOLS).to(device)
             if case == "warped" and encoding.positions == "none":
                 cells.append(Cell(*about, NONE, tolerance))
                 continue

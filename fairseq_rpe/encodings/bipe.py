@@ -100,7 +100,6 @@ class Bipe(Encoding):
                 raise UserError(f"'bipe:inter={cfg.inter},intra={cfg.intra}' does not read {f.name}: leave it out")
         if cfg.inter == "rope":
             self.between: Encoding = Rope(Rope.Config(base=cfg.base), self.heads, self.width)
-            self.bounded = self.between.bounded
         else:
             self.between = _Stepped(_Stepped.Config(), self.heads, self.width)
             self.between.factor = cfg.factor
