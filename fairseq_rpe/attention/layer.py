@@ -56,7 +56,8 @@ def plan_of(
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
     rotate = encoding.rotate if encoding.rotates else None
     value = encoding.value if encoding.changes_values else None
-    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned, value)
+    limit = encoding.query_limit
+    return Plan(positions, form, padding, encoding.remap, rotate, backend, limit, prune, turned, value=value)
 
 
 def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
