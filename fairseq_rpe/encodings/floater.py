@@ -75,7 +75,9 @@ class Floater(Encoding):
         try:
             from torchdiffeq import odeint, odeint_adjoint
         except ImportError:
-            raise UserError("'floater' needs a solver: pip install torchdiffeq") from None
+            raise UserError(
+                "'floater' needs torchdiffeq, which is not installed: pip install 'fairseq_rpe[ode]'"
+            ) from None
         steps, first = self.config.steps, len(known) - 1
         times = torch.arange(first * steps, (count - 1) * steps + 1, dtype=torch.float64, device=known.device)
         solve = odeint_adjoint if self.config.adjoint else odeint

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -183,3 +185,15 @@ def test_a_checkpoint_alone_brings_its_symbols(tmp_path):
 def test_kept_states_of_windows_are_refused(task):
     model = make_model(task, "bipe:ends=</s>+w1")
     assert "reads the tokens before" in why_not_cached(model, 8, 2)
+
+
+def test_an_adapted_model_has_no_tokens_to_show():
+    pytest.importorskip("transformers")
+    adapter = importlib.import_module("fairseq_rpe.adapters.transformers")  # before what it keeps transformers from
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 9}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    for spec in ("bipe", "complex"):
+        with pytest.raises(UserError, match=f"'{spec}' reads the tokens, which attention of transformers is not told"):
+            adapter.use_encoding(model, spec)
