@@ -62,6 +62,18 @@ SPECS = {
     ],
 }
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
+# the same for encodings that depend on what the tokens are
+CONTENT = {
+    "shaw": ["shaw:clip=5", "shaw:clip=7,values=true"],
+    "music": ["music:max_distance=9", "music:beyond=clip"],
+    "transformer_xl": ["transformer_xl", "transformer_xl:clamp=6"],
+    "deberta": ["deberta", "deberta:max_distance=12,buckets=6", "deberta:max_distance=9,p2c=paper"],
+    "cope": ["cope:max_positions=5", "cope:scaled=content"],
+    "dape": ["dape", "dape:base=fire", "dape:base=rope"],
+    "forgetting": ["forgetting", "forgetting:gate=bias"],
+}
+SPECS |= CONTENT
+CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
 
 
 # These files start many programs. Begun first, they wait beside those that compute.

@@ -87,7 +87,9 @@ def use_encoding(
     _check_fit(made[0], heads, head, config.hidden_size)
     if made[0].reads_tokens:
         raise UserError(f"'{spec}' reads the tokens, which attention of transformers is not told: use another encoding")
-    chosen = choose(backend, remaps=made[0].remap is not None)
+    if made[0].notes:
+        raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
+    chosen = choose(backend, made)
     rank = (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
@@ -191,7 +193,12 @@ def _built(spec: str, share: str, heads: int, head: int, width: int, length: int
     share = first.shares[0] if share == "auto" else share
     if share not in first.shares:
         raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(first.shares)}")
-    return [first] if share == "model" else [first, *(make() for _ in range(layers - 1))]
+    if share == "model":
+        return [first]
+    others = [make() for _ in range(layers - 1)]
+    for other in others:
+        other.tie(first)
+    return [first, *others]
 
 
 def _spec_of(encoding: Encoding) -> str:

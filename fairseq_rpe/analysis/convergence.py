@@ -31,7 +31,7 @@ from .expansions import Later, Unknown
 from .formula import N, parse
 from .ranges import ranges
 from .receptive_field import check_epsilons
-from .summation import CONVERGES, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
+from .summation import CONVERGES, DEPENDS, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
 from .sums import Finite, Geometric, summed
 from .trf import Sum, Trf, trf
 
@@ -95,6 +95,8 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
         if not bool(parameter.isfinite().all()):
             raise UserError(f"parameter '{name}' of the encoding is not finite: no verdict on a broken checkpoint")
     weights = encoding.series()
+    if weights is None and encoding.depends:
+        return [HeadVerdict(DEPENDS, encoding.depends)] * encoding.heads
     if weights is None:
         reason = "no formula of the bias is known, and numbers at finitely many distances prove nothing"
         return [HeadVerdict(UNDECIDED, reason)] * encoding.heads

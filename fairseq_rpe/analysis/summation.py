@@ -12,6 +12,7 @@ from .enclosures import Undefined, ends, number
 from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, exactly, level, sure_sign
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
+DEPENDS = "depends on content"
 STARTS = (64, 1024, 1 << 20)  # ln n from which on inequalities are tried
 ORDERS = (1, 4)
 Thin = list[tuple[Monomial, sympy.Expr]]

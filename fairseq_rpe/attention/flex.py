@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..core import Curve, Form, Pair, Pointwise, Toeplitz, UserError, scores
+from ..core import ByKey, ByQuery, Content, Curve, Form, Pair, Pointwise, Sum, Toeplitz, UserError, scores
 from ..core.scores import Function
 from .plan import Plan
 
 BLOCK = 128  # of a block mask
 WIDTHS = range(16, 257)
+WIDEST = 1024  # columns of a table that is kept for each token
 KEPT_MASKS = 32
 COMPILATIONS = 64  # forms, dtypes, head widths, with or without gradients; lengths are dynamic
 
@@ -45,8 +46,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
     """Why this backend cannot compute this, and what can; None if it can."""
-    if plan.remap is not None:
-        return "this encoding changes the scores, which backend 'flex' never holds: use 'reference'"
+    if plan.remap is not None or plan.reading is not None:
+        return "this encoding needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"
+    if _widest(plan.form) > WIDEST:
+        return (
+            f"backend 'flex' keeps what a token reads from a table of at most {WIDEST:,} distances, and this one has "
+            f"{_widest(plan.form):,}: use 'sdpa', which needs no more memory for more of them"
+        )
     if plan.prune:
         return "backend 'flex' does not prune: use 'triton', 'sdpa' on the CPU or no pruning"
     if dropout > 0:
@@ -68,7 +74,16 @@ def _learned(form: Form | None) -> bool:
     """Whether the bias may need a gradient; what a function reads is not known."""
     if isinstance(form, Pair):
         return not isinstance(form, Pointwise) or any(x.requires_grad for x in form.numbers)
+    if isinstance(form, Content):
+        return True
     return form is not None and (form.table if isinstance(form, Toeplitz) else form.bias).requires_grad
+
+
+def _widest(form: Form | None) -> int:
+    """Columns of the largest table that tokens read from."""
+    if isinstance(form, Sum):
+        return max(map(_widest, form.forms))
+    return form.vectors.shape[1] if isinstance(form, ByQuery | ByKey) else 0
 
 
 @functools.cache

@@ -2,12 +2,13 @@
 
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import Curve, Form, Pieces, Positions, Toeplitz
+from ..core import Curve, Form, Pieces, Positions, Toeplitz, added
 from ..encodings import Encoding
 from .curve import last_row
 from .plan import Plan
@@ -51,13 +52,26 @@ def plan_of(
 
     ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
     """
-    with _exact(positions.k):
+    with exactly(positions.k):
         positions = encoding.settle(positions, None if torch.is_grad_enabled() else tables)
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
-    rotate = encoding.rotate if encoding.rotates else None
-    value = encoding.value if encoding.changes_values else None
-    limit = encoding.query_limit
-    return Plan(positions, form, padding, encoding.remap, rotate, backend, limit, prune, turned, value=value)
+        reading = encoding.reading(positions)
+    return Plan(
+        positions,
+        form,
+        padding,
+        encoding.remap,
+        encoding.rotate if encoding.rotates else None,
+        backend,
+        encoding.query_limit,
+        prune,
+        turned,
+        encoding.scores if encoding.scored else None,
+        encoding.note if encoding.notes else None,
+        reading,
+        () if encoding.remap is None else tuple(p for p in encoding.parameters() if p.requires_grad),
+        encoding.value if encoding.changes_values else None,
+    )
 
 
 def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
@@ -89,40 +103,55 @@ def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | N
 def turned(k: Tensor, plan: Plan) -> Tensor:
     """The keys (B, H, n, D) of the last n tokens as a cache may keep them: turned for their own positions."""
     assert plan.rotate is not None
-    with _exact(k):
+    with exactly(k):
         return plan.rotate(k, plan.positions.q, plan.positions, key=True)
 
 
-def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+def noted(x: Tensor, plan: Plan) -> Tensor | None:
+    """What the encoding has to know of each token of a layer's input x (B, n, C): (B, H, n, E); mostly None."""
+    if plan.note is None:
+        return None
+    with exactly(x):
+        return plan.note(x)
+
+
+def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0, notes: Tensor | None = None) -> Tensor:
     """Rotate and attend, in as many parts as the rotation needs to stay within the range of its dtype.
 
-    q: (B, H, n, D), k, v: (B, H, m, D), not rotated yet, but for keys that the plan calls turned; gives (B, H, n, D).
+    q: (B, H, n, D), k, v: (B, H, m, D), not rotated yet, but for keys that the plan calls turned; notes: (B, H, m, E)
+    of an encoding that takes some; gives (B, H, n, D).
     """
     n, m = q.shape[2], k.shape[2]
     size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
-    with _exact(q):
+    with exactly(q):
         if n <= size:
-            return _part(q, k, v, plan, dropout)
+            return _part(q, k, v, plan, dropout, notes)
         parts = []
         for start in range(0, n, size):
             stop = min(start + size, n)
             keys = slice(m - n + stop)
-            parts.append(_part(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], plan.part(start, stop), dropout))
+            seen = k[:, :, keys], v[:, :, keys]
+            known = None if notes is None else notes[:, :, keys]
+            parts.append(_part(q[:, :, start:stop], *seen, plan.part(start, stop), dropout, known))
         return torch.cat(parts, dim=2)
 
 
-def _exact(x: Tensor) -> AbstractContextManager[Any]:
+def exactly(x: Tensor) -> AbstractContextManager[Any]:
     """No autocast of what is done with x; entering and leaving that costs as much as a small operation."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
+def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, notes: Tensor | None) -> Tensor:
     if plan.rotate is not None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.turned:
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
     if plan.value is not None:
         v = plan.value(v, plan.positions)
+    if plan.scores is not None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        found = plan.scores(q.to(wide), k.to(wide), plan.positions, notes)
+        plan = replace(plan, form=added(plan.form, found), scores=None)
     assert plan.backend is not None
     return plan.backend(q, k, v, plan, dropout)

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from ..core import Positions, UserError
 from ..encodings import Encoding, build
-from .layer import carry_out, counted, plan_of
+from .given import check_fit, check_notes, check_shapes, positions_of
+from .layer import carry_out, counted, exactly, plan_of
 from .room import Room, followed
 from .select import choose
-
-WHOLE = 1 << 24  # float32 holds every whole number up to here
 
 
 def attend(
@@ -22,6 +20,7 @@ def attend(
     *,
     positions: Tensor | Positions | None = None,
     padding: Tensor | None = None,
+    notes: Tensor | None = None,
     causal: bool = True,
     dropout: float = 0.0,
     backend: str = "auto",
@@ -43,6 +42,7 @@ def attend(
             counted without padding. A tensor's spacing is looked at in each call, a ``Positions`` says its own, and may
             carry the tokens, for encodings that read them.
         padding: (B, m) bool, True at tokens that nobody may see. What they give themselves has no meaning.
+        notes: (B, H, m, E), what ``encoding.note`` made of the layer's inputs, of an encoding that reads them.
         causal: only True; it is here to say so.
         dropout: probability of dropping an attention weight, whether training or not.
         backend: ``auto`` or one of ``fairseq_rpe.attention.BACKENDS``.
@@ -63,24 +63,25 @@ def attend(
     >>> torch.allclose(attend(q[:, :, 5:], k, v, "alibi"), y[:, :, 5:], atol=1e-6)
     True
     """
-    _check_shapes(q, k, v, padding)
+    check_shapes(q, k, v, padding)
     if not causal:
         raise UserError("attend is causal, as are the encodings: a query sees what is behind it; leave causal=True")
     if not 0 <= dropout < 1:
         raise UserError(f"dropout is a probability from 0 to below 1, not {dropout:g}")
     heads, width = q.shape[1], q.shape[3]
     made = _stateless(encoding, heads, heads * width) if isinstance(encoding, str) else encoding
-    _check_fit(made, q)
-    chosen = choose(backend, remaps=made.remap is not None)
+    check_fit(made, q)
+    chosen = choose(backend, [made])
     n, m = q.shape[2], k.shape[2]
+    check_notes(made, notes, (*q.shape[:2], m))
     padding = None if padding is None else padding.to(q.device)
     if positions is not None:
-        at = _positions(positions, made, q, m)
+        at = positions_of(positions, made, q, m)
     elif padding is not None:
         at, padding = counted(padding, n, made.reads_length)
     else:
         at = Positions.arange(n, m, device=q.device)
-    return carry_out(q, k, v, plan_of(made, at, padding, chosen), dropout)
+    return carry_out(q, k, v, plan_of(made, at, padding, chosen), dropout, notes)
 
 
 def _stateless(spec: str, heads: int, width: int) -> Encoding:
@@ -98,87 +99,34 @@ def _stateless(spec: str, heads: int, width: int) -> Encoding:
     return made
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
-    shown = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-    if any(x.dim() != 4 for x in (q, k, v)) or not q.numel():
-        raise UserError(f"q, k and v are (batch, heads, tokens, head width), none of them 0; these are {shown}")
-    batch, heads, n, width = q.shape
-    m = k.shape[2]
-    if k.shape != v.shape or k.shape != (batch, heads, m, width):
-        raise UserError(f"q, k and v differ in more than q's tokens: {shown}; repeat keys that heads share")
-    if n > m:
-        raise UserError(f"{n} queries and {m} keys: the queries are the last of the tokens, so give all keys")
-    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or not q.is_floating_point():
-        given = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)).replace("torch.", "")
-        raise UserError(f"q, k and v are {given}: give them one floating-point dtype and one device")
-    if padding is not None and (padding.shape != (batch, m) or padding.dtype != torch.bool):
-        raise UserError(f"padding is bool of shape {(batch, m)}, not {padding.dtype} of {tuple(padding.shape)}")
-
-
-def _check_fit(encoding: Encoding, q: Tensor) -> None:
-    heads, width = q.shape[1], q.shape[3]
-    own = encoding.width // encoding.heads
-    if encoding.heads != heads or (encoding.rotates and own != width):
-        raise UserError(
-            f"the encoding is for {encoding.heads} heads of width {own}, q has {heads} of {width}: "
-            f"build it with heads={heads}, width={heads * width}"
-        )
-    first = next(encoding.parameters(), None)
-    if first is not None and first.device != q.device:
-        raise UserError(f"the encoding is on {first.device} and q on {q.device}: move it with encoding.to(q.device)")
-
-
-def _positions(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int) -> Positions:
-    """Positions as given, checked; of a tensor, with what their spacing is."""
-    batch, n = q.shape[0], q.shape[2]
-    if isinstance(given, Positions):
-        if given.k.shape not in ((1, m), (batch, m)) or given.q.shape != (len(given.k), n):
-            raise UserError(
-                f"positions of {tuple(given.q.shape)} queries and {tuple(given.k.shape)} keys, where attention has "
-                f"{(batch, n)} and {(batch, m)}: give those of these tokens"
-            )
-        return given
-    if given.shape not in ((m,), (1, m), (batch, m)):
-        raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(given.shape)}")
-    if given.dtype in (torch.bool, torch.float16, torch.bfloat16) or given.is_complex():
-        raise UserError(f"positions in {given.dtype} lose digits: use torch.int64 or torch.float32")
-    k = given.to(q.device).reshape(-1, m)
-    if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
-        raise UserError("positions are 0 or more and never fall along a row: sort the tokens by them")
-    if not k.is_floating_point():
-        if int(k.max()) > WHOLE:
-            raise UserError(f"position {int(k.max())} is beyond {WHOLE}, what float32 can count: use torch.float64")
-        k = k.float()
-    whole = bool((k == k.round()).all())
-    if encoding.positions == "whole" and not whole:
-        raise UserError(f"{type(encoding).__name__} accepts whole positions only: round these, or use another encoding")
-    even = whole and bool((k.diff(dim=1) == 1).all())
-    return Positions(k[:, m - n :], k, 1.0 if whole else None, contiguous=even)
-
-
 @dataclass
 class Cache:
-    """Keys and values (B, H, m, D) of the m tokens that a ``RelativeAttention`` has seen, keys not turned.
+    """Keys and values (B, H, m, D) of the m tokens that a ``RelativeAttention`` has seen, keys not turned; and notes.
 
     They are views of ``rooms``, memory with room for more; without it, as after a change of k and v, they are copied.
     """
 
     k: Tensor | None = None
     v: Tensor | None = None
-    rooms: tuple[Room | None, Room | None] = field(default=(None, None), repr=False)
+    notes: Tensor | None = None
+    rooms: tuple[Room | None, ...] = field(default=(None, None, None), repr=False)
 
     def __len__(self) -> int:
         return 0 if self.k is None else self.k.shape[2]
 
-    def followed_by(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Its keys and values and then these. Raises UserError: another batch than before."""
-        if self.k is None or self.v is None:
-            return k, v
-        if len(self.k) != len(k):
-            raise UserError(f"the cache holds {len(self.k)} rows and {len(k)} came: use a new cache for a new batch")
-        (k, for_k), (v, for_v) = followed(self.rooms[0], self.k, k), followed(self.rooms[1], self.v, v)
-        self.rooms = for_k, for_v
-        return k, v
+    def followed_by(self, *new: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Its keys, values and notes and then these. Raises UserError: another batch than before."""
+        old = self.k, self.v, self.notes
+        if old[0] is None or new[0] is None:
+            return new
+        if len(old[0]) != len(new[0]):
+            raise UserError(
+                f"the cache holds {len(old[0])} rows and {len(new[0])} came: use a new cache for a new batch"
+            )
+        all_of = zip(self.rooms, old, new, strict=True)
+        found = [(y, None) if x is None or y is None else followed(room, x, y) for room, x, y in all_of]
+        self.rooms = tuple(room for _, room in found)
+        return tuple(x for x, _ in found)
 
 
 class RelativeAttention(nn.Module):
@@ -239,7 +187,7 @@ class RelativeAttention(nn.Module):
                 f"the encoding is for {encoding.heads} heads and width {encoding.width}, this layer has {heads} and "
                 f"{width}: build it with heads={heads}, width={width}"
             )
-        choose(backend, remaps=encoding.remap is not None)
+        choose(backend, [encoding])
         self.width, self.heads, self.dropout, self.backend = width, heads, dropout, backend
         self.encoding = encoding
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width, bias) for _ in range(4))
@@ -277,13 +225,14 @@ class RelativeAttention(nn.Module):
             project(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
+        with exactly(x):
+            notes = self.encoding.note(x)
         if cache is not None:
-            k, v = cache.followed_by(k, v)
-        dropout = self.dropout if self.training else 0.0
-        backend = self.backend
-        out = attend(q, k, v, self.encoding, positions=positions, padding=padding, dropout=dropout, backend=backend)
+            k, v, notes = cache.followed_by(k, v, notes)
+        given = {"positions": positions, "padding": padding, "notes": notes, "backend": self.backend}
+        out = attend(q, k, v, self.encoding, dropout=self.dropout if self.training else 0.0, **given)
         if cache is not None:  # only now: what was refused is not in it
-            cache.k, cache.v = k, v
+            cache.k, cache.v, cache.notes = k, v, notes
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:

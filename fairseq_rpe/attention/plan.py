@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Curve, Dense, Form, Positions, Toeplitz, block
+from ..core import Content, Form, Positions, Reading, Toeplitz, block, part
 
 
 @dataclass(frozen=True)
@@ -20,25 +20,39 @@ class Plan:
         positions: of the n queries and m keys.
         form: additive bias or None.
         padding: (B, m) bool, True at keys that nobody may see; None where causality already hides them.
-        remap: function of (scores, positions), or None.
+        remap: function of (scores, queries, positions), or None: see ``Encoding.remap``.
         rotate: function of (x, at, positions, key=bool) for queries and keys, or None.
         backend: the function that computes attention.
         query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
         prune: the part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
         turned: keys have been through ``rotate`` already, queries have not.
+        scores: function of (q, k, positions, notes) that gives the bias that depends on them, or None.
+        note: what ``scores`` has to know of each token, of a layer's input, or None: see ``Encoding.note``.
+        reading: what queries read beside the values, or None.
+        learned: parameters that ``remap`` uses.
         value: function of (values, positions), or None; a cache holds values as they are before it.
     """
 
     positions: Positions
     form: Form | None = None
     padding: Tensor | None = None
-    remap: Callable[[Tensor, Positions], Tensor] | None = None
+    remap: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
     rotate: Callable[..., Tensor] | None = None
     backend: Callable[..., Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     prune: float = 0.0
     turned: bool = False
+    scores: Callable[..., Form | None] | None = None
+    note: Callable[[Tensor], Tensor | None] | None = None
+    reading: Reading | None = None
+    learned: tuple[Tensor, ...] = ()
     value: Callable[[Tensor, Positions], Tensor] | None = None
+
+    @property
+    def of_content(self) -> bool:
+        """Whether anything but q·k and the values depends on what the tokens are."""
+        others = (self.remap, self.scores, self.reading)
+        return any(x is not None for x in others) or isinstance(self.form, Content)
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -81,12 +95,9 @@ class Plan:
 
     def part(self, start: int, stop: int) -> Self:
         """The plan of queries ``start`` … ``stop`` - 1 and of the keys up to the last of them."""
-        pos, form = self.positions, self.form
+        pos = self.positions
         seen = pos.k.shape[1] - pos.q.shape[1] + stop
-        if isinstance(form, Dense):
-            form = Dense(form.bias[:, :, start:stop, :seen])
-        if isinstance(form, Curve):
-            form = replace(form, far=form.far[:seen], near=form.near[:, start:stop])
+        form = part(self.form, slice(start, stop), seen)
         padding = None if self.padding is None else self.padding[:, :seen]
         tokens = None if pos.tokens is None else pos.tokens[:, :seen]
         pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen], tokens=tokens)

@@ -1,9 +1,12 @@
 """Plain dense attention: the specification that every other backend is tested against."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..core import UserError, block
+from ..core import Reading, UserError, block
+from ..core.forms import column_of
 from .dropout import draw_seed, keep_block
 from .plan import Plan
 
@@ -15,7 +18,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         q: (B, H, n, D); the queries are the last n of the m tokens.
         k: (B, H, m, D).
         v: (B, H, m, D).
-        plan: positions, bias form, padding and the encoding's ``remap``.
+        plan: positions, bias form, padding, and the encoding's ``remap`` and ``reading``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
     Returns:
@@ -28,29 +31,42 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         raise UserError("the reference backend is exact and does not prune: use 'sdpa', 'triton' or no pruning")
     shape = *q.shape[:3], k.shape[2]
     keep = keep_block(draw_seed(), 0, q.shape[2], shape, dropout, q.device) if dropout > 0 else None
-    return weighted(weights(q, k, plan), v, keep)
+    return weighted(weights(q, k, plan), v, keep, plan)
 
 
-def weighted(found: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+def weighted(
+    found: Tensor, v: Tensor, keep: Tensor | None, plan: Plan, read: Callable[..., Tensor] | None = None
+) -> Tensor:
     """Sums of v by the weights ``found``, in v's dtype, with a scaled mask of those kept by dropout."""
     found = found if keep is None else found * keep
-    return torch.matmul(found, v.to(found.dtype)).to(v.dtype)
+    out = torch.matmul(found, v.to(found.dtype))
+    if plan.reading is not None:
+        out = out + (read or read_columns)(found, plan.reading, plan)
+    return out.to(v.dtype)
 
 
-def scores(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+def read_columns(found: Tensor, reading: Reading, plan: Plan) -> Tensor:
+    """Sums of the vectors of ``reading`` by the weights (B, H, n, m): weights of a column are added up first."""
+    at = column_of(reading, plan.positions.q, plan.positions.k)[:, None].expand(found.shape)
+    by_column = found.new_zeros(*found.shape[:3], reading.vectors.shape[1]).scatter_add(3, at, found)
+    return torch.matmul(by_column, reading.vectors.to(found.dtype))
+
+
+def scores(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block) -> Tensor:
     """q·kᵀ / sqrt(D) + bias, (B, H, n, m) in float32 or better; -inf where a query does not see a key."""
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     found = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
     if plan.form is not None:
-        found = found + block(plan.form, plan.positions).to(wide)
+        found = found + make(plan.form, plan.positions).to(wide)
+    hidden = ~plan.visible(n, m, q.device)
     if plan.remap is not None:
-        found = plan.remap(found, plan.positions)
-    return found.masked_fill(~plan.visible(n, m, q.device), float("-inf"))
+        found = plan.remap(found.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
+    return found.masked_fill(hidden, float("-inf"))
 
 
-def weights(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+def weights(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block) -> Tensor:
     """The softmax of :func:`scores`; 0 where a query sees no key at all."""
-    found = scores(q, k, plan)
+    found = scores(q, k, plan, make)
     empty = (found == float("-inf")).all(dim=-1, keepdim=True)
     return found.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Curve, Toeplitz, UserError, block
+from ..core import Curve, Toeplitz, UserError
+from ..core.forms import leaves
 from .blocks import BlockAttention, ToeplitzBias, by_rows, flash
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
+from .rows import in_rows
 from .short import SHORT
+from .skewed import quick_block, quick_read
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere
@@ -29,12 +32,12 @@ PAIR_ELEMENTS, DEVICE_PAIR_ELEMENTS = 1 << 17, 1 << 20
 def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
     """The same as :func:`~fairseq_rpe.attention.reference.reference`, with O(n) memory for Toeplitz and Curve forms.
 
+    What depends on the tokens, changed scores included, is made for blocks of queries, and again in the backward pass.
+
     Raises:
-        UserError: the encoding remaps scores, which this backend never has; or the plan asks for pruning where there is
-            no Toeplitz bias, in training or away from the CPU. Padded rows and single queries are exact all the same.
+        UserError: the plan asks for pruning where there is no Toeplitz bias, in training or away from the CPU. Padded
+            rows and single queries are exact all the same.
     """
-    if plan.remap is not None:
-        raise UserError("this encoding changes the scores, which the sdpa backend does not see: use 'reference'")
     n, m = q.shape[2], k.shape[2]
     made = _structured(plan, n, m)
     if made is not None:
@@ -48,7 +51,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         if made is not None:
             return pruned(q, k, v, made[1], plan.prune)
     if made is None:
-        return (_one if n == 1 and dropout == 0 else _by_blocks)(q, k, v, plan, dropout)
+        one = n == 1 and dropout == 0 and plan.remap is None and plan.reading is None
+        return (_one if one else _by_blocks)(q, k, v, plan, dropout)
     if plan.form is None and dropout == 0:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if dropout == 0 and n <= SHORT and q.device.type == "cpu" and made[0] is ToeplitzBias:
@@ -62,7 +66,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     """The class of the bias and its tensors for a bias that is less than n² numbers, if this is one."""
     form = plan.form
-    if plan.padding is not None or n != m or n == 1:
+    if plan.padding is not None or n != m or n == 1 or plan.of_content:
         return None
     if form is None:
         return (ToeplitzBias,)
@@ -87,26 +91,33 @@ def _one(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
     """Any form, padding or number of queries; recomputes each block's bias in the backward pass."""
     n, m = q.shape[2], k.shape[2]
+    seed = draw_seed() if dropout > 0 else 0
+    if plan.of_content and leaves(plan.form) is not None:
+        return in_rows(q, k, v, plan, dropout, seed, _some_rows)
     pairs = PAIR_ELEMENTS if q.device.type == "cpu" else DEVICE_PAIR_ELEMENTS
     rows = max(ROWS, pairs // m // ROWS * ROWS)
-    seed = draw_seed() if dropout > 0 else 0
 
     def attend(start: int) -> Tensor:
         stop = min(start + rows, n)
-        part, wide = plan.part(start, stop), torch.promote_types(q.dtype, torch.float32)
-        qb, keys, values = q[:, :, start:stop], k[:, :, : m - n + stop], v[:, :, : m - n + stop]
-        # CUDA wants the bias in q's dtype, and half precision cannot hold it
-        if dropout > 0 or (q.is_cuda and q.dtype != wide):
-            keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
-            return weighted(weights(qb, keys, part), values, keep)
-        mask = part.visible(stop - start, keys.shape[2], q.device)
-        empty = ~mask.any(dim=-1, keepdim=True)
-        bias = torch.zeros_like(mask) if part.form is None else block(part.form, part.positions)
-        bias = bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
-        return F.scaled_dot_product_attention(qb, keys, values, attn_mask=bias).masked_fill(empty, 0.0)
+        keep = keep_block(seed, start, stop, (*q.shape[:3], m), dropout, q.device) if dropout > 0 else None
+        seen = slice(m - n + stop)
+        return _some_rows(q[:, :, start:stop], k[:, :, seen], v[:, :, seen], plan.part(start, stop), keep)
 
     if n <= rows:
         return attend(0)
     if torch.is_grad_enabled():
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([attend(start) for start in range(0, n, rows)], dim=2)
+
+
+def _some_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None) -> Tensor:
+    """Some queries and all keys that they may see."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # CUDA wants the bias in q's dtype, and half precision cannot hold it
+    if keep is not None or plan.remap is not None or plan.reading is not None or (q.is_cuda and q.dtype != wide):
+        return weighted(weights(q, k, plan, quick_block), v, keep, plan, quick_read)
+    mask = plan.visible(q.shape[2], k.shape[2], q.device)
+    empty = ~mask.any(dim=-1, keepdim=True)
+    bias = torch.zeros_like(mask) if plan.form is None else quick_block(plan.form, plan.positions)
+    bias = bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).masked_fill(empty, 0.0)

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import UserError
 from ..core.spec import nearest
+from ..encodings import Encoding
 from .calibration import Calibrator
 from .flex import flex
 from .plan import Plan
@@ -27,12 +28,14 @@ class Backend:
     Attributes:
         attend: the function.
         prunes: takes plans that ask for pruning.
-        sees_scores: has the scores that an encoding's ``remap`` changes.
+        sees_scores: has all scores and weights of a query, for an encoding's ``remap`` and ``reading``.
+        sees_content: adds biases that depend on the tokens, of an encoding's ``scores``.
     """
 
     attend: Callable[..., Tensor]
     prunes: bool = False
     sees_scores: bool = False
+    sees_content: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
         """q: (B, H, n, D), k, v: (B, H, m, D) -> (B, H, n, D)."""
@@ -40,58 +43,57 @@ class Backend:
 
 
 BACKENDS = {
-    "reference": Backend(reference, sees_scores=True),
-    "sdpa": Backend(sdpa, prunes=True),
-    "flex": Backend(flex),
+    "reference": Backend(reference, sees_scores=True, sees_content=True),
+    "sdpa": Backend(sdpa, prunes=True, sees_scores=True, sees_content=True),
+    "flex": Backend(flex, sees_content=True),
     "triton": Backend(triton, prunes=True),
 }
 
 
-def choose(name: str, *, remaps: bool = False) -> Backend:
+def choose(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
     """The backend called ``name``; ``auto`` decides at each call and says which at the first.
 
     Args:
         name: auto or one of ``BACKENDS``.
-        remaps: the encoding changes the scores.
+        encodings: of the model.
 
     Raises:
-        UserError: no such backend, or one that cannot serve this encoding. What depends on tensors (device, dtype, head
+        UserError: no such backend, or one that cannot serve an encoding. What depends on tensors (device, dtype, head
             width, positions, dropout) a named backend refuses when it is called; none falls back to another.
     """
     known = {"auto": auto, **BACKENDS}
     if name not in known:
         raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
-    if remaps and not known[name].sees_scores:
-        raise UserError(
-            f"backend '{name}' never holds the scores that this encoding changes: use 'reference' or 'auto'"
-        )
+    for encoding in encodings:
+        what = type(encoding).__name__
+        if encoding.weighs and not known[name].sees_scores:
+            raise UserError(f"{what} needs all scores of a query, which backend '{name}' never holds: {REMEDY}")
+        if encoding.scored and not known[name].sees_content:
+            raise UserError(f"{what} adds a bias that depends on the tokens, and backend '{name}' has none: {REMEDY}")
     return known[name]
 
 
-def pick(plan: Plan) -> str:
-    """What is taken where nothing is measured: sdpa, or reference where the scores are needed."""
-    return "sdpa" if plan.remap is None else "reference"
-
-
+REMEDY = "use 'sdpa' or 'auto'"
+PLAIN = "sdpa"  # what is taken where nothing is measured: it takes any plan
 # on a GPU; the order is that of deterministic mode, in which flex adds up gradients of a table in no fixed order
 calibrator = Calibrator({name: BACKENDS[name] for name in ("triton", "sdpa", "flex")})
 
 
 def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    name, plain = calibrator.choice(q, k, v, plan, dropout), pick(plan)
+    name = None if plan.of_content else calibrator.choice(q, k, v, plan, dropout)
     if name is None:
-        _say(plain)
-    elif name != plain:
+        _say(PLAIN)
+    elif name != PLAIN:
         try:
             return BACKENDS[name](q, k, v, plan, dropout)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             calibrator.drop(name, error, q, k, v, plan, dropout)
-    return BACKENDS[plain](q, k, v, plan, dropout)
+    return BACKENDS[PLAIN](q, k, v, plan, dropout)
 
 
-auto = Backend(_picked, prunes=True, sees_scores=True)
+auto = Backend(_picked, prunes=True, sees_scores=True, sees_content=True)
 
 
 @functools.lru_cache

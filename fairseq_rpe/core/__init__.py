@@ -9,9 +9,22 @@ from typing import Any
 _NAMES = {
     "errors": ("UserError",),
     "forms": (
-        *("Curve", "Dense", "Form", "LogWeight", "Pair", "Pieces", "Pointwise", "Positions", "Toeplitz"),
-        *("block", "exact"),
+        *(
+            "ByKey",
+            "ByQuery",
+            "Content",
+            "Curve",
+            "Dense",
+            "Form",
+            "Levels",
+            "Pair",
+            "Pieces",
+            "Pointwise",
+            "Positions",
+        ),
+        *("Reading", "Sum", "Toeplitz", "added", "block", "part"),
     ),
+    "log_weights": ("LogWeight", "exact"),
     "registry": ("Description", "Registry"),
     "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
 }

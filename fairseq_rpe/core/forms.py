@@ -4,9 +4,9 @@ Conventions: i query position, j key position, ``d = i - j >= 0`` is the past. A
 added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but without meaning: the backend masks them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from fractions import Fraction
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -141,43 +141,150 @@ class Dense:
     bias: Tensor
 
 
+@dataclass(frozen=True)
+class ByQuery:
+    """A bias that the query reads from a table: bias[b, h, i, j] = query[b, h, i] · vectors[h, c(i, j)].
+
+    c(i, j) = (q_i - k_j) / step + origin, clamped to the table's ends. O(n·E + R·E) memory.
+
+    Attributes:
+        query: (B, H, n, E), scaled already; carries the gradient to q.
+        vectors: (H or 1, R, E).
+        origin: column that holds distance 0.
+        step: distance between neighbouring columns.
+    """
+
+    query: Tensor
+    vectors: Tensor
+    origin: int = 0
+    step: float = 1.0
+
+
+@dataclass(frozen=True)
+class ByKey:
+    """The same, read by the key: bias[b, h, i, j] = key[b, h, j] · vectors[h, c(i, j)].
+
+    Attributes: as in :class:`ByQuery`, but key (B, H, m, E) in place of query.
+    """
+
+    key: Tensor
+    vectors: Tensor
+    origin: int = 0
+    step: float = 1.0
+
+
+@dataclass(frozen=True)
+class Levels:
+    """One number per token: bias[b, h, i, j] = query[b, h, i] + key[b, h, j]. O(n) memory.
+
+    Attributes:
+        query: (B, H, n); softmax does not see it, but it keeps the sum small where both are large.
+        key: (B, H, m). In float64 their sum is rounded once.
+    """
+
+    query: Tensor
+    key: Tensor
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Several biases, added."""
+
+    forms: tuple["Form", ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a query reads beside the values: output[b, h, i] += Σ_j weight[b, h, i, j] · vectors[h, c(i, j)].
+
+    Attributes: vectors (H or 1, R, D); origin and step as in :class:`ByQuery`.
+    """
+
+    vectors: Tensor
+    origin: int = 0
+    step: float = 1.0
+
+
 # the most structured first
-Form = Toeplitz | Pair | Dense
+Form = Toeplitz | Pair | Levels | ByQuery | ByKey | Sum | Dense
+Content = Levels | ByQuery | ByKey | Sum  # of what the tokens are
+
+
+def column_of(table: Toeplitz | ByQuery | ByKey | Reading, i: Tensor, j: Tensor) -> Tensor:
+    """int64 (B or 1, n, m): the column of ``table`` for queries at i (B or 1, n) and keys at j (B or 1, m)."""
+    last = (table.table if isinstance(table, Toeplitz) else table.vectors).shape[1] - 1
+    found = torch.round((i[:, :, None] - j[:, None, :]) / table.step).long() + table.origin
+    return found.clamp_(0, last)
 
 
 def block(form: Form, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) -> Tensor:
     """The bias of some queries against some keys, of all if none are named: (B or 1, H, rows, cols)."""
     if isinstance(form, Dense):
         return form.bias[:, :, rows, cols]
+    if isinstance(form, Levels):
+        return form.query[:, :, rows, None] + form.key[:, :, None, cols]
+    if isinstance(form, Sum):
+        return functools.reduce(torch.add, (block(one, pos, rows, cols) for one in form.forms))
     i, j = pos.q[:, rows], pos.k[:, cols]
     if isinstance(form, Pair):
         return form.fn(i, j, *form.aux)
-    column = torch.round((i[:, :, None] - j[:, None, :]) / form.step).long() + form.origin
-    column = column.clamp_(0, form.table.shape[1] - 1)
-    return form.table[:, column].transpose(0, 1)
+    at = column_of(form, i, j)
+    if isinstance(form, Toeplitz):
+        return form.table[:, at].transpose(0, 1)
+    if isinstance(form, ByQuery):
+        return looked_up(form.query[:, :, rows], form.vectors, at)
+    return looked_up(form.key[:, :, cols], form.vectors, at.mT).mT
 
 
-@dataclass(frozen=True)
-class LogWeight:
-    """ln b_n = bias(n) of one head at distance n = 0, 1, … tokens: what the analysis of Σ exp(bias) is told.
-
-    Args:
-        formula: an expression in n as ``fairseq-rpe verdict --formula`` reads it; :func:`exact` writes parameters.
-        note: ends the reason of the verdict, e.g. which parameters decide it.
-        at_least: the formula is only a lower bound, up to a constant; then only divergence can follow.
-        keys: the formula holds for n < keys, and the bias is -∞ from there on.
-    """
-
-    formula: str
-    note: str = ""
-    at_least: bool = False
-    keys: int | None = None
+def looked_up(own: Tensor, vectors: Tensor, at: Tensor) -> Tensor:
+    """own (B, H, n, E) · vectors (H or 1, R, E) of the columns at (B or 1, n, m): (B, H, n, m)."""
+    found = torch.matmul(own, vectors.to(own.dtype).mT)
+    return found.gather(3, at[:, None].expand(*found.shape[:2], -1, -1))
 
 
-def exact(value: float, decimal: bool = False) -> str:
-    """A float as the exact fraction that it is, or with ``decimal`` as the decimal that it is written as.
+def part(form: Form | None, rows: slice, keys: int) -> Form | None:
+    """The bias of some queries and the first ``keys`` keys alone."""
+    if isinstance(form, Sum):
+        return Sum(tuple(one for each in form.forms if (one := part(each, rows, keys)) is not None))
+    if isinstance(form, Dense):
+        return Dense(form.bias[:, :, rows, :keys])
+    if isinstance(form, Curve):
+        return replace(form, far=form.far[:keys], near=form.near[:, rows])
+    if isinstance(form, Levels):
+        return Levels(form.query[:, :, rows], form.key[:, :, :keys])
+    if isinstance(form, ByQuery):
+        return replace(form, query=form.query[:, :, rows])
+    if isinstance(form, ByKey):
+        return replace(form, key=form.key[:, :, :keys])
+    return form
 
-    >>> exact(0.375), exact(0.1, decimal=True)
-    ('(3/8)', '(1/10)')
-    """
-    return f"({Fraction(repr(value)) if decimal else Fraction(value)})"
+
+def leaves(form: Form | None) -> list[tuple[Tensor, str]] | None:
+    """The tensors of a form, each with what its third dimension counts: rows, keys or ""; None of a function."""
+    if isinstance(form, Sum):
+        found = [leaves(one) for one in form.forms]
+        return None if None in found else [x for one in found for x in one or ()]
+    if isinstance(form, Pair):
+        return None
+    if isinstance(form, ByQuery):
+        return [(form.query, "rows"), (form.vectors, "")]
+    if isinstance(form, ByKey):
+        return [(form.key, "keys"), (form.vectors, "")]
+    if isinstance(form, Levels):
+        return [(form.query, "rows"), (form.key, "keys")]
+    return [] if form is None else [(form.table, "")] if isinstance(form, Toeplitz) else None
+
+
+def rebuilt(form: Form | None, tensors: Iterator[Tensor]) -> Form | None:
+    """The same form of other tensors, in the order of :func:`leaves`."""
+    if isinstance(form, Sum):
+        return Sum(tuple(one for each in form.forms if (one := rebuilt(each, tensors)) is not None))
+    names = {ByQuery: ("query", "vectors"), ByKey: ("key", "vectors"), Levels: ("query", "key"), Toeplitz: ("table",)}
+    return None if form is None else replace(form, **{name: next(tensors) for name in names[type(form)]})
+
+
+def added(first: Form | None, second: Form | None) -> Form | None:
+    """Both biases together."""
+    if first is None or second is None:
+        return second if first is None else first
+    return Sum((first, second))

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .forms import Curve, Dense, Form, Pieces, Pointwise, Positions, Toeplitz
+from .forms import ByKey, ByQuery, Content, Curve, Dense, Form, Levels, Pieces, Pointwise, Positions, Sum, Toeplitz
 
 Function = Callable[..., Tensor]
 CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
 COMPARED = 4  # ends in a cell, or a multiple: a network that learns should not compile anew with every kink
 
 
-def columns(form: Toeplitz, pos: Positions) -> tuple[Tensor, Tensor]:
+def columns(form: Toeplitz | ByQuery | ByKey, pos: Positions) -> tuple[Tensor, Tensor]:
     """int32 a (B or 1, n) and b (B or 1, m) with a_i - b_j the column of the table, before clamping."""
     first = pos.k[:, :1]  # a common offset need not be a multiple of the step
     a, b = (torch.round((x - first) / form.step).int().contiguous() for x in (pos.q, pos.k))
@@ -47,6 +47,8 @@ def score_mod(form: Form | None, pos: Positions, batch: int, padding: Tensor | N
         bias = _copy(form.bias) if form.bias.requires_grad else form.bias
         row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
         return lambda score, b, h, i, j: score + bias[b * row, h, i, j]
+    if isinstance(form, Content):
+        return _of_content(form, pos, batch, padding)
     if isinstance(form, Curve):
         return _from_pieces(form, pieces_between(form, pos, padding), pos, batch)
     positions = columns(form, pos) if isinstance(form, Toeplitz) else (pos.q, pos.k)
@@ -59,6 +61,32 @@ def score_mod(form: Form | None, pos: Positions, batch: int, padding: Tensor | N
         return lambda score, b, h, i, j: score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
     fn, aux = form.fn, form.aux
     return lambda score, b, h, i, j: score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
+
+
+def _of_content(form: Content, pos: Positions, batch: int, padding: Tensor | None) -> Function | None:
+    """A bias that depends on the tokens: with a table it holds a number for each token and column, (B, H, n, R)."""
+    if isinstance(form, Sum):
+        adding = [add for one in form.forms if (add := score_mod(one, pos, batch, padding)) is not None]
+
+        def all_of_them(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            for add in adding:
+                score = add(score, b, h, i, j)
+            return score
+
+        return all_of_them
+    if isinstance(form, Levels):
+        middle = form.key.detach().mean(2, keepdim=True)  # rounded to float32, which holds small numbers better
+        of_query, of_key = ((x.expand(batch, -1, -1)).float() for x in (form.query + middle, form.key - middle))
+        return lambda score, b, h, i, j: score + (of_query[b, h, i] + of_key[b, h, j])
+    at_q, at_k = (_copy(x.expand(batch, -1)) for x in columns(form, pos))
+    own = form.query if isinstance(form, ByQuery) else form.key
+    table = _copy(torch.matmul(own, form.vectors.to(own.dtype).mT).expand(batch, -1, -1, -1))
+    last = at_q.new_full((), form.vectors.shape[1] - 1)
+    if isinstance(form, ByQuery):
+        return lambda score, b, h, i, j: (
+            score + table[b, h, i, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
+        )
+    return lambda score, b, h, i, j: score + table[b, h, j, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -1,11 +1,6 @@
-"""What an encoding is, and the families that authors fill with one method.
+"""What an encoding is, and the families that authors fill with one method. Its doors are in ``doors``."""
 
-An encoding enters the model through these doors, each the identity by default: ``embed`` (added at the input),
-``rotate`` (applied to queries and keys), ``value`` (to values), ``form`` (additive bias) and ``remap`` (a function of
-the scores). Before them ``settle`` may count positions in another way.
-"""
-
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -13,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
-from .masks import Maskable
+from .doors import Doors
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Encoding(Maskable):
+class Encoding(Doors):
     """Base class of all encodings.
 
     Args:
@@ -37,7 +32,8 @@ class Encoding(Maskable):
     other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
     ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
     ``reads_tokens``: the encoding needs the ids of the tokens, ``Positions.tokens``.
-    ``bounded``: why scores without additive bias are bounded, for encodings that have none.
+    ``bounded``: why scores without additive bias, or with one that depends on the tokens, are bounded.
+    ``depends``: what can be said of a bias that depends on the tokens and has no bound.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
     """
@@ -48,13 +44,13 @@ class Encoding(Maskable):
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     shares: ClassVar[tuple[str, ...]] = ("model", "layer")
-    remap: Callable[[Tensor, Positions], Tensor] | None = None
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
     reads_tokens: bool = False
     rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
+    depends: ClassVar[str] = ""
 
     def __init__(
         self, config: Any, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
@@ -67,43 +63,6 @@ class Encoding(Maskable):
 
     def setup(self) -> None:
         """Create parameters here; ``config``, ``heads``, ``width`` and ``length`` are set."""
-
-    def embed(self, x: Tensor, pos: Positions) -> Tensor:
-        """x (B, n, C) at the input -> same shape."""
-        return x
-
-    def settle(self, pos: Positions, kept: MutableMapping[int, Any] | None = None) -> Positions:
-        """Positions as attention is to see them: here as they are. ``form``, ``rotate`` and ``value`` are given these.
-
-        It is called once for all layers that share the encoding. ``kept``, by id of the encoding: what holds for a text
-        that is being decoded, without gradients; None elsewhere.
-        """
-        return pos
-
-    def value(self, v: Tensor, pos: Positions) -> Tensor:
-        """Values v (B, H, m, D) of the m tokens -> same shape."""
-        return v
-
-    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
-        """Queries, or with ``key`` keys, x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
-        return x
-
-    def form(self, pos: Positions) -> Form | None:
-        """The additive bias, or None where there is none."""
-        return None
-
-    @property
-    def embeds(self) -> bool:
-        """Whether it acts at the input of a model, by ``embed``."""
-        return type(self).embed is not Encoding.embed
-
-    @property
-    def rotates(self) -> bool:
-        return type(self).rotate is not Encoding.rotate
-
-    @property
-    def changes_values(self) -> bool:
-        return type(self).value is not Encoding.value
 
     @property
     def bias_of_distance(self) -> bool:
@@ -129,8 +88,10 @@ class Encoding(Maskable):
 
         It is what ``fairseq-rpe verdict`` decides Σ exp(bias) by. A plain string is the exact log-bias.
         """
-        if not self.bounded or type(self).form is not Encoding.form or self.remap is not None:
+        if not self.bounded or type(self).form is not Encoding.form:
             return None
+        if self.of_content:
+            return [LogWeight("0", self.bounded, at_least=True)] * self.heads
         return [LogWeight("0", f"no additive bias: {self.bounded}")] * self.heads
 
     def scalars(self) -> dict[str, Tensor]:

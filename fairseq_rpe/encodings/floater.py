@@ -2,7 +2,7 @@
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,11 @@ class Floater(Encoding):
 
     dp/dt = h(t, p) from a learned p(0), and p_i = p(i·Δt). After the projections and before 1/sqrt(D) come q_i + p_i^q,
     k_i + p_i^k and v_i + p_i^v, each (C,) and cut into heads. h is a network of two layers for all three. The solver is
-    torchdiffeq's RK4, ``steps`` steps to a token. The path is solved anew in every forward pass, once for the layers
-    that share it, and its gradient reaches h and p(0); longer rows go on integrating. Decoding goes on from its end.
+    torchdiffeq's RK4, ``steps`` steps to a token. The path is solved anew in every forward pass and its gradient
+    reaches h and p(0); longer rows go on integrating. Decoding goes on from its end. As in the authors' code h is one
+    for all layers and p(0) another in each; shared by the model, p(0) is one as well, and the path is solved once.
 
-    Differs from the authors' code: there p(0) is another one in each layer while h is shared; here both are, or neither
-    with one encoding per layer. No sinusoid is added at the input, and no path is kept over updates.
+    Unlike in their code no sinusoid is added at the input, and no path is kept over updates.
     """
 
     @dataclass(frozen=True)
@@ -57,12 +57,16 @@ class Floater(Encoding):
 
     formula = "q_i + p_i^q, k_j + p_j^k, v_j + p_j^v,  p_i = p(i·Δt),  dp/dt = h(t, p) learned"
     paper = "Liu et al. 2020 (arXiv 2003.09229)"
+    shares = ("layer", "model")
     positions = "whole"
     rotation_is_fixed = True
 
     def setup(self) -> None:
         self.flow: nn.Module = Flow(self.width)
         self.start = nn.Parameter(nn.init.xavier_uniform_(torch.empty(3, self.width)))
+
+    def tie(self, first: Self) -> None:
+        self.flow = first.flow
 
     def path(self, count: int, known: Tensor | None = None) -> Tensor:
         """p (T, 3, C) of the positions 0 … T-1, T = ``count`` or more; ``known``: the first of them.

@@ -13,10 +13,13 @@ class Maskable(nn.Module):
     """What every encoding has for other attention; its bias is what ``form`` says."""
 
     heads: int
-    remap: Callable[[Tensor, Positions], Tensor] | None
 
     @property
     def rotates(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def of_content(self) -> bool:
         raise NotImplementedError
 
     def form(self, pos: Positions) -> Form | None:
@@ -91,8 +94,8 @@ class Maskable(nn.Module):
                 f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend, or turn them with "
                 "encoding.rotate and use causal attention"
             )
-        if self.remap is not None:
-            raise UserError(f"{name} changes the scores by more than a bias: call fairseq_rpe.attend")
+        if self.of_content:
+            raise UserError(f"{name} depends on what the tokens are, which no mask knows: call fairseq_rpe.attend")
         if n < 1:
             raise UserError(f"a mask of {n} tokens: ask for at least 1")
         first = next(self.parameters(), None)

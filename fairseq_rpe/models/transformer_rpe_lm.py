@@ -164,7 +164,12 @@ def _encodings(args, symbols):
         share = first.shares[0]
     if share not in first.shares:
         raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.shares)}")
-    return [first] if share == "model" else [first] + [make() for _ in range(args.decoder_layers - 1)]
+    if share == "model":
+        return [first]
+    others = [make() for _ in range(args.decoder_layers - 1)]
+    for other in others:
+        other.tie(first)
+    return [first, *others]
 
 
 def _moves(args, encoding, rank):

@@ -8,10 +8,10 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
 from ..attention import Plan
-from ..attention.layer import carry_out, turned
+from ..attention.layer import carry_out, noted, turned
 from ..attention.room import followed
 
-NAMES = ("prev_key", "prev_value")
+NAMES = ("prev_key", "prev_value", "prev_notes")  # the last of encodings that take notes
 
 
 class MovableCache(dict[str, Any]):
@@ -43,35 +43,40 @@ class RPEAttention(MultiheadAttention):
             project(query).view(n, batch, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
+        notes = noted(query.transpose(0, 1), plan)
         if incremental_state is not None:
-            k, v = self._followed(incremental_state, turned(k, plan) if plan.turned else k, v)
+            k, v, notes = self._followed(incremental_state, turned(k, plan) if plan.turned else k, v, notes)
         dropout = self.dropout_module.p if self.training or self.dropout_module.apply_during_inference else 0.0
-        out = carry_out(q, k, v, plan, dropout)
+        out = carry_out(q, k, v, plan, dropout, notes)
         return self.out_proj(out.permute(2, 0, 1, 3).reshape(n, batch, width)), None
 
-    def _followed(self, state: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values so far, these included, which are in the cache from now on."""
+    def _followed(
+        self, state: dict[str, Any], k: Tensor, v: Tensor, notes: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The keys, values and notes so far, these included, which are in the cache from now on."""
         cache = self._get_input_buffer(state)
+        new = {name: x for name, x in zip(NAMES, (k, v, notes), strict=True) if x is not None}
         if "prev_key" in cache:
             rooms = self.get_incremental_state(state, "rooms") or {}
-            found = {x: followed(rooms.get(x), cache[x], new) for x, new in zip(NAMES, (k, v), strict=True)}
-            k, v = (found[x][0] for x in NAMES)
-            self.set_incremental_state(state, "rooms", {x: room for x, (_, room) in found.items()})
-        self._set_input_buffer(state, dict(zip(NAMES, (k, v), strict=True)))
-        return k, v
+            found = {name: followed(rooms.get(name), cache[name], x) for name, x in new.items()}
+            new = {name: held for name, (held, _) in found.items()}
+            self.set_incremental_state(state, "rooms", {name: room for name, (_, room) in found.items()})
+        self._set_input_buffer(state, new)
+        return new["prev_key"], new["prev_value"], new.get("prev_notes")
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> dict[str, Any]:
         """The cached rows that beam search goes on with, with room for the tokens to come."""
         cache = self._get_input_buffer(incremental_state)
         rooms = self.get_incremental_state(incremental_state, "rooms") or {}
-        if not all(rooms.get(x) is not None and rooms[x].fits(cache[x], 0) for x in NAMES):
+        held = [name for name in NAMES if name in cache]
+        if not all(rooms.get(x) is not None and rooms[x].fits(cache[x], 0) for x in held):
             return super().reorder_incremental_state(incremental_state, new_order)
         same = torch.arange(len(cache["prev_key"]))
         if new_order.device.type == "cpu" and torch.equal(new_order, same):
             return incremental_state
-        found = {x: rooms[x].reordered(new_order) for x in NAMES}
+        found = {x: rooms[x].reordered(new_order) for x in held}
         self.set_incremental_state(incremental_state, "rooms", {x: room for x, (_, room) in found.items()})
-        return self._set_input_buffer(incremental_state, {x: held for x, (held, _) in found.items()})
+        return self._set_input_buffer(incremental_state, {x: rows for x, (rows, _) in found.items()})
 
 
 class RPEDecoderLayer(TransformerDecoderLayerBase):

@@ -41,7 +41,7 @@ class RPEDecoder(TransformerDecoderBase):
         self.reads_length = any(e.reads_length for e in encodings)
         self.reads_tokens = any(e.reads_tokens for e in encodings)
         self.compute = COMPUTE[compute]
-        self.attend = choose(backend, remaps=any(e.remap is not None for e in encodings))
+        self.attend = choose(backend, encodings)
         self.eps = 0.0
 
     def prune_attention(self, eps: float) -> None:

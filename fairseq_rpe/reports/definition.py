@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict
+from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict
 from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, Deviation, agreeing, context_gain, deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, spread, words
 from fairseq_rpe.encodings import Encoding, names
@@ -85,7 +85,7 @@ def _predicted(state: State, method: Method, paths: Sequence[Path]) -> Predictio
 def of_encodings(encodings: Sequence[Encoding]) -> Prediction:
     """The prediction of all layers of a model, or of its seeds, with these encodings as they were trained."""
     decisions = [head.decision for encoding in encodings for head in verdict(encoding)]
-    of_all = next((v for v in (DIVERGES, UNDECIDED) if v in decisions), CONVERGES)
+    of_all = next((v for v in (DIVERGES, UNDECIDED, DEPENDS) if v in decisions), CONVERGES)
     return Prediction(of_all, decisions.count(CONVERGES), len(decisions))
 
 
@@ -159,7 +159,7 @@ def deviations(judged: Sequence[Judged], limit: float) -> Table:
 def observed(judged: Sequence[Judged], limit: float, one_sided: bool) -> Table:
     """By prediction, the methods that extrapolate and those that do not; predictions of no method are left out."""
     rows = []
-    for said in (CONVERGES, DIVERGES, UNDECIDED, NONE):
+    for said in (CONVERGES, DIVERGES, UNDECIDED, DEPENDS, NONE):
         own = [one for one in judged if one.prediction.verdict == said]
         if own or said in (CONVERGES, DIVERGES):
             sides = [[o.name for o in own if o.found.extrapolates(limit, one_sided) is side] for side in (True, False)]

@@ -9,7 +9,7 @@ import torch
 from conftest import ALL_SPECS, run
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, pick, reference, sdpa
+from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, reference, sdpa
 from fairseq_rpe.attention.dropout import ROWS, keep_block
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
@@ -192,18 +192,11 @@ def test_dropout_mask_is_reproducible_and_unbiased():
 
 
 def test_choose():
-    assert choose("auto") is choose("auto", remaps=True) is auto
-    assert choose("sdpa").attend is sdpa and choose("reference", remaps=True).attend is reference
+    assert choose("auto") is auto
+    assert choose("sdpa").attend is sdpa and choose("reference").attend is reference
     assert [name for name, backend in BACKENDS.items() if backend.prunes] == ["sdpa", "triton"]
-    assert pick(Plan(Positions.arange(2))) == "sdpa"
-    assert pick(Plan(Positions.arange(2), remap=lambda scores, pos: scores)) == "reference"
     with pytest.raises(UserError, match="unknown attention backend 'sdap'.*did you mean 'sdpa'"):
         choose("sdap")
-    with pytest.raises(UserError, match="use 'reference' or 'auto'"):
-        choose("sdpa", remaps=True)
-    plan = Plan(Positions.arange(2), remap=lambda scores, pos: scores)
-    with pytest.raises(UserError, match="use 'reference'"):
-        sdpa(*(torch.zeros(1, 1, 2, 4),) * 3, plan)
 
 
 def test_the_package_triton_is_optional():
@@ -215,11 +208,12 @@ def test_the_package_triton_is_optional():
     assert run(sys.executable, "-c", code).stdout == "torch.Size([1, 1, 2, 4]) reference sdpa flex triton\n"
 
 
-def test_remap_is_applied_by_the_reference():
+def test_changed_scores():
     q, k, v = (torch.randn(1, 1, 6, 4) for _ in range(3))
-    plan = Plan(Positions.arange(6), remap=lambda scores, pos: torch.zeros_like(scores))
+    plan = Plan(Positions.arange(6), remap=lambda scores, q, pos: torch.zeros_like(scores))
     mean = v.cumsum(2) / torch.arange(1, 7)[:, None]
-    torch.testing.assert_close(reference(q, k, v, plan), mean)
+    for attend in (reference, sdpa):
+        torch.testing.assert_close(attend(q, k, v, plan), mean)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.02)])

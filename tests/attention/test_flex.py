@@ -219,8 +219,8 @@ def test_refusals():
             flex(q.detach(), k, v, Plan(plan.positions, build("fire", H, H * D).form(plan.positions)))
     with pytest.raises(UserError, match="no attention dropout, and 0.1 was asked for: set it to 0 or use 'sdpa'"):
         flex(q, k, v, plan, 0.1)
-    with pytest.raises(UserError, match="use 'reference'"):
-        flex(q, k, v, Plan(plan.positions, remap=lambda scores, pos: scores))
+    with pytest.raises(UserError, match="needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"):
+        flex(q, k, v, Plan(plan.positions, remap=lambda scores, q, pos: scores))
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_dropout_is_that_of_the_backends():
 class Squared(Encoding):
     """Changes the scores by more than a bias."""
 
-    def remap(self, scores, pos):
+    def remap(self, scores, q, pos):
         return -scores.square()
 
 
@@ -258,7 +258,9 @@ def test_an_encoding_that_changes_scores():
     expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
     torch.testing.assert_close(attend(q, k, v, encoding), expected, rtol=1e-5, atol=1e-5)
     for refused in (encoding.mask, encoding.score_mod):
-        with pytest.raises(UserError, match="Squared changes the scores by more than a bias: call fairseq_rpe.attend"):
+        with pytest.raises(
+            UserError, match="Squared depends on what the tokens are, which no mask knows: call fairseq_rpe.attend"
+        ):
             refused(7)
 
 

@@ -11,7 +11,7 @@ from conftest import ALL_SPECS, DEVICE, make_model, run
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from fairseq_rpe.attention import Plan, pick, reference
+from fairseq_rpe.attention import Plan, reference
 from fairseq_rpe.attention.triton import refusal, triton
 from fairseq_rpe.core import Dense, Pair, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
@@ -325,7 +325,7 @@ def tensors(width=D, dtype=torch.float32):
         (tensors(264), {}, 0.0, "not 264"),
         (tensors(dtype=torch.float64), {}, 0.0, "not float64, float64, float64: use 'sdpa'"),
         ((*tensors()[:2], tensors(dtype=torch.float16)[2]), {}, 0.0, "not float32, float32, float16"),
-        (tensors(), {"remap": lambda scores, pos: scores}, 0.0, "use 'reference'"),
+        (tensors(), {"remap": lambda scores, q, pos: scores}, 0.0, "never holds: use 'sdpa'"),
         (tensors(), {"form": Pair(lambda i, j: i)}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
         (tensors(), {"form": Dense(torch.zeros(1, H, 4, 4))}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
         (tensors(), {}, 0.1, "no attention dropout, and 0.1 was asked for: set it to 0 or use 'sdpa'"),
@@ -346,7 +346,7 @@ def test_refused_without_gpu_or_package(monkeypatch):
 
 
 def test_what_it_takes_on_a_gpu(monkeypatch):
-    """Decisions need no GPU, only tensors that say they are on one; what auto takes unmeasured."""
+    """Decisions need no GPU, only tensors that say they are on one."""
     from torch._subclasses import FakeTensorMode
 
     monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
@@ -356,11 +356,9 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
         biased = Plan(Positions.arange(4), table)
         for plan in (plain, biased):
             assert refusal(q, q, q, plan) is None and refusal(last, q, q, plan) is None
-            assert pick(plan) == "sdpa"
         assert "dropout" in refusal(q, q, q, biased, 0.1)
         assert "not 20" in refusal(odd, odd, odd, biased)
         assert "straight pieces, which this is not" in refusal(q, q, q, Plan(Positions.arange(4), Pair(lambda i, j: i)))
-        assert pick(Plan(Positions.arange(4), remap=lambda scores, pos: scores)) == "reference"
         monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
         assert "compute capability 8.0" in refusal(q, q, q, biased)
 

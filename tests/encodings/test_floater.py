@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import make_model
 from torch import nn
 
 pytest.importorskip("torchdiffeq")
@@ -131,6 +132,18 @@ def test_decoding_keeps_the_path_of_its_text(monkeypatch):
             settled = made.settle(Positions.arange(1, m), kept)
         assert asked == [2, 6, 14, 30, 62]
         torch.testing.assert_close(settled.path[:39], made.path(39), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_the_dynamics_and_start_apart(task):
+    model = make_model(task, "floater")
+    one, other = model.decoder.encodings
+    assert one.flow is other.flow and not torch.equal(one.start, other.start)
+    names = [name for name, _ in model.named_parameters() if "encodings" in name]
+    assert len(names) == 2 + 4 and len(make_model(task, "floater", rpe_share="model").decoder.encodings) == 1
+    twin = make_model(task, "floater", seed=1)
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(*(m(torch.arange(4, 20)[None])[0] for m in (model, twin)))
 
 
 def test_refusals(monkeypatch):

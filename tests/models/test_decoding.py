@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import ALL_SPECS, make_model
+from conftest import ALL_SPECS, CONTENT_SPECS, make_model
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.attention import Plan, reference, room, sdpa
@@ -40,16 +40,24 @@ def padded(rows: int, n: int) -> torch.Tensor:
     return x
 
 
+@torch.no_grad()
+def liven(encodings):
+    """What is learned starts small, or at 0, which would hide it."""
+    for parameter in encodings.parameters():
+        parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+
+
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
     monkeypatch.setattr(room, "SPARE", 3)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("spec", ALL_SPECS)
+@pytest.mark.parametrize("spec", [*ALL_SPECS, *CONTENT_SPECS])
 def test_chunks_beams_and_padding(task, spec, compute):
     """Half of the text, then other beams, then the rest: the logits of one pass."""
     model = make_model(task, spec, compute_dtype=compute)
+    liven(model.decoder.encodings)
     x, order = padded(4, 23), torch.tensor([2, 1, 1, 0, 3])
     y = x[order]
     with torch.no_grad():

@@ -48,8 +48,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return "backend 'triton' needs a GPU: use 'sdpa' (or, to test kernels, set TRITON_INTERPRET=1 from the start)"
     if q.is_cuda and not _supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
-    if plan.remap is not None:
-        return "this encoding changes the scores, which backend 'triton' never holds: use 'reference'"
+    if plan.remap is not None or plan.reading is not None:
+        return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
     if form is not None and not isinstance(form, (Toeplitz, Curve)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     if dropout > 0:

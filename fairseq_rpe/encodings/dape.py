@@ -1,0 +1,62 @@
+"""Data-adaptive positional encoding: a small network of all heads' scores and biases adjusts the bias."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import Positions, block, option
+from .base import Encoding, register, registry
+
+BASES = ("kerple_log", "alibi", "fire", "rope", "nope")
+
+
+@register("dape")
+class Dape(Encoding):
+    """score = s + b + f([s; b]), s = q·k/sqrt(D) and b the bias of ``base``, for each pair over the heads.
+
+    f is Linear(2H to w), LeakyReLU(0.01), Linear(w to H), one per layer; of ``rope`` and ``nope``, which have no b, it
+    reads s alone. Beyond the training length it does what its base does, but f of a leaky ReLU grows with b and may
+    cancel or add to it. The survey's equation has no b beside f, the public code has. First called CAPE.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        base: str = option("kerple_log", "the encoding that is adjusted", choices=BASES)
+        width: int = option(32, "w, hidden units", minimum=1, maximum=1 << 12)
+
+    formula = "s + b + f([s; b]),  s = q·k/√D,  b of its base"
+    paper = "Zheng et al. 2024 (arXiv 2405.14722)"
+    shares = ("layer", "model")
+    depends = (
+        "a network of all heads' scores adds to the bias of its base, with no bound: nothing follows for all texts"
+    )
+
+    def setup(self) -> None:
+        cls, _, config = registry.resolve(self.config.base)
+        self.base = cls(config, self.heads, self.width, self.length)
+        self.rotation_is_fixed, self.reads_length = self.base.rotation_is_fixed, self.base.reads_length
+        self.biased = self.base.adds_bias
+        self.mix = nn.Linear(self.heads * (1 + self.biased), self.config.width)
+        self.out = nn.Linear(self.config.width, self.heads)
+
+    @property
+    def rotates(self) -> bool:
+        return self.base.rotates
+
+    def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
+        return self.base.rotate(x, at, pos, key)
+
+    def remap(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
+        hidden = torch.isneginf(scores)
+        found = scores = scores.masked_fill(hidden, 0.0)
+        form = self.base.form(pos)
+        if form is not None:
+            bias = block(form, pos).to(scores.dtype).expand_as(scores)
+            scores, found = scores + bias, torch.cat([scores, bias], dim=1)
+        for layer in (self.mix, self.out):
+            weight, shift = (x.to(scores.dtype) for x in (layer.weight, layer.bias))
+            found = torch.matmul(weight, found.flatten(2)).unflatten(2, scores.shape[2:]) + shift[:, None, None]
+            found = F.leaky_relu(found) if layer is self.mix else found
+        return (scores + found).masked_fill(hidden, float("-inf"))

@@ -1,0 +1,55 @@
+"""Transformer-XL's relative attention: a sinusoid of the distance, projected, and two learned vectors."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ..core import ByQuery, Form, Levels, Positions, Sum, option
+from .base import Encoding, register
+
+
+@register("transformer_xl")
+class TransformerXL(Encoding):
+    """score = [(q_i + u)·k_j + (q_i + v)·W_R·R_(i-j)]/sqrt(D).
+
+    R_d is sin(d·10000^(-2c/C)) for c = 0 … C/2 - 1 and then the cosines; W_R (C to C) is one per layer; u and v (H, D)
+    are shared by all layers, as in public code. R is defined at any distance; ``clamp`` caps d, as evaluation there
+    does at 400. The recurrence over segments is no part of the encoding and is not here.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        clamp: int = option(0, "largest d that R is told, tokens; 0: none", minimum=0, maximum=1 << 20)
+
+    formula = "((q_i + u)·k_j + (q_i + v)·W_R·R_(i-j))/√D"
+    paper = "Dai et al. 2019 (arXiv 1901.02860), section 3.3"
+    shares = ("layer", "model")
+    bounded = "the bias is (q + v)·W_R·R/√D + u·k/√D with sines R, bounded for bounded q and k"
+
+    def setup(self) -> None:
+        head = self.width // self.heads
+        self.u, self.v = (nn.Parameter(torch.randn(self.heads, head) * 0.02) for _ in range(2))
+        self.project = nn.Linear(self.width, self.width, bias=False)
+        nn.init.normal_(self.project.weight, std=0.02)
+
+    def tie(self, first: Self) -> None:
+        self.u, self.v = first.u, first.v
+
+    def vectors(self, d: Tensor) -> Tensor:
+        """Distances (R,) -> W_R·R_d of each head, (H, R, D), in their dtype."""
+        c = torch.arange((self.width + 1) // 2, device=d.device, dtype=d.dtype)
+        angles = d[:, None] * 10000.0 ** (-2 * c / self.width)
+        waves = torch.cat([angles.sin(), angles[:, : self.width // 2].cos()], dim=1)
+        return torch.matmul(waves, self.project.weight.to(d.dtype).T).unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
+        step, scale = pos.step or 1.0, q.shape[-1] ** -0.5
+        reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / step)) + 1
+        d = torch.arange(reach, device=q.device, dtype=q.dtype) * step
+        if self.config.clamp:
+            d = d[: int(self.config.clamp / step) + 2].clamp_max(self.config.clamp)
+        of_key = torch.linalg.vecdot(k * scale, self.u.to(k.dtype)[None, :, None])
+        by_distance = ByQuery((q + self.v.to(q.dtype)[:, None]) * scale, self.vectors(d), step=step)
+        return Sum((by_distance, Levels(of_key.new_zeros(1).expand(q.shape[:3]), of_key)))
