@@ -55,6 +55,11 @@ SPECS = {
     ],
     "clex": ["clex:original_length=64"],
     "xpos": ["xpos", "xpos:scale_base=16"],
+    "tisa": ["tisa"],
+    "tupe": ["tupe", "tupe:relative=true"],
+    "floater": ["floater:steps=1"],
+    "complex": ["complex:frequencies=dimension"],
+    "bipe": [],  # it reads tokens, of which most of these tests know nothing: see test_bipe and test_token_readers
     "fire": [
         "fire",
         "fire:exact=true",

@@ -85,6 +85,8 @@ def use_encoding(
             raise UserError(f"share='{share}' with an encoding that is made already: give its spec, or leave share out")
         spec, made = _spec_of(encoding), [encoding]
     _check_fit(made[0], heads, head, config.hidden_size)
+    if made[0].reads_tokens:
+        raise UserError(f"'{spec}' reads the tokens, which attention of transformers is not told: use another encoding")
     if made[0].notes:
         raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
     chosen = choose(backend, made)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,6 +24,8 @@ CASES = ("forward", "backward", "padded", "cached", "warped")
 PASSED, FAILED, REFUSED, NONE = "passed", "failed", "refused", "does not apply"
 BATCH, HEADS, SEED = 2, 2, 0
 PADS, STEPS = 7, 3  # tokens on the left of a padded row; of decoding
+FAR = 3  # times the tokens: positions that tables have to hold, of warped rows
+SYMBOLS = (".", "</s>", *"abcdef")  # a dictionary for encodings that read tokens
 REPEATS, LONG = 3, 0.02  # timed calls; seconds after which no more are made
 
 
@@ -108,7 +110,7 @@ def tested(device: str, backend: str, dtype: str, spec: str, first: bool) -> lis
         about = (spec, backend, dtype, case)
         torch.manual_seed(SEED)
         try:
-            encoding = encodings.build(spec, HEADS, HEADS * size.width, length=size.tokens).to(device)
+            encoding = encodings.build(spec, HEADS, HEADS * size.width, FAR * size.tokens, SYMBOLS).to(device)
             if case == "warped" and encoding.positions == "none":
                 cells.append(Cell(*about, NONE, tolerance))
                 continue
@@ -133,6 +135,9 @@ def _compared(
     exact = [torch.randn(shape).to(device, dtype).double() for _ in range(3)]
     cotangent = torch.randn(shape).to(device, dtype)
     positions, padding = _positions(encoding, case, n, device)
+    if encoding.reads_tokens:
+        ids = torch.randint(len(SYMBOLS), (BATCH, n)).to(device)
+        positions = replace(positions, tokens=ids if padding is None else ids.masked_fill(padding, -1))
     if padding is not None:
         cotangent = cotangent.masked_fill(padding[:, None, :, None], 0.0)
     grads = case in ("backward", "padded", "warped")
@@ -142,7 +147,7 @@ def _compared(
         q, k, v = (x.detach().requires_grad_(grads) for x in given)
         with torch.set_grad_enabled(grads):
             for m in range(n - STEPS + 1, n + 1) if case == "cached" else (n,):
-                own = Positions(positions.k[:, m - 1 : m], positions.k[:, :m]) if case == "cached" else positions
+                own = _last(positions, m) if case == "cached" else positions
                 new = q[:, :, m - 1 : m] if case == "cached" else q
                 out = carry_out(new, k[:, :, :m], v[:, :, :m], plan_of(encoding, own, padding, chosen))
                 yield out
@@ -181,6 +186,11 @@ def _positions(encoding: Encoding, case: str, n: int, device: str) -> tuple[Posi
         at = at.to(device)
         return Positions(at, at, 1.0 if encoding.positions == "whole" else None, contiguous=False), None
     return Positions.arange(n, device=device), None
+
+
+def _last(pos: Positions, m: int) -> Positions:
+    """Of the last of m tokens."""
+    return Positions(pos.k[:, m - 1 : m], pos.k[:, :m], tokens=None if pos.tokens is None else pos.tokens[:, :m])
 
 
 def _seconds(work: Callable[[], Any], device: str) -> float:

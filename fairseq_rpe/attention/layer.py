@@ -14,7 +14,7 @@ from .curve import last_row
 from .plan import Plan
 from .select import Backend
 
-Tables = MutableMapping[int, Toeplitz | Pieces]  # of the encodings of a text that is being decoded, by id
+Tables = MutableMapping[int, Any]  # what the encodings of a text that is being decoded keep, by id
 
 
 def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Tensor | None]:
@@ -53,6 +53,7 @@ def plan_of(
     ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
     """
     with exactly(positions.k):
+        positions = encoding.settle(positions, None if torch.is_grad_enabled() else tables)
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
         reading = encoding.reading(positions)
         rotate = encoding.rotation(positions)
@@ -70,6 +71,7 @@ def plan_of(
         encoding.note if encoding.notes else None,
         reading,
         () if encoding.remap is None else tuple(p for p in encoding.parameters() if p.requires_grad),
+        encoding.value if encoding.changes_values else None,
     )
 
 
@@ -146,6 +148,8 @@ def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, notes: Te
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.turned:
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
+    if plan.value is not None:
+        v = plan.value(v, plan.positions)
     if plan.scores is not None:
         wide = torch.promote_types(q.dtype, torch.float32)
         found = plan.scores(q.to(wide), k.to(wide), plan.positions, notes)

@@ -39,7 +39,8 @@ def attend(
             where nothing is learned. Of an absolute encoding this is the part in attention, which is none:
             ``encoding.embed`` adds its vectors at a model's input.
         positions: (m,) or (B, m) of the tokens, at least 0 and never falling, or a ``Positions``; None: 0 … m-1,
-            counted without padding. A tensor's spacing is looked at in each call, a ``Positions`` says its own.
+            counted without padding. A tensor's spacing is looked at in each call, a ``Positions`` says its own, and may
+            carry the tokens, for encodings that read them.
         padding: (B, m) bool, True at tokens that nobody may see. What they give themselves has no meaning.
         notes: (B, H, m, E), what ``encoding.note`` made of the layer's inputs, of an encoding that reads them.
         causal: only True; it is here to say so.

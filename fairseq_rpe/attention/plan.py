@@ -30,6 +30,7 @@ class Plan:
         note: what ``scores`` has to know of each token, of a layer's input, or None: see ``Encoding.note``.
         reading: what queries read beside the values, or None.
         learned: parameters that ``remap`` uses.
+        value: function of (values, positions), or None; a cache holds values as they are before it.
     """
 
     positions: Positions
@@ -45,6 +46,7 @@ class Plan:
     note: Callable[[Tensor], Tensor | None] | None = None
     reading: Reading | None = None
     learned: tuple[Tensor, ...] = ()
+    value: Callable[[Tensor, Positions], Tensor] | None = None
 
     @property
     def of_content(self) -> bool:
@@ -97,7 +99,8 @@ class Plan:
         seen = pos.k.shape[1] - pos.q.shape[1] + stop
         form = part(self.form, slice(start, stop), seen)
         padding = None if self.padding is None else self.padding[:, :seen]
-        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen])
+        tokens = None if pos.tokens is None else pos.tokens[:, :seen]
+        pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen], tokens=tokens)
         return replace(self, positions=pos, form=form, padding=padding)
 
 

@@ -28,12 +28,14 @@ class Positions:
         contiguous: neighbouring tokens differ by exactly ``step``, so a difference depends on the
             two *indices* alone (true for plain, offset and interpolated positions, and for rows that
             differ only in a left-padding offset). Tokens that are padding do not count.
+        tokens: (B, m) ids of the m tokens, int64, negative at padding, for encodings that read them; None: not known.
     """
 
     q: Tensor
     k: Tensor
     step: float | None = 1.0
     contiguous: bool = True
+    tokens: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("q", "k"):
@@ -42,6 +44,9 @@ class Positions:
                 object.__setattr__(self, name, positions.float())
             elif positions.dtype not in (torch.float32, torch.float64):
                 raise UserError(f"positions in {positions.dtype} are rounded: give them in float32 or float64")
+        tokens, m = self.tokens, self.k.shape[1]
+        if tokens is not None and (tokens.dim() != 2 or tokens.shape[1] != m or tokens.dtype != torch.int64):
+            raise UserError(f"tokens are int64 ids (batch, {m}), not {tokens.dtype} of shape {tuple(tokens.shape)}")
 
     @staticmethod
     def arange(

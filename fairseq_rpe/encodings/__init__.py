@@ -4,17 +4,21 @@ import hashlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..core import UserError, option
 from . import (  # noqa: F401  (registers)
     absolute,
     alibi,
+    bipe,
     clex,
+    complex,
     cope,
     dape,
     deberta,
     fire,
+    floater,
     forgetting,
     kerple,
     longrope,
@@ -24,7 +28,9 @@ from . import (  # noqa: F401  (registers)
     series,
     shaw,
     t5,
+    tisa,
     transformer_xl,
+    tupe,
     window,
     xpos,
 )
@@ -51,16 +57,20 @@ _loaded: dict[str, str] = {}
 names, describe, normalise = registry.names, registry.describe, registry.normalise
 
 
-def build(spec: str, heads: int, width: int, length: int | None = None) -> Encoding:
+def build(
+    spec: str, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
+) -> Encoding:
     """Make the encoding that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
     ``heads`` attention heads H must divide the model width C, ``width``; ``length`` is the training length in tokens.
+    ``symbols`` are what the ids of the dictionary stand for, in their order, for encodings that read tokens; without
+    them such an encoding is made empty, to be filled by ``load_state_dict``.
     Raises UserError: unknown name or option, value out of range, heads that do not divide the width.
     """
     cls, _, config = registry.resolve(spec)
     if heads < 1 or width < 1 or width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
-    return cls(config, heads, width, length)
+    return cls(config, heads, width, length, symbols)
 
 
 def load_module(path: str | Path) -> None:

@@ -1,6 +1,6 @@
 """What an encoding is, and the families that authors fill with one method. Its doors are in ``doors``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ class Encoding(Doors):
         heads: number of attention heads H.
         width: model width C; a head is C/H wide.
         length: training length in tokens, where known; only encodings with a table of it read this.
+        symbols: what each id of the dictionary stands for, where known; only ``setup`` sees them.
 
     Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``shares``,
     the ways to share parameters over layers that make sense, the default first. ``query_limit`` is a function of
@@ -30,6 +31,7 @@ class Encoding(Doors):
     ``rotation_is_fixed``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
     other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
     ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
+    ``reads_tokens``: the encoding needs the ids of the tokens, ``Positions.tokens``.
     ``bounded``: why scores without additive bias, or with one that depends on the tokens, are bounded.
     ``depends``: what can be said of a bias that depends on the tokens and has no bound.
 
@@ -44,15 +46,20 @@ class Encoding(Doors):
     shares: ClassVar[tuple[str, ...]] = ("model", "layer")
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     reads_length: bool = False
+    reads_tokens: bool = False
     rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
     depends: ClassVar[str] = ""
 
-    def __init__(self, config: Any, heads: int, width: int, length: int | None = None) -> None:
+    def __init__(
+        self, config: Any, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
         self.config, self.heads, self.width, self.length = config, heads, width, length
+        self.symbols = symbols
         self.setup()
+        self.symbols = None  # a copy of the model is not to copy the dictionary
 
     def setup(self) -> None:
         """Create parameters here; ``config``, ``heads``, ``width`` and ``length`` are set."""

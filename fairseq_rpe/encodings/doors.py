@@ -1,12 +1,12 @@
 """The doors by which an encoding enters a model, each the identity by default.
 
-``embed`` is added at the input and ``rotate`` applied to queries and keys; ``form`` is a bias that positions decide and
-``scores`` one that queries, keys and notes decide; ``remap`` changes all scores of a query; ``reading`` is what a query
-reads beside the values.
+``embed`` is added at the input, ``rotate`` applied to queries and keys and ``value`` to values; ``form`` is a bias that
+positions decide and ``scores`` one that queries, keys and notes decide; ``remap`` changes all scores of a query;
+``reading`` is what a query reads beside the values. Before all of attention ``settle`` may count positions anew.
 """
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, MutableMapping
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -30,6 +30,18 @@ class Doors(Maskable):
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         """Queries, or with ``key`` keys, x (B, H, n, D) at positions ``at`` (B or 1, n) -> same shape."""
         return x
+
+    def value(self, v: Tensor, pos: Positions) -> Tensor:
+        """Values v (B, H, m, D) of the m tokens -> same shape."""
+        return v
+
+    def settle(self, pos: Positions, kept: MutableMapping[int, Any] | None = None) -> Positions:
+        """Positions as attention is to see them, here as they are: what all doors but ``embed`` are given.
+
+        It is called once for all layers that share the encoding. ``kept``, by id of the encoding: what holds for a text
+        that is being decoded, without gradients; None elsewhere.
+        """
+        return pos
 
     def form(self, pos: Positions) -> Form | None:
         """The additive bias, or None where there is none."""
@@ -85,3 +97,7 @@ class Doors(Maskable):
     def rotation(self, pos: Positions) -> Callable[..., Tensor] | None:
         """What all layers of one forward pass at ``pos`` turn queries and keys with; None where nothing turns."""
         return self.rotate if self.rotates else None
+
+    @property
+    def changes_values(self) -> bool:
+        return type(self).value is not Doors.value

@@ -122,7 +122,7 @@ def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) 
     are changed.
     """
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
-    if decoder.moves.active(False) is not None or any(e.of_content for e in encodings):
+    if decoder.moves.active(False) is not None or any(e.of_content or e.reads_tokens for e in encodings):
         return None
     positions = Positions.arange(length, device=next(decoder.parameters()).device)
     found = Field(decoder, length, rows, epsilons)

@@ -146,6 +146,8 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     decoder = model.decoder
     if stride >= window:
         return f"windows of {window} do not overlap at stride {stride}, so nothing can be cached: leave that window out"
+    if decoder.reads_tokens:
+        return "this encoding reads the tokens before, which differ from window to window: use recomputation"
     device = next(decoder.parameters()).device
     where = decoder.moves(Positions.arange(window, device=device), torch.tensor([window]), False, False)
     where = replace(where, q=where.q.double(), k=where.k.double())

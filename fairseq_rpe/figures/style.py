@@ -24,8 +24,9 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.
 # Relatives share a colour and differ by marker and dashes; so do ways to move positions, which are compared with the
 # encodings: after as many - as keep their dashes apart from rope's and each other's.
 _FAMILIES = (
-    "sinusoidal sandwich learned, alibi window, type1 type2, inv_n inv_nlnn, kerple_log kerple_power, rope xpos, "
-    "fire t5_bias nope, - interpolation interpolate, - - - warping warp, "
+    "sinusoidal sandwich learned floater complex, alibi window, type1 type2, inv_n inv_nlnn, "
+    "kerple_log kerple_power tisa, rope xpos bipe, fire t5_bias nope tupe, "
+    "- interpolation interpolate, - - - warping warp, "
     "randomized pose shape cape random_padding offset"
 )
 _KNOWN = {

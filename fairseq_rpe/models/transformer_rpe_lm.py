@@ -88,7 +88,7 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
 
         cfg = TransformerConfig.from_namespace(args)
         cfg.no_token_positional_embeddings = True
-        encodings = _encodings(args)
+        encodings = _encodings(args, task.source_dictionary.symbols)
         rank = distributed_utils.get_data_parallel_rank() if torch.distributed.is_initialized() else 0
         moves = _moves(args, encodings[0], rank)
         embedding, backend = cls._embedding(args, task), str(args.attention_backend)
@@ -161,10 +161,10 @@ def _check_vocabulary(args, dictionary):
     args.rpe_vocabulary = digest
 
 
-def _encodings(args):
+def _encodings(args, symbols):
     """One encoding for the model, or one per layer."""
     spec, share = str(args.rpe), str(args.rpe_share)
-    make = partial(build, spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length)
+    make = partial(build, spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length, symbols)
     first = make()
     if share == "auto":
         share = first.shares[0]

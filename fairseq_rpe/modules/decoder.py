@@ -1,6 +1,7 @@
 """A fairseq language-model decoder whose positions come from an encoding."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, check_eps, choose
 from ..attention.layer import Tables, counted, plan_of
-from ..core import Pieces, Positions, Toeplitz, UserError
+from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import MovableCache, RPEDecoderLayer
 from .moves import Moves
@@ -38,6 +39,7 @@ class RPEDecoder(TransformerDecoderBase):
         self.encodings = nn.ModuleList(encodings)
         self.moves = moves
         self.reads_length = any(e.reads_length for e in encodings)
+        self.reads_tokens = any(e.reads_tokens for e in encodings)
         self.compute = COMPUTE[compute]
         self.attend = choose(backend, encodings)
         self.eps = 0.0
@@ -98,6 +100,10 @@ class RPEDecoder(TransformerDecoderBase):
             rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if drawn else []
             positions = self.moves(positions, lengths, self.training, incremental_state is not None, rows)
 
+        if self.reads_tokens:
+            ids = prev_output_tokens.masked_fill(prev_output_tokens.eq(self.padding_idx), -1)
+            positions = replace(positions, tokens=ids)
+
         x = self.embed_scale * self.embed_tokens(tokens.contiguous())
         for change in (self.quant_noise, self.project_in_dim):
             x = x if change is None else change(x)
@@ -139,7 +145,7 @@ class RPEDecoder(TransformerDecoderBase):
             return None
         tables = self.get_incremental_state(incremental_state, "tables")
         if tables is None:
-            tables = dict[int, Toeplitz | Pieces]()
+            tables = dict[int, Any]()
             self.set_incremental_state(incremental_state, "tables", tables)
         return tables
 

@@ -75,7 +75,8 @@ class Moves:
         self.batch += training
         moved = transform(plain.k, lengths, generator)
         first = plain.k.shape[1] - plain.q.shape[1]
-        return Positions(moved.k[:, first:], moved.k, moved.step, moved.contiguous and plain.contiguous)
+        even = moved.contiguous and plain.contiguous
+        return Positions(moved.k[:, first:], moved.k, moved.step, even, plain.tokens)
 
 
 def generator_of(*what: object) -> torch.Generator:

@@ -15,7 +15,8 @@ from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
 H, D, B = 4, 16, 2
-BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned", "rope", "xpos", "longrope", "clex"))]
+NO_BIAS = ("sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "floater", "complex")
+BIASES = [s for s in ALL_SPECS if not s.startswith(NO_BIAS)]
 
 
 def positions_with_padding(n: int):
@@ -28,7 +29,7 @@ def positions_with_padding(n: int):
 
 def outputs_and_gradients(attend, spec, n, dtype=torch.float32, dropout=0.0, padded=False, positions=None):
     torch.manual_seed(0)
-    encoding = build(spec, H, H * D)
+    encoding = build(spec, H, H * D, 600)
     q, k, v = (torch.randn(B, H, n, D).to(dtype).requires_grad_() for _ in range(3))
     pos, padding = positions_with_padding(n) if padded else (positions or Positions.arange(n), None)
     torch.manual_seed(1)

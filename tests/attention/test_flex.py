@@ -18,7 +18,7 @@ from fairseq_rpe.encodings.alibi import Alibi
 
 H, D = 4, 16
 BIASES = [s for s in ALL_SPECS if build(s, H, H * D, 64).form(Positions.arange(3)) is not None]
-DISTANCES = [s for s in BIASES if isinstance(made := build(s, H, H * D), DistanceBias) and made.positions == "any"]
+DISTANCES = [s for s in BIASES if isinstance(made := build(s, H, H * D, 64), DistanceBias) and made.positions == "any"]
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="the CPU's part")
 
 
@@ -51,7 +51,7 @@ def test_equals_reference(spec):
     """Odd lengths of one block and of two, padding, and few queries against more keys."""
     if DEVICE == "cuda" and spec == "fire:exact=true":
         pytest.skip("refused on a GPU")
-    encoding = build(spec, H, H * D, 64).to(DEVICE)
+    encoding = build(spec, H, H * D, 131).to(DEVICE)
     for n, m, padding in ((37, 37, None), (131, 131, left_padding(131)), (5, 41, left_padding(41)), (1, 33, None)):
         pos = Positions.arange(n, m, device=DEVICE)
         assert_same(Plan(pos, encoding.form(pos), padding), *inputs(n, m))
@@ -63,7 +63,7 @@ def test_bfloat16(spec):
     if DEVICE == "cuda" and spec == "fire:exact=true":
         pytest.skip("refused on a GPU")
     pos = Positions.arange(70, device=DEVICE)
-    plan = Plan(pos, build(spec, H, H * D, 64).to(DEVICE).form(pos), left_padding(70))
+    plan = Plan(pos, build(spec, H, H * D, 70).to(DEVICE).form(pos), left_padding(70))
     a, b = (attend(*inputs(70, dtype=torch.bfloat16), plan) for attend in (reference, flex))
     assert a.dtype == b.dtype == torch.bfloat16
     assert (a - b).float().square().mean().sqrt() <= 1e-3 * a.abs().max().item()

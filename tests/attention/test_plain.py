@@ -21,7 +21,7 @@ from fairseq_rpe.encodings import Encoding, masks
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
-ROTARY = [s for s in ALL_SPECS if s.startswith(("rope", "xpos", "longrope", "clex"))]
+ROTARY = [s for s in ALL_SPECS if build(s, H, H * D, 257).rotates]
 ADDED = [s for s in ALL_SPECS if s not in ROTARY]
 STATELESS = ["nope", "alibi", "type1", "window:window=5", "sandwich", "rope", "xpos:scale_base=16"]
 
@@ -48,6 +48,7 @@ def with_gradients(function, encoding: Encoding, n: int, dtype: torch.dtype) -> 
 def by_reference(q, k, v, encoding):
     pos = Positions.arange(q.shape[2])
     q, k = encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
+    v = encoding.value(v, pos)
     return reference(q, k, v, Plan(pos, encoding.form(pos)))
 
 

@@ -369,7 +369,7 @@ def test_command_on_all_encodings(tmp_path, capsys, monkeypatch):
     assert "not drawn, perplexity: needs --sweep" in said and str(tmp_path / "heat_maps.png") in said
     [values] = seen["args"]
     plain = {name.partition(":")[0] for name in values}
-    none = {"nope", "sinusoidal", "learned", "rope", "xpos"}
+    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "bipe", "complex", "floater"}
     assert plain == set(SPECS) - none  # every built-in encoding with a bias
     assert all(profile.shape == (2, 48) for profile in values.values())
 

@@ -1,0 +1,157 @@
+"""FLOATER: the path against a solver of our own, attention against its equation, gradients, decoding, staleness."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model
+from torch import nn
+
+pytest.importorskip("torchdiffeq")
+
+from fairseq_rpe import RelativeAttention, attend
+from fairseq_rpe.analysis.convergence import UNDECIDED, verdict
+from fairseq_rpe.core import Positions, UserError
+from fairseq_rpe.encodings import build
+
+SHAPES = [(1, 1, 1), (2, 3, 2), (1, 8, 4), (3, 13, 1), (2, 21, 2)]  # rows, tokens, heads
+
+
+def built(spec: str, heads: int, width: int, **more):
+    torch.manual_seed(0)
+    return build(spec, heads, width, **more)
+
+
+def steps_of_rk4(h, p: np.ndarray, count: int, dt: float, steps: int) -> np.ndarray:
+    """p at 0, dt … by Kutta's 3/8 rule, of the same order as the classical one."""
+    found, t, e = [p], 0.0, dt / steps
+    for number in range((count - 1) * steps):
+        k1 = h(t, p)
+        k2 = h(t + e / 3, p + e * k1 / 3)
+        k3 = h(t + 2 * e / 3, p + e * (k2 - k1 / 3))
+        k4 = h(t + e, p + e * (k1 - k2 + k3))
+        p, t = p + e * (k1 + 3 * (k2 + k3) + k4) / 8, t + e
+        if number % steps == steps - 1:
+            found.append(p)
+    return np.stack(found)
+
+
+def in_numpy(made, count: int) -> np.ndarray:
+    w1, b1, w2, b2 = (x.detach().double().numpy() for x in made.flow.parameters())
+
+    def h(t, p):
+        when = np.full((3, 1), t)
+        hidden = np.maximum(np.concatenate([p, when], 1) @ w1.T + b1, 0)
+        return np.concatenate([hidden, when], 1) @ w2.T + b2
+
+    return steps_of_rk4(h, made.start.detach().double().numpy(), count, made.config.dt, made.config.steps)
+
+
+class Golden(nn.Module):
+    def forward(self, time, p):
+        return torch.tanh(p) @ torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=p.dtype) + time
+
+
+def test_golden_path():
+    made = built("floater:dt=0.1", 1, 2).double()
+    made.flow = Golden()
+    with torch.no_grad():
+        made.start.copy_(torch.tensor([1.0, -0.5]))
+    golden = [[0.9560129108, -0.5701980076], [0.9172938173, -0.6285393437], [0.8849435655, -0.6751926766]]
+    for row, expected in zip(made.path(4)[1:], golden, strict=True):
+        assert row[0].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "n", "heads"), SHAPES)
+def test_attention_is_its_equation(rows, n, heads):
+    made = built("floater:dt=0.2,steps=2", heads, heads * 4).double()
+    path = in_numpy(made, n)
+    np.testing.assert_allclose(made.path(n).detach().numpy(), path, rtol=1e-9)
+    q, k, v = (torch.randn(rows, heads, n, 4, dtype=torch.float64) for _ in range(3))
+    split = path.reshape(n, 3, heads, 4)
+    a, b, c = (x.numpy() + split[None, :, i].transpose(0, 2, 1, 3) for i, x in enumerate((q, k, v)))
+    scores = a @ b.swapaxes(-1, -2) / 2
+    weights = np.where(np.tril(np.ones((n, n))) > 0, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    expected = weights @ c / weights.sum(-1, keepdims=True)
+    got = attend(q, k, v, made, positions=Positions.arange(n, dtype=torch.float64))
+    np.testing.assert_allclose(got.detach().numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_longer_path_goes_on_from_the_end_of_a_shorter():
+    made = built("floater", 2, 8)
+    with torch.no_grad():
+        short, whole = made.path(9), made.path(30)
+        torch.testing.assert_close(made.path(30, short), whole, rtol=1e-5, atol=1e-6)
+        assert made.path(5, short) is short and torch.equal(whole[:9], short)
+        few, many = (built(f"floater:steps={steps}", 2, 8).path(30) for steps in (1, 10))
+    torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_gradients_reach_the_dynamics(adjoint):
+    made = built(f"floater:dt=0.1,steps=4,adjoint={str(adjoint).lower()}", 2, 4).double()
+    q, k, v = torch.randn(3, 1, 2, 6, 2, dtype=torch.float64)
+    weigh = torch.randn(1, 2, 6, 2, dtype=torch.float64)
+
+    def loss():
+        return (attend(q, k, v, made, positions=Positions.arange(6, dtype=torch.float64)) * weigh).sum()
+
+    loss().backward()
+    for name, p in made.named_parameters():
+        place = int(p.grad.abs().argmax())
+        with torch.no_grad():
+            flat, found = p.view(-1), []
+            for change in (1e-5, -2e-5):
+                flat[place] += change
+                found.append(float(loss()))
+            flat[place] += 1e-5
+        slope = (found[0] - found[1]) / 2e-5
+        assert float(p.grad.view(-1)[place]) == pytest.approx(slope, rel=1e-3 if adjoint else 1e-5), name
+
+
+def test_no_path_outlives_its_weights():
+    """A change through .data, which no counter of torch's sees, shows in the next pass and in the next text."""
+    layer = RelativeAttention(8, 2, built("floater", 2, 8)).eval()
+    x = torch.randn(1, 7, 8)
+    with torch.no_grad():
+        before = layer(x)
+        for p in layer.encoding.parameters():
+            p.data.add_(0.3)
+        assert not torch.allclose(layer(x), before, atol=1e-3)
+
+
+def test_decoding_keeps_the_path_of_its_text(monkeypatch):
+    made, kept, asked = built("floater", 2, 8), {}, []
+    path = type(made).path
+    monkeypatch.setattr(type(made), "path", lambda self, *args: asked.append(args[0]) or path(self, *args))
+    with torch.no_grad():
+        for m in range(1, 40):
+            settled = made.settle(Positions.arange(1, m), kept)
+        assert asked == [2, 6, 14, 30, 62]
+        torch.testing.assert_close(settled.path[:39], made.path(39), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_the_dynamics_and_start_apart(task):
+    model = make_model(task, "floater")
+    one, other = model.decoder.encodings
+    assert one.flow is other.flow and not torch.equal(one.start, other.start)
+    names = [name for name, _ in model.named_parameters() if "encodings" in name]
+    assert len(names) == 2 + 4 and len(make_model(task, "floater", rpe_share="model").decoder.encodings) == 1
+    twin = make_model(task, "floater", seed=1)
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(*(m(torch.arange(4, 20)[None])[0] for m in (model, twin)))
+
+
+def test_refusals(monkeypatch):
+    made = built("floater", 2, 8)
+    with pytest.raises(UserError, match="turns queries and keys"):
+        made.mask(3)
+    assert {head.decision for head in verdict(made)} == {UNDECIDED}
+    monkeypatch.setitem(sys.modules, "torchdiffeq", None)
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(UserError, match="'floater' needs torchdiffeq, which is not installed: pip install"):
+        attend(q, q, q, made)
