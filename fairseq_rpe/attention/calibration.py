@@ -106,7 +106,8 @@ class Calibrator:
 
     def choice(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
         """The name of the backend for this call; None: nothing is known, and it is not the time to measure."""
-        if torch.compiler.is_compiling() or plan.remap is not None or not self.applies(q):
+        only = plan.remap is not None or plan.regions is not None  # one backend alone takes these
+        if torch.compiler.is_compiling() or only or not self.applies(q):
             return None
         kind = kind_of(q, k, v, plan, dropout)
         key = q.device, kind

@@ -47,6 +47,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     """Why this backend cannot compute this, and what can; None if it can."""
     if plan.remap is not None:
         return "this encoding changes the scores, which backend 'flex' never holds: use 'reference'"
+    if plan.regions is not None:
+        return "backend 'flex' turns all pairs alike, which this encoding does not: use 'sdpa' or 'reference'"
     if plan.prune:
         return "backend 'flex' does not prune: use 'triton', 'sdpa' on the CPU or no pruning"
     if dropout > 0:

@@ -53,8 +53,9 @@ def plan_of(
     """
     with _exact(positions.k):
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
-    rotate = encoding.rotate if encoding.rotates else None
-    return Plan(positions, form, padding, encoding.remap, rotate, backend, encoding.query_limit, prune, turned)
+    rotate, regions = encoding.rotate if encoding.rotates else None, encoding.regions(positions)
+    limit = encoding.query_limit
+    return Plan(positions, form, padding, encoding.remap, rotate, backend, limit, prune, turned, regions)
 
 
 def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
@@ -115,7 +116,7 @@ def _exact(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    if plan.rotate is not None:
+    if plan.rotate is not None and plan.regions is None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.turned:
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)

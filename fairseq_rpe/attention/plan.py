@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Curve, Dense, Form, Positions, Toeplitz, block
+from ..core import Curve, Dense, Form, Positions, Region, Toeplitz, block
+from .nearby import Nearby, nearby
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Plan:
         query_limit: function of (positions, dtype): how many queries ``rotate`` serves in one call; None: any number.
         prune: the part of a query's attention that may be left out, see ``attention/prune.py``; 0: exact.
         turned: keys have been through ``rotate`` already, queries have not.
+        regions: where pairs are turned otherwise than others, or None; the backend then turns queries and keys.
     """
 
     positions: Positions
@@ -37,6 +39,7 @@ class Plan:
     query_limit: Callable[[Positions, torch.dtype], int] | None = None
     prune: float = 0.0
     turned: bool = False
+    regions: tuple[Region, ...] | None = None
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -71,6 +74,12 @@ class Plan:
         n = self.positions.q.shape[1]
         return matrix(by_distance(self.form, n).detach())[None]
 
+    @cached_property
+    def nearby(self) -> list[Nearby]:
+        """The keys that blocks of queries can see in each region. Made once for all layers that share the plan."""
+        assert self.regions is not None
+        return nearby(self.regions, self.positions)
+
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
         """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""
         query = torch.arange(m - n, m, device=device)[:, None]
@@ -86,8 +95,9 @@ class Plan:
         if isinstance(form, Curve):
             form = replace(form, far=form.far[:seen], near=form.near[:, start:stop])
         padding = None if self.padding is None else self.padding[:, :seen]
+        regions = self.regions and tuple(x.part(slice(start, stop), slice(seen)) for x in self.regions)
         pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen])
-        return replace(self, positions=pos, form=form, padding=padding)
+        return replace(self, positions=pos, form=form, padding=padding, regions=regions)
 
 
 def matrix(table: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
+from .regional import regional
 from .short import SHORT
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
@@ -35,6 +36,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     """
     if plan.remap is not None:
         raise UserError("this encoding changes the scores, which the sdpa backend does not see: use 'reference'")
+    if plan.regions is not None and not plan.prune:
+        return regional(q, k, v, plan, dropout)
     n, m = q.shape[2], k.shape[2]
     made = _structured(plan, n, m)
     if made is not None:

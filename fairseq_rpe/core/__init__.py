@@ -12,6 +12,7 @@ _NAMES = {
         *("Curve", "Dense", "Form", "LogWeight", "Pair", "Pieces", "Pointwise", "Positions", "Toeplitz"),
         *("block", "exact"),
     ),
+    "regions": ("Region",),
     "registry": ("Description", "Registry"),
     "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
 }

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 from ..core import UserError, option
-from . import absolute, alibi, fire, kerple, rope, sandwich, series, t5, window, xpos  # noqa: F401  (registers)
+from . import absolute, alibi, fire, kerple, longer, rope, sandwich, series, sinks, t5, window, xpos  # noqa: F401
 from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from .kerple import positive
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
+from ..core import Form, LogWeight, Pair, Pointwise, Positions, Region, Registry, Toeplitz, UserError, block
 from .masks import Maskable
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -70,6 +70,10 @@ class Encoding(Maskable):
 
     def form(self, pos: Positions) -> Form | None:
         """The additive bias, or None where there is none."""
+        return None
+
+    def regions(self, pos: Positions) -> tuple[Region, ...] | None:
+        """Where ``rotate`` turns queries and keys for some pairs otherwise than for others; None: for all alike."""
         return None
 
     @property
