@@ -63,6 +63,8 @@ SPECS = {
     ],
 }
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
+# those that read a rope model beyond its length
+LONGER = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
 
 
 # These files start many programs. Begun first, they wait beside those that compute.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS, run
+from conftest import ALL_SPECS, LONGER, run
 from torch.nn import functional as F
 
 from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, pick, reference, sdpa
@@ -15,7 +15,7 @@ from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
 H, D, B = 4, 16, 2
-BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned", "rope", "xpos"))]
+BIASES = [s for s in ALL_SPECS if not s.startswith(("sinusoidal", "learned", "rope", "xpos", *LONGER))]
 
 
 def positions_with_padding(n: int):

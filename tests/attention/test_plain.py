@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_SPECS, run
+from conftest import ALL_SPECS, LONGER, run
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fairseq_rpe
@@ -21,7 +21,7 @@ from fairseq_rpe.encodings import Encoding, masks
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
-ROTARY = [s for s in ALL_SPECS if s.startswith(("rope", "xpos"))]
+ROTARY = [s for s in ALL_SPECS if s.startswith(("rope", "xpos", *LONGER))]
 ADDED = [s for s in ALL_SPECS if s not in ROTARY]
 STATELESS = ["nope", "alibi", "type1", "window:window=5", "sandwich", "rope", "xpos:scale_base=16"]
 
@@ -47,6 +47,8 @@ def with_gradients(function, encoding: Encoding, n: int, dtype: torch.dtype) -> 
 
 def by_reference(q, k, v, encoding):
     pos = Positions.arange(q.shape[2])
+    if regions := encoding.regions(pos):
+        return reference(q, k, v, Plan(pos, rotate=encoding.rotate, regions=regions))
     q, k = encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
     return reference(q, k, v, Plan(pos, encoding.form(pos)))
 
