@@ -5,7 +5,6 @@ What is between them is not seen, so these go on for ever and remember no more t
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..core import LogWeight, Positions, Region, UserError, option
@@ -21,14 +20,6 @@ class Forgetful(Longer):
     def series(self) -> list[LogWeight]:
         note = f"with the first {self.config.sinks} tokens a query still sees finitely many keys"
         return [LogWeight("0", note, keys=self.window)] * self.heads
-
-    def profile(self, n: int) -> Tensor:
-        """(H, n) float64 of the last of n queries over distances 0 … n-1: 0, or -inf where a key is not seen."""
-        pos = Positions.arange(1, n, dtype=torch.float64)
-        seen = torch.stack([region.covers(pos.q[..., None], pos.k[:, None]) for region in self.regions(pos)]).any(0)
-        return (
-            torch.zeros(n, dtype=torch.float64).masked_fill(~seen[0, 0], float("-inf")).flip(0).expand(self.heads, -1)
-        )
 
     def _first(self, region: Region) -> Region:
         """Of a region of far pairs, those of the first tokens."""

@@ -21,8 +21,9 @@ from ..core.files import replace_with
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Relatives share a colour and differ by marker and dashes, but for the readings of rope, which are compared; so do ways to move positions, which are compared with the
-# encodings: after as many - as keep their dashes apart from rope's and each other's.
+# Relatives share a colour and differ by marker and dashes, but for the readings of rope, which are compared; so do ways
+# to move positions, which are compared with the encodings: after as many - as keep their dashes apart from rope's and
+# each other's.
 _FAMILIES = (
     "sinusoidal sandwich learned lm_infinite, alibi window streaming_llm, type1 type2 dual_chunk, "
     "inv_n inv_nlnn rerope, kerple_log kerple_power leaky_rerope, rope xpos, "
