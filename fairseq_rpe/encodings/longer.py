@@ -7,14 +7,16 @@ Of models with ALiBi, which some of these papers treat too, they know nothing: r
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core import Positions, Region, UserError, option
-from .base import Rotary, register
+from ..core.spec import show
+from .base import Rotary, register, registry
+from .rope import Rope
 
 Turned = tuple[Tensor, Tensor, Tensor | None]
 
@@ -225,3 +227,31 @@ class DualChunk(Longer):
             lambda first, last: (first * 0, (number(last) - 1) * size - 1),
         )
         return of(inside, 0), of((inside + size).clamp_max(cap), 1), older
+
+
+SHARED = ("base", "rotary_fraction", "interleaved")
+
+
+def reads_longer(spec: str) -> bool:
+    """Whether ``spec`` is of :class:`Longer`."""
+    return issubclass(registry.resolve(spec)[0], Longer)
+
+
+def check_trained(spec: str, trained: str) -> None:
+    """Refuse to read with ``spec`` a model that was trained with another rotation, whose numbers would mean nothing.
+
+    Raises UserError: ``trained``, a spec too, is neither rope nor one of :class:`Longer`, or has another base,
+    rotary_fraction or interleaved, or changes its frequencies in any other way.
+    """
+    config, (own, _, was) = registry.resolve(spec)[2], registry.resolve(trained)
+    if own is not Rope and not issubclass(own, Longer):
+        raise UserError(f"'{spec}' reads models that were trained with rope, and this one was with '{trained}'")
+    for key in SHARED:
+        given, there = getattr(config, key), getattr(was, key)
+        if given != there:
+            raise UserError(
+                f"'{spec}' has {key}={show(given)}, the model was trained with '{trained}': give {key}={show(there)}"
+            )
+    rest = [f.name for f in fields(was) if f.name not in (*SHARED, "original_length")]
+    if own is Rope and any(getattr(was, key) != getattr(Rope.Config(), key) for key in rest):
+        raise UserError(f"'{spec}' knows plain rope, and the model was trained with '{trained}': evaluate it as it is")
