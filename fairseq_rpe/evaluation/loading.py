@@ -21,7 +21,6 @@ from fairseq_rpe.core.checkpoint_state import check_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module
-from fairseq_rpe.encodings.longer import check_trained, reads_longer
 from fairseq_rpe.evaluation.results import Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -44,14 +43,10 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
     """A checkpoint's ``transformer_rpe_lm`` in evaluation mode, on its device, and its fairseq task.
 
     ``data`` has the dictionary of a task on text. Raises UserError, which names ``log``, if the checkpoint cannot be
-    used, was trained with another rotation than ``use`` reads, or is older than a setting that is to be replaced.
+    used or is older than a setting that is to be replaced.
     """
     if use.rpe_module is not None:
         load_module(use.rpe_module)
-    if use.rpe is not None and reads_longer(use.rpe):
-        known = checkpoints.load(path)
-        known.require_ours()
-        check_trained(use.rpe, known.encoding)
     wanted = {key: value for key in _SETTINGS if (value := getattr(use, key.removesuffix("_eval")))}
     changed = wanted if data is None else {"data": str(data), **wanted}
     with one_line(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):
