@@ -52,7 +52,7 @@ SPECS = {
     "self_extend": ["self_extend:group=4,window=8"],
     "rerope": ["rerope:window=5,logn=true,original_length=8,rotary_fraction=0.5"],
     "leaky_rerope": ["leaky_rerope:window=5,leak=4,interleaved=true"],
-    "lm_infinite": ["lm_infinite:sinks=2,window=7,ceiling=5", "lm_infinite:sinks=2,window=5,ceiling=9"],
+    "lm_infinite": ["lm_infinite:sinks=2,window=7,ceiling=5"],
     "streaming_llm": ["streaming_llm:sinks=3,recent=6"],
     "dual_chunk": ["dual_chunk:chunk=6,cap=9"],
     "fire": [

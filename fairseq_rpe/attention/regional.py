@@ -31,7 +31,9 @@ def regional(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) 
         turned.append(
             (near, queries, by_rows(plan.rotate(k[:, :, near.keys], near.region.k, plan.positions, key=True)))
         )
-    grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if not turned:  # no pair is in any region
+        return torch.zeros_like(q)
+    grads = torch.is_grad_enabled() and any(x.requires_grad for x in (v, *(x for of in turned for x in of[1:])))
     if q.device.type == "cpu" and dropout == 0 and not grads:
         blocks = [_fused(turned, by_rows(v), plan, number) for number in range(-(-q.shape[2] // ROWS))]
     else:

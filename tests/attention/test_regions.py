@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import LONGER, VOCABULARY, make_model
 
 from fairseq_rpe import attend, build
 from fairseq_rpe.analysis.speed import Setting, measure
-from fairseq_rpe.attention import BACKENDS, nearby, pick, reference, regional, sdpa
+from fairseq_rpe.attention import BACKENDS, Plan, nearby, pick, reference, regional, sdpa
 from fairseq_rpe.attention.calibration import Calibrator
 from fairseq_rpe.attention.layer import carry_out, plan_of
 from fairseq_rpe.attention.nearby import ROWS
-from fairseq_rpe.core import Positions, UserError
+from fairseq_rpe.core import Positions, Region, UserError
 from fairseq_rpe.evaluation.probe import Field
 from fairseq_rpe.evaluation.windows import Windows, score, why_not_cached
 
@@ -92,6 +94,22 @@ def test_positions_that_fall_are_served_too():
     odd = Positions(at, at, contiguous=False)
     for spec in ("rerope:window=4", "streaming_llm:sinks=2,recent=5"):
         assert_same(outcome(sdpa, spec, odd), outcome(reference, spec, odd))
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_a_query_that_no_region_lets_see_a_key_gives_nothing(least):
+    """Only pairs of d >= 3, or none at all, for which no key is looked at."""
+    pos = Positions.arange(9)
+    only = Region(pos.q, pos.k, lambda i, j: i - j >= 3, lambda first, last: (first * 0, last - (3 if least else 99)))
+    q, k, v = qkv(9)
+    encoding = build("rope", H, H * D)
+    shown = only if least else replace(only, covers=lambda i, j: i - j > 99)
+    plan = Plan(pos, rotate=encoding.rotate, regions=(shown,))
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            found = sdpa(q, k, v, plan)
+        torch.testing.assert_close(found, reference(q, k, v, plan), rtol=1e-5, atol=1e-6)
+        assert not found[:, :, : least or 9].any()
 
 
 def spied(monkeypatch) -> list[int]:
