@@ -60,6 +60,12 @@ SPECS = {
     "floater": ["floater:steps=1"],
     "complex": ["complex:frequencies=dimension"],
     "bipe": [],  # it reads tokens, of which most of these tests know nothing: see test_bipe and test_token_readers
+    "self_extend": ["self_extend:group=4,window=8"],
+    "rerope": ["rerope:window=5,logn=true,original_length=8,rotary_fraction=0.5"],
+    "leaky_rerope": ["leaky_rerope:window=5,leak=4,interleaved=true"],
+    "lm_infinite": ["lm_infinite:sinks=2,window=7,ceiling=5"],
+    "streaming_llm": ["streaming_llm:sinks=3,recent=6"],
+    "dual_chunk": ["dual_chunk:chunk=6,cap=9"],
     "fire": [
         "fire",
         "fire:exact=true",
@@ -80,6 +86,8 @@ CONTENT = {
 }
 SPECS |= CONTENT
 CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
+# those that read a rope model beyond its length
+LONGER = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
 
 
 # These files start many programs. Begun first, they wait beside those that compute.

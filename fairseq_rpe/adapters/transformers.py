@@ -26,6 +26,8 @@ from ..core import UserError
 from ..core.spec import canonical, parse, show
 from ..encodings import Encoding, build, names, normalise
 from ..encodings.base import registry
+from ..encodings.longer import Longer
+from ..encodings.rope import Rope
 from ..modules.moves import Moves
 from .scoring import evaluate
 
@@ -48,9 +50,10 @@ def use_encoding(
     """Change a model in place: its own rotation goes, and ``encoding`` acts in its attention, or at its input.
 
     What an encoding does is as in :func:`fairseq_rpe.attend`: softmax(s·q·kᵀ + bias) v, with q and k turned first where
-    it turns them; s is the model's own factor, mostly 1/sqrt(D) for heads of width D. Of ``rope`` what the spec leaves
-    open is the model's: ``base`` its rope_theta, ``rotary_fraction`` its partial_rotary_factor, and YaRN scales the
-    turned part, as transformers does. Scaling is never taken from the config.
+    it turns them; s is the model's own factor, mostly 1/sqrt(D) for heads of width D. Of ``rope``, and of what reads a
+    rope model beyond its length, what the spec leaves open is the model's: ``base`` its rope_theta, ``rotary_fraction``
+    its partial_rotary_factor, and YaRN scales the turned part, as transformers does. Scaling is never taken from the
+    config.
 
     Args:
         model: of a type in ``TYPES``, with a head or without, on one device.
@@ -161,18 +164,16 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 def _completed(spec: str, config: Any) -> str:
-    """Of ``rope``, with what the model itself says where the spec says nothing."""
+    """Of ``rope``, and what reads it beyond its length, with what the model itself says where the spec says nothing."""
     name, given = parse(spec)
-    if name != "rope":
+    cls = registry.resolve(spec)[0]  # a wrong option is refused as it was written
+    if not issubclass(cls, (Rope, Longer)):
         return normalise(spec)
-    normalise(spec)  # a wrong option is refused as it was written
     own = config.rope_parameters or {}
     kind = own.get("rope_type", "default")
     if kind != "default" and "scaling" not in given:
-        raise UserError(
-            f"the model's own rotation is scaled ({kind}), and '{spec}' would drop that: name a scaling, if need be "
-            "scaling=none"
-        )
+        remedy = "name a scaling, if need be scaling=none" if issubclass(cls, Rope) else "use rope, which has scalings"
+        raise UserError(f"the model's own rotation is scaled ({kind}), and '{spec}' would drop that: {remedy}")
     known: dict[str, Any] = {"base": own.get("rope_theta")}
     known["rotary_fraction"] = own.get("partial_rotary_factor")
     if given.get("scaling") == "yarn" and known["rotary_fraction"] not in (None, 1):

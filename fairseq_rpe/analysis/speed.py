@@ -140,7 +140,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     for spec in setting.encodings:
         encoding = encodings.build(spec, heads, heads * setting.width, length=n).to(device)
         if not encoding.adds_bias and spec.partition(":")[0] != "nope":
-            raise UserError(f"'{spec}' has no bias, so attention with it is the same as without: leave it out")
+            raise UserError(f"'{spec}' has no bias, and the time of a bias is what is measured: leave it out")
         parameters = [p for p in encoding.parameters() if p.requires_grad]
         for name in BACKENDS if tuple(setting.backends) == ("all",) else setting.backends:
             if name == "reference" and needed > free:

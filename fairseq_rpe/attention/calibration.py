@@ -106,7 +106,7 @@ class Calibrator:
 
     def choice(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
         """The name of the backend for this call; None: nothing is known, and it is not the time to measure."""
-        if torch.compiler.is_compiling() or plan.of_content or not self.applies(q):
+        if torch.compiler.is_compiling() or plan.only_sdpa or not self.applies(q):
             return None
         kind = kind_of(q, k, v, plan, dropout)
         key = q.device, kind

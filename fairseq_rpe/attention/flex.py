@@ -53,6 +53,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
             f"backend 'flex' keeps what a token reads from a table of at most {WIDEST:,} distances, and this one has "
             f"{_widest(plan.form):,}: use 'sdpa', which needs no more memory for more of them"
         )
+    if plan.regions is not None:
+        return "backend 'flex' turns all pairs alike, which this encoding does not: use 'sdpa'"
     if plan.prune:
         return "backend 'flex' does not prune: use 'triton', 'sdpa' on the CPU or no pruning"
     if dropout > 0:

@@ -56,7 +56,7 @@ def plan_of(
         positions = encoding.settle(positions, None if torch.is_grad_enabled() else tables)
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
         reading = encoding.reading(positions)
-        rotate = encoding.rotation(positions)
+        rotate, regions = encoding.rotation(positions), encoding.regions(positions)
     return Plan(
         positions,
         form,
@@ -72,6 +72,7 @@ def plan_of(
         reading,
         () if encoding.remap is None else tuple(p for p in encoding.parameters() if p.requires_grad),
         encoding.value if encoding.changes_values else None,
+        regions,
     )
 
 
@@ -144,7 +145,7 @@ def exactly(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, notes: Tensor | None) -> Tensor:
-    if plan.rotate is not None:
+    if plan.rotate is not None and plan.regions is None:
         q = plan.rotate(q, plan.positions.q, plan.positions)
         if not plan.turned:
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)

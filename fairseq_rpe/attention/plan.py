@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Content, Form, Positions, Reading, Toeplitz, block, part
+from ..core import Content, Form, Positions, Reading, Region, Toeplitz, block, part
+from .nearby import Nearby, nearby
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Plan:
         reading: what queries read beside the values, or None.
         learned: parameters that ``remap`` uses.
         value: function of (values, positions), or None; a cache holds values as they are before it.
+        regions: where pairs are turned otherwise than others, or None; the backend then turns queries and keys.
     """
 
     positions: Positions
@@ -47,12 +49,18 @@ class Plan:
     reading: Reading | None = None
     learned: tuple[Tensor, ...] = ()
     value: Callable[[Tensor, Positions], Tensor] | None = None
+    regions: tuple[Region, ...] | None = None
 
     @property
     def of_content(self) -> bool:
         """Whether anything but q·k and the values depends on what the tokens are."""
         others = (self.remap, self.scores, self.reading)
         return any(x is not None for x in others) or isinstance(self.form, Content)
+
+    @property
+    def only_sdpa(self) -> bool:
+        """Whether, on a GPU, nothing else may serve this."""
+        return self.of_content or self.regions is not None
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -87,6 +95,12 @@ class Plan:
         n = self.positions.q.shape[1]
         return matrix(by_distance(self.form, n).detach())[None]
 
+    @cached_property
+    def nearby(self) -> list[Nearby]:
+        """The keys that blocks of queries can see in each region. Made once for all layers that share the plan."""
+        assert self.regions is not None
+        return nearby(self.regions, self.positions)
+
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
         """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""
         query = torch.arange(m - n, m, device=device)[:, None]
@@ -100,8 +114,9 @@ class Plan:
         form = part(self.form, slice(start, stop), seen)
         padding = None if self.padding is None else self.padding[:, :seen]
         tokens = None if pos.tokens is None else pos.tokens[:, :seen]
+        regions = self.regions and tuple(x.part(slice(start, stop), slice(seen)) for x in self.regions)
         pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen], tokens=tokens)
-        return replace(self, positions=pos, form=form, padding=padding)
+        return replace(self, positions=pos, form=form, padding=padding, regions=regions)
 
 
 def matrix(table: Tensor) -> Tensor:

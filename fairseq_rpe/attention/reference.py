@@ -56,13 +56,27 @@ def scores(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block
     """q·kᵀ / sqrt(D) + bias, (B, H, n, m) in float32 or better; -inf where a query does not see a key."""
     n, m, width = q.shape[2], k.shape[2], q.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
-    found = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
+    if plan.regions is None:
+        found = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * width**-0.5
+    else:
+        found = by_region(q.to(wide), k.to(wide), plan)
     if plan.form is not None:
         found = found + make(plan.form, plan.positions).to(wide)
     hidden = ~plan.visible(n, m, q.device)
     if plan.remap is not None:
         found = plan.remap(found.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
     return found.masked_fill(hidden, float("-inf"))
+
+
+def by_region(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+    """q·kᵀ / sqrt(D), each pair turned as its region has it, and -inf where a pair is in none: (B, H, n, m)."""
+    pos, found = plan.positions, q.new_full((*q.shape[:3], k.shape[2]), float("-inf"))
+    assert plan.rotate is not None and plan.regions is not None
+    for region in plan.regions:
+        turned = plan.rotate(q, region.q, pos), plan.rotate(k, region.k, pos, key=True)
+        inside = region.covers(pos.q[:, None, :, None], pos.k[:, None, None, :])
+        found = torch.where(inside, torch.matmul(turned[0], turned[1].mT) * q.shape[3] ** -0.5, found)
+    return found
 
 
 def weights(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block) -> Tensor:

@@ -20,6 +20,7 @@ from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
 from .prune import check_pruning, pruned
 from .reference import weighted, weights
+from .regional import regional
 from .rows import in_rows
 from .short import SHORT
 from .skewed import quick_block, quick_read
@@ -38,6 +39,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         UserError: the plan asks for pruning where there is no Toeplitz bias, in training or away from the CPU. Padded
             rows and single queries are exact all the same.
     """
+    if plan.regions is not None and not plan.prune:
+        return regional(q, k, v, plan, dropout)
     n, m = q.shape[2], k.shape[2]
     made = _structured(plan, n, m)
     if made is not None:

@@ -12,6 +12,7 @@ from fairseq.models import BaseFairseqModel
 
 from ..core import UserError, checkpoint_file, checkpoint_state
 from ..core.checkpoint_state import State, same_kind
+from ..encodings.longer import check_trained, reads_longer
 from ..encodings.trained import restore
 from .flags import overrides
 from .literals import evaluate_literal, literal_eval_only
@@ -52,7 +53,7 @@ def safe_checkpoints(original: Any, path: str, arg_overrides: Any = None, *args:
 
 
 def _check(state: State, changed: Mapping[str, object]) -> None:
-    """What fairseq needs beyond what we do, and what it would build."""
+    """What fairseq needs beyond what we do, what it would build, and that another encoding can read this model."""
     if not state.weights:
         raise UserError(f"{state.path} is not a fairseq checkpoint: it holds no model")
     if state.history == ():
@@ -60,6 +61,8 @@ def _check(state: State, changed: Mapping[str, object]) -> None:
     checkpoint_state.check_size(state)
     if "rpe" in state.model and "rpe" not in changed:
         restore(state)
+    elif "rpe" in state.model and reads_longer(wanted := str(changed["rpe"])):
+        check_trained(wanted, str(state.model["rpe"]))
 
 
 @replaces(BaseFairseqModel, "load_state_dict")

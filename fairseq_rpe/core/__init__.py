@@ -25,6 +25,7 @@ _NAMES = {
         *("Reading", "Sum", "Toeplitz", "added", "block", "part"),
     ),
     "log_weights": ("LogWeight", "exact"),
+    "regions": ("Region",),
     "registry": ("Description", "Registry"),
     "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
 }

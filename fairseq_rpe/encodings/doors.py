@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ..core import Form, Positions, Reading
+from ..core import Form, Positions, Reading, Region
 from .masks import Maskable
 
 
@@ -45,6 +45,10 @@ class Doors(Maskable):
 
     def form(self, pos: Positions) -> Form | None:
         """The additive bias, or None where there is none."""
+        return None
+
+    def regions(self, pos: Positions) -> tuple[Region, ...] | None:
+        """Where ``rotate`` turns queries and keys for some pairs otherwise than for others; None: for all alike."""
         return None
 
     def note(self, x: Tensor) -> Tensor | None:

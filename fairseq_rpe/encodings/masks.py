@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..core import Form, Positions, UserError, block
+from ..core import Form, Positions, Region, UserError, block
 from ..core.scores import score_mod
 
 
@@ -23,6 +23,9 @@ class Maskable(nn.Module):
         raise NotImplementedError
 
     def form(self, pos: Positions) -> Form | None:
+        raise NotImplementedError
+
+    def regions(self, pos: Positions) -> tuple[Region, ...] | None:
         raise NotImplementedError
 
     def mask(self, n: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
@@ -89,6 +92,10 @@ class Maskable(nn.Module):
     def _additive(self, n: int, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Form | None, Positions]:
         """The bias of n tokens where it is all that this encoding does in attention."""
         name = type(self).__name__
+        if self.regions(Positions.arange(1)) is not None:
+            raise UserError(
+                f"{name} turns some pairs otherwise than others, which no mask does: call fairseq_rpe.attend"
+            )
         if self.rotates:
             raise UserError(
                 f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend, or turn them with "

@@ -163,6 +163,8 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
         return None
     if any(e.of_content for e in decoder.encodings):
         return f"scores here depend on the tokens, so with {layers} layers cached states may differ: use recomputation"
+    if any(e.regions(where) is not None for e in decoder.encodings):
+        return f"this encoding turns keys by their place in the window, so with {layers} layers use recomputation"
     scores = [_scores(decoder.encoding_of(layer), where) for layer in range(layers)]
     # The farthest key that the last query of the window sees, by the score of any head.
     reach = sum(int((rows[0] > -torch.inf).flatten(0, 2).any(0).nonzero().max()) for rows in scores)

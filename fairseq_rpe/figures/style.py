@@ -21,11 +21,13 @@ from ..core.files import replace_with
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A2F8F", "#7F4A12", "#8A8A8A")
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-# Relatives share a colour and differ by marker and dashes; so do ways to move positions, which are compared with the
-# encodings: after as many - as keep their dashes apart from rope's and each other's.
+# Relatives share a colour and differ by marker and dashes, but for the readings of rope, which are compared; so do ways
+# to move positions, which are compared with the encodings: after as many - as keep their dashes apart from rope's and
+# each other's.
 _FAMILIES = (
-    "sinusoidal sandwich learned floater complex, alibi window, type1 type2, inv_n inv_nlnn, "
-    "kerple_log kerple_power tisa, rope xpos bipe, fire t5_bias nope tupe, "
+    "sinusoidal sandwich learned floater complex lm_infinite, alibi window streaming_llm forgetting, "
+    "type1 type2 dual_chunk shaw music, inv_n inv_nlnn rerope deberta, kerple_log kerple_power tisa leaky_rerope dape, "
+    "rope xpos bipe longrope clex, fire t5_bias nope tupe self_extend transformer_xl cope, "
     "- interpolation interpolate, - - - warping warp, "
     "randomized pose shape cape random_padding offset"
 )

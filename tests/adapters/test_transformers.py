@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_SPECS, make_model
+from conftest import ALL_SPECS, LONGER, make_model
 
 from fairseq_rpe import build
 from fairseq_rpe.core import UserError
@@ -165,7 +165,7 @@ def same_weights(ours, spec: str):
             ]
             getattr(there.attention.query_key_value, name).data.copy_(torch.cat(parts, dim=1).flatten(0, 1))
     # rope of this config turns a quarter of a head by default, our decoder's all of it
-    if spec.startswith("rope") and "rotary_fraction" not in spec:
+    if spec.startswith(("rope", *LONGER)) and "rotary_fraction" not in spec:
         spec += f"{',' if ':' in spec else ':'}rotary_fraction=1"
     share = "model" if len(decoder.encodings) == 1 else "layer"
     adapted = use_encoding(theirs, spec, share=share)
@@ -237,10 +237,25 @@ def test_perplexities_equal_our_evaluation(task, spec, tmp_path):
     assert changed.checkpoint != rows[0].checkpoint and changed.ppl != rows[0].ppl
 
 
+def test_longer_readings_take_the_models_rotation():
+    """Its base and the part that turns; near keys alone are read as the model reads them."""
+    for own, given in ((llama(), "base=500"), (neox(0.5), "rotary_fraction=0.5")):
+        ids = text(tokens=40)
+        for spec in ("streaming_llm", "lm_infinite", "rerope:window=64"):
+            ours = with_encoding(own, spec)
+            assert given in ours.base_model.fairseq_rpe.spec
+            torch.testing.assert_close(logits(ours, ids), logits(own, ids), rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match=r"is scaled \(linear\), and 'rerope' would drop that: use rope"):
+        use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), "rerope")
+
+
 # -- what a forward pass may ask for
 
 
-@pytest.mark.parametrize("spec", ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "kerple_log", "learned"])
+@pytest.mark.parametrize(
+    "spec",
+    ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "kerple_log", "learned", "self_extend:group=2,window=6"],
+)
 def test_decoding_equals_a_whole_pass(spec):
     model = use_encoding(llama(), spec)
     ids = text(tokens=20)

@@ -17,7 +17,7 @@ from conftest import ALL_SPECS, SPECS, make_model, model_args
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis import judgement
-from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED, verdict, verdict_of_formula
+from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict, verdict_of_formula
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.ranges import ranges
 from fairseq_rpe.analysis.receptive_field import quantised
@@ -34,26 +34,19 @@ EXPECTED = {
     "type2": CONVERGES,
     "window": CONVERGES,
     "kerple_power": CONVERGES,
+    "lm_infinite": CONVERGES,
+    "streaming_llm": CONVERGES,
 } | dict.fromkeys(
-    [
-        "nope",
-        "sinusoidal",
-        "learned",
-        "rope",
-        "xpos",
-        "longrope",
-        "clex",
-        "inv_n",
-        "inv_nlnn",
-        "sandwich",
-        "t5_bias",
-        "fire",
-    ],
+    "nope sinusoidal learned rope xpos longrope clex inv_n inv_nlnn sandwich t5_bias fire".split()
+    + "tisa tupe complex bipe".split()
+    + "self_extend rerope leaky_rerope dual_chunk shaw music transformer_xl deberta cope".split(),
     DIVERGES,
 )
-EXPECTED |= dict.fromkeys(["tisa", "tupe", "complex", "bipe"], DIVERGES) | {"floater": UNDECIDED}
+EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS}
 BOUNDED = ("sandwich", "t5_bias", "fire", "tisa", "tupe", "floater")  # no formula of the bias itself
 SLOPES = alibi_slopes(8)
+# not one formula of the distance; the last two add no bias, and do not see every key
+FORMLESS = ("sandwich", "t5_bias", "fire", "lm_infinite", "streaming_llm")
 EPSILONS = (0.5, 0.1, 0.01)
 
 
@@ -65,7 +58,7 @@ def limits(head) -> float:
 
 
 def test_every_registered_encoding_has_a_verdict():
-    assert set(EXPECTED) | {"kerple_log"} == set(SPECS)
+    assert set(EXPECTED) | {"kerple_log", "forgetting"} == set(SPECS)
     for name in encodings.names():
         if name not in SPECS:  # registered by another test
             continue
@@ -98,7 +91,7 @@ def test_reasons_name_what_decides(spec, words):
     assert all(words in head.reason for head in verdict(spec))
 
 
-@pytest.mark.parametrize("spec", [s for s in ALL_SPECS if s.partition(":")[0] not in BOUNDED])
+@pytest.mark.parametrize("spec", [s for s in ALL_SPECS if s.partition(":")[0] not in (*BOUNDED, *FORMLESS)])
 def test_formulas_are_the_biases(spec):
     """What is decided is what the model adds: the formula of each head at distances 0 to 2000, and at 9215."""
     torch.manual_seed(3)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS, run
+from conftest import ALL_SPECS, LONGER, run
 from torch.nn import functional as F
 
 from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, reference, sdpa
@@ -15,7 +15,7 @@ from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
 H, D, B = 4, 16, 2
-NO_BIAS = ("sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "floater", "complex")
+NO_BIAS = ("sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "floater", "complex", *LONGER)
 BIASES = [s for s in ALL_SPECS if not s.startswith(NO_BIAS)]
 
 

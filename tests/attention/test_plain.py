@@ -47,6 +47,8 @@ def with_gradients(function, encoding: Encoding, n: int, dtype: torch.dtype) -> 
 
 def by_reference(q, k, v, encoding):
     pos = Positions.arange(q.shape[2])
+    if regions := encoding.regions(pos):
+        return reference(q, k, v, Plan(pos, rotate=encoding.rotate, regions=regions))
     q, k = encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
     v = encoding.value(v, pos)
     return reference(q, k, v, Plan(pos, encoding.form(pos)))

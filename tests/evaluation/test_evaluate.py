@@ -105,6 +105,7 @@ CASES = [
     ("kerple_log", ("--positions", "interpolate")),
     ("rope", ("--positions", "randomized:max=2000")),  # draws for each block
     ("alibi", ("--rpe", "type1")),
+    ("rope:base=500", ("--rpe", "self_extend:base=500,group=4")),
 ]
 
 
@@ -314,6 +315,10 @@ def test_failures_are_one_line(state, corpus, tmp_path, capsys):
     for engine in ("fast", "fairseq"):
         assert "beyond the 32 positions" in refusal(capsys, checkpoint, corpus, "--engine", engine)
     assert "did you mean 'alibi'" in refusal(capsys, checkpoint, corpus, "--rpe", "alibbi")
+    for engine in ("fast", "fairseq"):  # what reads rope beyond its length reads no other rotation than was trained
+        checkpoint = checkpoint_with(state, tmp_path, "rope:base=500")
+        assert "give base=500" in refusal(capsys, checkpoint, corpus, "--rpe", "rerope", "--engine", engine)
+    assert "was with 'alibi'" in refusal(capsys, checkpoint_with(state, tmp_path), corpus, "--rpe", "dual_chunk")
     state = {**state, "model": {**state["model"]}}
     state["model"]["decoder.embed_tokens.weight"] = torch.full_like(
         state["model"]["decoder.embed_tokens.weight"], math.nan

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import SPECS, p_of_heads, save_checkpoint
+from conftest import CONTENT, LONGER, SPECS, p_of_heads, save_checkpoint
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
@@ -369,7 +369,8 @@ def test_command_on_all_encodings(tmp_path, capsys, monkeypatch):
     assert "not drawn, perplexity: needs --sweep" in said and str(tmp_path / "heat_maps.png") in said
     [values] = seen["args"]
     plain = {name.partition(":")[0] for name in values}
-    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "bipe", "complex", "floater"}
+    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "bipe", "complex", "floater"}
+    none |= {*LONGER, *CONTENT}
     assert plain == set(SPECS) - none  # every built-in encoding with a bias
     assert all(profile.shape == (2, 48) for profile in values.values())
 

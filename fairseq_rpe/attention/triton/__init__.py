@@ -50,6 +50,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
     if plan.remap is not None or plan.reading is not None:
         return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
+    if plan.regions is not None:
+        return "backend 'triton' turns all pairs alike, which this encoding does not: use 'sdpa'"
     if form is not None and not isinstance(form, (Toeplitz, Curve)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     if dropout > 0:

@@ -1,0 +1,230 @@
+"""Pairs that are turned by regions: the fast path against the reference, what it looks at, and who else meets them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import LONGER, VOCABULARY, make_model
+
+from fairseq_rpe import attend, build
+from fairseq_rpe.analysis.speed import Setting, measure
+from fairseq_rpe.attention import BACKENDS, Plan, nearby, pick, reference, regional, sdpa
+from fairseq_rpe.attention.calibration import Calibrator
+from fairseq_rpe.attention.layer import carry_out, plan_of
+from fairseq_rpe.attention.nearby import ROWS
+from fairseq_rpe.core import Positions, Region, UserError
+from fairseq_rpe.evaluation.probe import Field
+from fairseq_rpe.evaluation.windows import Windows, score, why_not_cached
+
+H, D = 2, 16
+SPECS = [
+    "self_extend:group=4,window=32",
+    "leaky_rerope:window=100,logn=true,original_length=64",
+    "lm_infinite:sinks=5,window=70,ceiling=50",
+    "streaming_llm:sinks=3,recent=90",
+    "dual_chunk:chunk=48,cap=60",
+]
+LONG = 2 * ROWS + 77  # tokens: three blocks
+
+
+def tokens(rows: int, n: int) -> torch.Tensor:
+    return torch.randint(4, VOCABULARY, (rows, n), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model, x) -> torch.Tensor:
+    return model(x)[0]
+
+
+def qkv(n: int, rows: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(n)
+    return [torch.randn(rows, H, n, D).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def outcome(backend, spec, pos, padding=None, dtype=torch.float32, dropout=0.0) -> list[torch.Tensor]:
+    """Output and gradients."""
+    encoding, inputs = build(spec, H, H * D), qkv(pos.q.shape[1], len(pos.q) if padding is None else 2, dtype)
+    torch.manual_seed(1)
+    out = carry_out(*inputs, plan_of(encoding, pos, padding, backend), dropout)
+    with torch.no_grad():
+        if dropout == 0:  # where nothing needs a gradient there is another way
+            again = carry_out(*inputs, plan_of(encoding, pos, padding, backend))
+            torch.testing.assert_close(
+                again,
+                out,
+                rtol=2e-3 if dtype == torch.bfloat16 else 1e-5,
+                atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+            )
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
+
+
+def assert_same(found, wanted, tolerance=2e-5):
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_blocks_give_what_the_matrix_gives(spec):
+    """With gradients and without, over several blocks; padding in one of two rows."""
+    plain = Positions.arange(LONG)
+    assert_same(outcome(sdpa, spec, plain), outcome(reference, spec, plain))
+    padding = torch.zeros(2, LONG, dtype=torch.bool)
+    padding[0, :61] = True
+    at = ((~padding).cumsum(1) - 1).clamp_min(0).float()
+    padded = Positions(at, at)
+    assert_same(outcome(sdpa, spec, padded, padding), outcome(reference, spec, padded, padding))
+
+
+@pytest.mark.parametrize("spec", SPECS[:3])
+def test_dropout_positions_that_skip_and_bf16(spec):
+    plain, skipping = Positions.arange(LONG), torch.arange(150.0).mul(3).div(2).floor()[None]
+    assert_same(outcome(sdpa, spec, plain, dropout=0.3), outcome(reference, spec, plain, dropout=0.3))
+    skipping = Positions(skipping, skipping, contiguous=False)
+    assert_same(outcome(sdpa, spec, skipping), outcome(reference, spec, skipping))
+    short = Positions.arange(90)
+    wanted = outcome(reference, spec, short, dtype=torch.bfloat16)
+    assert_same(outcome(sdpa, spec, short, dtype=torch.bfloat16), wanted, 3e-2)
+
+
+def test_positions_that_fall_are_served_too():
+    at = torch.arange(40.0)[None].roll(7, 1)
+    odd = Positions(at, at, contiguous=False)
+    for spec in ("rerope:window=4", "streaming_llm:sinks=2,recent=5"):
+        assert_same(outcome(sdpa, spec, odd), outcome(reference, spec, odd))
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_a_query_that_no_region_lets_see_a_key_gives_nothing(least):
+    """Only pairs of d >= 3, or none at all, for which no key is looked at."""
+    pos = Positions.arange(9)
+    only = Region(pos.q, pos.k, lambda i, j: i - j >= 3, lambda first, last: (first * 0, last - (3 if least else 99)))
+    q, k, v = qkv(9)
+    encoding = build("rope", H, H * D)
+    shown = only if least else replace(only, covers=lambda i, j: i - j > 99)
+    plan = Plan(pos, rotate=encoding.rotate, regions=(shown,))
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            found = sdpa(q, k, v, plan)
+        torch.testing.assert_close(found, reference(q, k, v, plan), rtol=1e-5, atol=1e-6)
+        assert not found[:, :, : least or 9].any()
+
+
+def spied(monkeypatch) -> list[int]:
+    """Pairs of each call of torch's kernel."""
+    seen, plain = [], regional.flash
+
+    def flash(q, k, *args, **named):
+        seen.append(q.shape[2] * k.shape[2])
+        return plain(q, k, *args, **named)
+
+    monkeypatch.setattr(regional, "flash", flash)
+    return seen
+
+
+@pytest.mark.parametrize("spec", ["lm_infinite:sinks=10,window=64", "streaming_llm:sinks=4,recent=60"])
+def test_windows_look_at_their_window_and_first_tokens_alone(spec, monkeypatch):
+    seen, n = spied(monkeypatch), 16 * ROWS
+    encoding = build(spec, 1, 8)
+    q, k, v = torch.randn(3, 1, 1, n, 8)
+    whole = attend(q, k, v, encoding)
+    assert sum(seen) <= n * (ROWS + 64 + 1 + 10) < n * n / 8
+    seen.clear()
+    turned: list[int] = []
+    rotate = encoding.rotate
+
+    def watched(x, *args, **named):
+        turned.append(x.shape[2])
+        return rotate(x, *args, **named)
+
+    monkeypatch.setattr(encoding, "rotate", watched)
+    torch.testing.assert_close(attend(q[:, :, -1:], k, v, encoding), whole[:, :, -1:], rtol=1e-5, atol=1e-5)
+    assert (
+        sum(seen) <= 64 + 1 + 10 and sum(turned) <= 64 + 1 + 10 + 2
+    )  # a token decoded turns no more keys than it sees
+
+
+def test_no_pair_is_worked_on_twice_but_at_the_edges(monkeypatch):
+    seen, n = spied(monkeypatch), 8 * ROWS
+    q, k, v = torch.randn(3, 1, 1, n, 8)
+    attend(q, k, v, build("self_extend:group=8,window=256", 1, 8))
+    assert sum(seen) <= n * (n + ROWS) / 2 + n * 2 * ROWS
+
+
+def test_layers_share_what_follows_from_positions(monkeypatch, task):
+    calls, plain = [], nearby.nearby
+    monkeypatch.setattr("fairseq_rpe.attention.plan.nearby", lambda *a: calls.append(1) or plain(*a))
+    model = make_model(task, "self_extend:group=2,window=4")
+    logits(model, tokens(1, 20))
+    assert len(model.decoder.layers) > 1 and len(calls) == 1
+
+
+def test_other_backends_masks_and_pruning_refuse_in_one_line(task):
+    encoding = build("rerope:window=4", H, H * D)
+    q, k, v = (x.detach() for x in qkv(9))
+    for name in ("flex", "triton"):
+        with pytest.raises(UserError, match=f"^backend '{name}' turns all pairs alike"):
+            attend(q, k, v, encoding, backend=name)
+    for ask in (encoding.mask, encoding.score_mod):
+        with pytest.raises(UserError, match="ReRope turns some pairs otherwise than others"):
+            ask(5)
+    plan = plan_of(encoding, Positions.arange(9), None, BACKENDS["sdpa"], 0.1)
+    with pytest.raises(UserError, match="pruning needs a bias"):
+        carry_out(q, k, v, plan)
+    with pytest.raises(UserError, match="adds no bias of the distance alone"):
+        make_model(task, "rerope:window=4").decoder.prune_attention(0.1)
+    with pytest.raises(UserError, match="has no bias"):
+        measure(Setting("cpu", ["rerope:window=4"], lengths=[8]), "forward", 8)
+
+
+def test_auto_measures_nothing_where_one_backend_serves():
+    q, k, v = (x.detach() for x in qkv(9))
+    plan = plan_of(build("rerope:window=4", H, H * D), Positions.arange(9), None, BACKENDS["sdpa"])
+    never = Calibrator(BACKENDS, applies=lambda q: pytest.fail("nothing to choose"))
+    assert never.choice(q, k, v, plan) is None and pick(plan) == "sdpa"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["dual_chunk:chunk=6,cap=9", "streaming_llm:sinks=2,recent=5"])
+def test_a_receptive_field_is_that_of_the_reference(task, spec):
+    """Rows in pieces against the whole matrix of weights; first tokens far away count."""
+    model, x, rows = make_model(task, spec), tokens(2, 24), 5
+    model.decoder.attend = BACKENDS["sdpa"]
+    found: list[torch.Tensor] = []
+
+    def attend(q, k, v, plan, dropout=0.0):
+        found.append(reference(q, k, torch.eye(24).expand(*k.shape[:3], 24), plan))
+        return sdpa(q, k, v, plan)
+
+    with Field(model.decoder, 24, rows, [0.5]) as field:
+        plain = logits(model, x)
+    model.decoder.attend = attend
+    assert torch.equal(logits(model, x), plain)
+    for layer, weights in zip(field.layers, found, strict=True):
+        wanted = torch.stack(
+            [
+                torch.stack(
+                    [weights[:, h, i, i - d].mean() if d <= i else torch.zeros(()) for i in range(19, 24)]
+                ).mean()
+                for h in range(4)
+                for d in range(24)
+            ]
+        ).view(4, 24)
+        torch.testing.assert_close(layer.mass.float(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=4", "lm_infinite:sinks=2,window=4"])
+def test_sliding_windows_keep_no_states_of_deeper_layers(task, spec):
+    deep, flat = make_model(task, spec), make_model(task, spec, decoder_layers=1)
+    reason = why_not_cached(deep, 12, 2)
+    assert reason and "use recomputation" in reason and "\n" not in reason
+    assert why_not_cached(flat, 12, 2) is None
+    parts = Windows(tokens(1, 40)[0], 12, 2)
+    kept, anew = (score(flat, parts, cached=cached)[0] for cached in (True, False))
+    assert kept == pytest.approx(anew, rel=1e-5)
+
+
+def test_all_of_them_are_here():
+    assert {spec.partition(":")[0] for spec in SPECS} | {"rerope"} == set(LONGER)
