@@ -8,7 +8,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from .style import NAME, PAGE, TICK, panels, titled
+from .style import NAME, PAGE, PALETTE, TICK, panels, titled
 
 Grid = Mapping[tuple[int, float], float]
 _COLUMNS = 3
@@ -22,7 +22,7 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
     which a line is drawn. A cell that nothing is known of is grey.
     """
     shown = [(task, method, grid) for task, of_task in grids.items() for method, grid in of_task.items()]
-    columns = min(_COLUMNS, len(shown))
+    columns = 2 if len(shown) == 4 else min(_COLUMNS, len(shown))
     lines = -(-len(shown) // columns)
     most = max(len({depth for _, depth in grid}) for *_, grid in shown)
     figure, made = panels(lines, columns, (PAGE, 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False)
@@ -39,7 +39,7 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
                 ink = "black" if value > 60 else "white"
                 axes.text(column, row, f"{value:.0f}", color=ink, fontsize=TICK - 2, ha="center", va="center")
         if beyond := [k for k, n in enumerate(lengths) if n > trained[task]]:
-            axes.axvline(beyond[0] - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.4, label="_training")
+            axes.axvline(beyond[0] - 0.5, color=PALETTE[1], linestyle=(0, (4, 2)), linewidth=1.6, label="_training")
         titled(axes, method if len(grids) == 1 else f"{task}\n{method}")
     for axes in made[len(shown) :]:
         axes.set_visible(False)

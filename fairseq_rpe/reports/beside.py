@@ -6,7 +6,6 @@ predict most of a text. It then extrapolates in the sense of Definition 0.1 and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from fairseq_rpe.core.table import Row, Table, number, words
 from fairseq_rpe.reports import definition
@@ -15,7 +14,7 @@ from fairseq_rpe.reports.findings import HELD, ExactAnswers, Perplexities, colle
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
 from fairseq_rpe.sweeps.state import SweepFolder
 
-Answer = Literal["yes", "no", "not learned"]
+TOO_FEW = "no verdict"  # already at trained lengths
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,10 @@ class Finder:
     reach: int | None
 
     @property
-    def finds(self) -> Answer:
-        """Whether it finds what is asked for at every depth of every length beyond the trained ones."""
+    def finds(self) -> str:
+        """Whether what is asked for is found at every depth of every length beyond the trained ones, and at those."""
         if self.trained < HELD:
-            return "not learned"
+            return TOO_FEW
         return "yes" if self.beyond >= HELD else "no"
 
 
@@ -116,8 +115,8 @@ def verdicts(judged: Sequence[Judged], finders: Sequence[Finder]) -> list[str]:
         "Retrieves, though its perplexity rises": [f.name for a, f in pairs if (a, f.finds) == ("no", "yes")],
         "Does neither": [f.name for a, f in pairs if (a, f.finds) == ("no", "no")],
         "No verdict on perplexity": [f.name for a, f in pairs if a == "no verdict"],
-        "No verdict on retrieval, the task was not learned at trained lengths": [
-            f.name for _, f in pairs if f.finds == "not learned"
+        f"No verdict on retrieval, below {HELD:g} % at trained lengths already": [
+            f.name for _, f in pairs if f.finds == TOO_FEW
         ],
     }
     return [f"{what}: {', '.join(names)}." for what, names in said.items() if names]
