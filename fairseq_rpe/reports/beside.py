@@ -4,7 +4,7 @@ An encoding whose attention falls with the distance can keep its perplexity by f
 predict most of a text. It then extrapolates in the sense of Definition 0.1 and does not find what stands far away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fairseq_rpe.core.table import Row, Table, number, words
@@ -12,7 +12,7 @@ from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import DELTA, NONE, Judged, Prediction
 from fairseq_rpe.reports.findings import HELD, ExactAnswers, Perplexities, collect
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
-from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.sweeps.state import Method, SweepFolder
 
 TOO_FEW = "no verdict"  # already at trained lengths
 
@@ -35,25 +35,36 @@ class Finder:
 
 
 def sections(folders: Sequence[SweepFolder]) -> list[Section]:
-    """A section for each sweep on text and each task with depths that have a method of one name in common.
+    """A section for each sweep on text and each task with depths that have a method in common, by whatever name.
 
     Raises UserError: a folder holds no finished evaluation.
     """
     states = {folder: folder.state() for folder in folders}
     if len({bool(state.algorithms) for state in states.values()}) < 2:
         return []
-    found = [(folder.path.resolve().name, collect(folder, state)) for folder, state in states.items()]
-    texts = [(name, one) for name, one in found if isinstance(one, Perplexities)]
-    tasks = [(name, one) for name, one in found if isinstance(one, ExactAnswers)]
+    found = [(folder.path.resolve().name, state, collect(folder, state)) for folder, state in states.items()]
+    texts = [(name, state, one) for name, state, one in found if isinstance(one, Perplexities)]
+    tasks = [(name, state, one) for name, state, one in found if isinstance(one, ExactAnswers)]
     made = []
-    for text, read in texts:
+    for text, of_text, read in texts:
         judged = {one.name: one for one in definition.judge(read, dict.fromkeys(read.encodings, Prediction(NONE)))}
-        for name, answered in tasks:
+        for name, of_task, answered in tasks:
             for task in answered.deep:
-                finders = [one for method in answered.methods(task) if (one := finder(answered, task, method))]
-                if both := [one for one in finders if one.name in judged]:
-                    made.append(_section(text, name, task, read, [judged[one.name] for one in both], both))
+                both = [
+                    (judged[same], one)
+                    for method in answered.methods(task)
+                    if (same := _same(of_task.method(method), map(of_text.method, judged)))
+                    and (one := finder(answered, task, method))
+                ]
+                if both:
+                    made.append(_section(text, name, task, read, [one for one, _ in both], [one for _, one in both]))
     return made
+
+
+def _same(method: Method, others: Iterable[Method]) -> str | None:
+    """The name of the one among others that is the same encoding with the same positions, by whatever name."""
+    alike = (method.rpe, method.positions_train, method.positions_eval)
+    return next((one.name for one in others if (one.rpe, one.positions_train, one.positions_eval) == alike), None)
 
 
 def finder(found: ExactAnswers, task: str, method: str) -> Finder | None:
