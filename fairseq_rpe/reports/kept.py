@@ -1,7 +1,7 @@
 """Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.reports.findings import Perplexities, collect
+from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
@@ -52,7 +52,8 @@ def text(folder: SweepFolder) -> str | None:
     state = folder.state()
     at, found = Places(folder, state), collect(folder, state)
     numbers = {at.results: found.csv()}
-    files = [at.results, at.table, at.page, at.evaluation, *at.figures, *at.others, *at.drawn.get("depths", [])]
+    files = [at.results, at.table, at.page, at.evaluation, *at.figures, *at.others]
+    files += at.drawn["depths"] if isinstance(found, ExactAnswers) and found.deep else []
     for name, of in found.others.items() if isinstance(found, Perplexities) else ():
         numbers[at.texts[name][0]] = of.csv()
         files += at.texts[name]
