@@ -8,7 +8,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from .style import NAME, PAGE, PALETTE, TICK, panels, titled
+from .style import COLUMN, NAME, PAGE, PALETTE, TICK, panels, titled
 
 Grid = Mapping[tuple[int, float], float]
 _COLUMNS = 3
@@ -25,7 +25,9 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
     columns = 2 if len(shown) == 4 else min(_COLUMNS, len(shown))
     lines = -(-len(shown) // columns)
     most = max(len({depth for _, depth in grid}) for *_, grid in shown)
-    figure, made = panels(lines, columns, (PAGE, 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False)
+    figure, made = panels(
+        lines, columns, (PAGE if columns > 1 else COLUMN, 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False
+    )
     scale = ScalarMappable(Normalize(0, 100), colormaps["viridis"].with_extremes(bad="0.85"))
     for axes, (task, method, grid) in zip(made, shown, strict=False):
         lengths, depths = (sorted({key[axis] for _, g in grids[task].items() for key in g}) for axis in (0, 1))
