@@ -5,7 +5,7 @@ predict most of a text. It then extrapolates in the sense of Definition 0.1 and 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairseq_rpe.core.table import Row, Table, number, words
 from fairseq_rpe.reports import definition
@@ -51,7 +51,7 @@ def sections(folders: Sequence[SweepFolder]) -> list[Section]:
         for name, of_task, answered in tasks:
             for task in answered.deep:
                 both = [
-                    (judged[same], one)
+                    (judged[same], replace(one, name=same))
                     for method in answered.methods(task)
                     if (same := _same(of_task.method(method), map(of_text.method, judged)))
                     and (one := finder(answered, task, method))
