@@ -561,7 +561,7 @@ train {data} --rpe alibi {run} {small} -- --save-dir elsewhere  -> --save-dir af
 train {data} --rpe alibi {run} {small} -- --no-such-flag  -> unrecognized arguments: --no-such-flag
 train {data} --rpe alibi {run} {small} -- --max-update x  -> --max-update after -- is set by this command itself: give --updates
 train {data} --rpe alibi {run} {small} -- --user-dir elsewhere  -> --user-dir after -- is set by this command itself: leave it out
-train --algorithm nothing --rpe rope {run}  -> unknown algorithmic task 'nothing'; known: add_subtract, copy, reverse
+train --algorithm nothing --rpe rope {run}  -> unknown algorithmic task 'nothing'; known: add_subtract, copy, passkey, retrieval, reverse
 train --algorithm copy:items=0 --rpe rope {run}  -> option 'items' of 'copy' must be at least 2, not 0
 train --algorithm copy:items=99999999999999 --rpe rope {run}  -> option 'items' of 'copy' must be at most 10000, not 99999999999999
 train --algorithm copy --tokens 5 --rpe rope {run}  -> --tokens does not go with --algorithm: say how many items, e.g.
@@ -601,7 +601,7 @@ sweep {data} --recipe {zoo}/garbage  -> unknown recipe 'garbage'; known: extrapo
 sweep {data} --recipe {zoo}/odd.toml --out {here}/s  -> recipe odd.toml is not TOML: Invalid value (at end of document)
 sweep {data} --recipe fire-lm --scale galactic --out {here}/s  -> recipe 'fire-lm' has no scale 'galactic'; it has: laptop, paper
 sweep {data} --recipe fire-lm --methods nothing --out {here}/s  -> recipe 'fire-lm' has no method 'nothing'; it has: nope, rope, alibi
-sweep --algorithms nothing --encodings rope --out {here}/s  -> unknown algorithmic task 'nothing'; known: add_subtract, copy, reverse
+sweep --algorithms nothing --encodings rope --out {here}/s  -> unknown algorithmic task 'nothing'; known: add_subtract, copy, passkey, retrieval, reverse
 sweep --algorithms copy --encodings rope --out {here}/s --tokens 5  -> --tokens does not go with --algorithm: say how many items, e.g.
 # nothing
 nothing  -> unknown command 'nothing' (did you mean 'train'?); known

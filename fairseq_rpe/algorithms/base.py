@@ -4,8 +4,9 @@ Sequences are words of a closed vocabulary. Instances come from a seed and never
 may appear in is decided by a digest of its prompt, so that no prompt of one split ever appears in another.
 """
 
+import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,11 +38,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Example:
-    """One instance: ``length`` items, the words of the prompt and those of the answer."""
+    """One instance: ``length`` items, the words of the prompt and those of the answer; its ``depth`` in some tests."""
 
     length: int
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
+    depth: float | None = None
 
 
 class Algorithm:
@@ -54,6 +56,8 @@ class Algorithm:
     Config: ClassVar[type] = Sizes
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
+    unit: ClassVar[str] = "items"  # of lengths
+    variety: ClassVar[str] = "alphabet"  # the option that makes more instances of one length
 
     def __init__(self, name: str, config: Any) -> None:
         self.config = config
@@ -89,22 +93,44 @@ class Algorithm:
         if split not in SPLITS:
             raise UserError(f"split '{split}' does not exist: an algorithmic task has {', '.join(SPLITS)}")
         random = np.random.default_rng([self.config.seed, SPLITS.index(split)])
-        for n in random.integers(self.config.least, self.longest(split) + 1, size=getattr(self.config, split)):
-            yield self._example(split, int(n), random)
+        sizes = random.integers(self.config.least, self.longest(split) + 1, size=getattr(self.config, split))
+        for n in sizes.tolist():
+            yield self._example(split, n, functools.partial(self.draw, n, random))
 
     def lengths(self, split: str) -> list[int]:
         return sorted({example.length for example in self.examples(split)})
 
-    def _example(self, split: str, n: int, random: np.random.Generator) -> Example:
+    def depths(self, split: str) -> tuple[float, ...]:
+        """Where in the prompt of a split the answer stands, from 0, first, to 1, last; nothing where it is no axis."""
+        return ()
+
+    def share(self, split: str) -> float:
+        """How many examples of each length, and depth where there are depths, a split has on average."""
+        return float(getattr(self.config, split) / (self.longest(split) - self.config.least + 1))
+
+    def lacks(self, split: str, lengths: Collection[int]) -> str | None:
+        """What is wrong with lengths that a split has no example of; ``None``: it has them all."""
+        there = set(self.lengths(split)) if lengths else set()
+        gone = next((n for n in lengths if n not in there), None)
+        return None if gone is None else f"no {split} example of {gone} {self.unit}: leave {gone} out of --lengths"
+
+    def at(self, split: str, n: int, depth: float) -> Iterator[Example]:
+        """The examples of n items at a depth, of a task that has depths."""
+        raise NotImplementedError
+
+    def chance(self, n: int) -> float | None:
+        """The exact answers of a guess at ``n`` items, where the task says so."""
+        return None
+
+    def _example(self, split: str, n: int, draw: Callable[[], list[int]], depth: float | None = None) -> Example:
         for _ in range(_TRIES):
-            items = self.draw(n, random)
+            items = draw()
             prompt = tuple(self.prompt(items))
             # longer prompts than in training cannot appear there
             if n > self.config.items or split_of(prompt) == split:
-                return Example(n, prompt, tuple(self.answer(items)))
-        raise UserError(
-            f"'{self.spec}': none of the few instances of {n} items belongs to the {split} split: raise alphabet"
-        )
+                return Example(n, prompt, tuple(self.answer(items)), depth)
+        few = f"'{self.spec}': none of the few instances of {n} {self.unit} belongs to the {split} split"
+        raise UserError(f"{few}: raise {self.variety}")
 
 
 registry: Registry[type[Algorithm]] = Registry("algorithmic task", "fairseq_rpe.algorithms")

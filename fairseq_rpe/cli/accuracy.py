@@ -4,22 +4,20 @@ import argparse
 import functools
 import json
 
-from fairseq_rpe.cli.options import add_checkpoint, int_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoint, int_list, number_list, positive_int
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Prints one JSON line per number of items; one that is already in --out is not redone."
+    parser.description = "Prints one JSON line per number of items, and depth; one that is in --out is not redone."
     add_checkpoint(parser)
     parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all there are)")
-    parser.add_argument(
-        "--unit",
-        choices=("items", "tokens"),
-        default="items",
-        help="unit of interpolation's ratio M/L (default: items)",
-    )
+    about = "where the answer stands, 0 first, 1 last; for passkey and retrieval (default: the task's own)"
+    parser.add_argument("--depths", type=number_list, metavar="X,X,...", help=about)
+    about = "unit of interpolation's ratio M/L (default: items)"
+    parser.add_argument("--unit", choices=("items", "tokens"), default="items", help=about)
     parser.add_argument("--batch-size", type=positive_int, default=256, metavar="N", help="default: 256")
 
 

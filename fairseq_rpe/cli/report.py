@@ -17,7 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.reports import page
+    from fairseq_rpe.reports import beside, page
     from fairseq_rpe.reports.write import check, write
     from fairseq_rpe.sweeps.state import SweepFolder
 
@@ -33,6 +33,9 @@ def run(args: argparse.Namespace) -> None:
     for folder in folders:
         sections.append(write(folder, args.delta))
         print(sections[-1].text)
+    for joint in beside.sections(folders):
+        sections.append(joint)
+        print(joint.text)
     if args.out is not None:
         page.write(sections, args.out)
         print(f"page on all: {args.out}")

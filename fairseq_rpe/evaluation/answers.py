@@ -1,4 +1,4 @@
-"""Exact answers to an algorithmic task by number of items, by greedy decoding with the cache."""
+"""Exact answers to an algorithmic task by number of items, and depth, by greedy decoding with the cache."""
 
 import functools
 import os
@@ -20,6 +20,11 @@ from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import IDENTITY
+from fairseq_rpe.tasks.algorithmic import AnswerDataset
+
+# Query-key pairs of the prompts that are answered together, however many are asked for: 256 of 256 tokens. It bounds
+# the memory of attention.
+_PAIRS = 256**3
 
 
 def algorithm_of(checkpoint: Checkpoint) -> algorithms.Algorithm:
@@ -46,7 +51,7 @@ def interpolated(spec: str, trained: int, length: int) -> str:
 def measuring(
     request: AnswerRequest, checkpoint: Checkpoint, bar: Progress, wanted: Sequence[AnswerKey]
 ) -> Callable[[AnswerKey], AnswerResult]:
-    """Load the model and the examples of a split, to be asked one number of items after the other.
+    """Load the model and the examples of a split, to be asked one number of items, and depth, after the other.
 
     ``bar`` is told of the tokens that are written, of all that ``wanted`` asks for.
 
@@ -65,8 +70,6 @@ def measuring(
             "factor with --rpe, or use --positions interpolate, which has one ratio for each number of items"
         )
     given = str(request.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
-    task.load_dataset(request.split)
-    data = task.dataset(request.split)
 
     def place(length: int, prompts: Tensor | None = None) -> str:
         """Settle the positions of whole rows of ``length`` items before their first token is read, and name them.
@@ -84,13 +87,24 @@ def measuring(
             moves.evaluation = positions.freeze_rows(transform, [whole] * len(own), own)
         return spec
 
+    @functools.cache
+    def asked(key: AnswerKey) -> tuple[AnswerDataset, Tensor]:
+        """The examples of a key among those of a data set."""
+        if key.depth is None:
+            if request.split not in task.datasets:
+                task.load_dataset(request.split)
+            data = task.dataset(request.split)
+            return data, torch.from_numpy(data.items == key.length).nonzero().flatten()
+        own = AnswerDataset(list(algorithm.at(key.split, key.length, key.depth)), task.source_dictionary)
+        return own, torch.arange(len(own))
+
     def measure(key: AnswerKey) -> AnswerResult:
         start = time.monotonic()
         transform = place(key.length)
         drawn = positions.build(transform, task.train_tokens).random
-        rows = torch.from_numpy(data.items == key.length).nonzero().flatten()
+        data, rows = asked(key)
         right = 0
-        for part in rows.split(request.batch_size):
+        for part in rows.split(min(request.batch_size, max(1, _PAIRS // algorithm.tokens(key.length) ** 2))):
             prompts, answers = data.prompts(part.tolist())
             if drawn:
                 place(key.length, prompts)
@@ -102,11 +116,11 @@ def measuring(
 
     total = 0
     for key in wanted:
-        rows = torch.from_numpy(data.items == key.length).nonzero().flatten().tolist()
-        if not rows:
+        data, rows = asked(key)
+        if not len(rows):
             raise UserError(f"the {request.split} split has no example of {key.length} items: leave it out")
         place(key.length)
-        total += len(rows) * data.prompts(rows[:1])[1].shape[1]
+        total += len(rows) * data.prompts(rows[:1].tolist())[1].shape[1]
     bar.begin(total)
     return measure
 

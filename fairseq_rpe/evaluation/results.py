@@ -140,7 +140,7 @@ class TextResult(TextKey, Result):
 class AnswerKey:
     """What a share of exact answers is of; ``unit``: of interpolation's ratio, items or tokens.
 
-    ``draws``: of random ``positions`` for each example.
+    ``draws``: of random ``positions`` for each example. ``depth``: where the answer stands, of a task that has it.
     """
 
     checkpoint: str
@@ -150,6 +150,7 @@ class AnswerKey:
     positions: str | None = None
     unit: str = "items"
     draws: Count | None = None
+    depth: Share | None = None
     length: Count
 
 
@@ -157,22 +158,35 @@ class AnswerKey:
 class AnswerRequest(Overrides):
     """Exact answers of a checkpoint to its algorithmic task: the options of ``fairseq-rpe accuracy``.
 
-    ``lengths`` are numbers of items, by default all there are; ``unit``: of interpolation's ratio; ``batch_size``
-    bounds the examples that are answered together.
+    ``lengths`` are numbers of items, by default all there are, and ``depths`` from 0 to 1 of a task that has them;
+    ``unit``: of interpolation's ratio; ``batch_size`` bounds the examples that are answered together.
     """
 
     checkpoint: Path
     lengths: Sequence[int] | None = None
+    depths: Sequence[float] | None = None
     split: str = "test"
     unit: Literal["items", "tokens"] = "items"
     batch_size: int = 256
     log: Path | None = None
 
     def keys(self, algorithm: Algorithm) -> list[AnswerKey]:
-        """A measurement for each number of items."""
+        """A measurement for each number of items, and for each depth of a task that has depths.
+
+        Raises UserError: the task has no depths, or no such ones, or no such number of items.
+        """
         of: dict[str, Any] = {"checkpoint": files.file_digest(self.checkpoint), "algorithm": algorithm.spec}
         of["draws"] = draws_of(self.positions)
-        return [filled(AnswerKey, self, **of, length=n) for n in self.lengths or algorithm.lengths(self.split)]
+        known: tuple[float | None, ...] = algorithm.depths(self.split)
+        if self.depths and not known:
+            raise UserError(f"--depths: the {self.split} split of {algorithm.spec} has no depths to choose: drop it")
+        depths = self.depths or known or (None,)
+        if wrong := next((depth for depth in self.depths or () if not 0 <= depth <= 1), None):
+            raise UserError(f"--depths {wrong:g} is not between 0, the first, and 1, the last: leave it out")
+        if known and (gone := algorithm.lacks(self.split, self.lengths or ())):
+            raise UserError(f"{algorithm.spec} has {gone}")
+        lengths = self.lengths or algorithm.lengths(self.split)
+        return [filled(AnswerKey, self, **of, length=n, depth=depth) for n in lengths for depth in depths]
 
 
 @dataclass(frozen=True, kw_only=True)

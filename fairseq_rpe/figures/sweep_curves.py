@@ -75,10 +75,13 @@ def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int
     return figure
 
 
-def exact_match(curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, int]) -> Figure:
+def exact_match(
+    curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, int], units: Mapping[str, str] | None = None
+) -> Figure:
     """Exact answers in per cent against items, a panel per task: for each label, by items, a value for each seed.
 
-    ``trained``: the most items in training, of each task; up to there the panel is shaded.
+    ``trained``: the most items in training, of each task; up to there the panel is shaded. ``units``: by task, what is
+    counted in place of items.
     """
     columns = min(2, len(curves))
     lines = -(-len(curves) // columns)
@@ -92,7 +95,7 @@ def exact_match(curves: Mapping[str, Mapping[str, Band]], trained: Mapping[str, 
             # markers of lines that lie on each other stand beside each other
             every = max(1, len(points) // 10)
             _band(axes, points, label, shown[label], markevery=(every * names.index(label) // len(names), every))
-        axes.set(xlabel="items", ylim=(-3, 103))
+        axes.set(xlabel=(units or {}).get(task, "items"), ylim=(-3, 103))
         axes.xaxis.get_major_locator().set_params(integer=True)
         titled(axes, "\n".join(filter(None, (task, _seeds(of_task.values())))))
     for axes in made[::columns]:

@@ -14,6 +14,7 @@ from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 Found = TypeVar("Found", TextResult, AnswerResult)
+HELD = 90.0  # per cent of exact answers at every depth from which a method is said to find what is asked for
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,43 @@ class ExactAnswers:
         return list(dict.fromkeys(row.method for row in self.rows if task in (None, row.task)))
 
     def of(self, task: str, method: str) -> dict[int, list[float]]:
-        """By number of items, the exact answers of each seed in per cent."""
-        own = [row.result for row in self.rows if (row.task, row.method) == (task, method)]
-        return _by_length((one.length, 100 * one.accuracy) for one in own)
+        """By number of items, the exact answers of each seed in per cent, the mean over depths where there are any."""
+        runs: dict[tuple[int, int], list[float]] = {}
+        for row in self.rows:
+            if (row.task, row.method) == (task, method):
+                runs.setdefault((row.result.length, row.seed), []).append(100 * row.result.accuracy)
+        return _by_length((length, sum(values) / len(values)) for (length, _), values in runs.items())
+
+    @property
+    def deep(self) -> list[str]:
+        """The tasks with depths."""
+        return [
+            task for task in self.tasks if any(one.result.depth is not None for one in self.rows if one.task == task)
+        ]
+
+    def grid(self, task: str, method: str) -> dict[tuple[int, float], float]:
+        """By length and depth, the exact answers in per cent, the mean over seeds; nothing of a task without depths."""
+        cells: dict[tuple[int, float], list[float]] = {}
+        for row in self.rows:
+            if (row.task, row.method) == (task, method) and row.result.depth is not None:
+                cells.setdefault((row.result.length, row.result.depth), []).append(100 * row.result.accuracy)
+        return {key: sum(values) / len(values) for key, values in sorted(cells.items())}
+
+    def worst(self, task: str, method: str) -> dict[int, float]:
+        """By length, the exact answers in per cent at the depth with the fewest."""
+        found: dict[int, float] = {}
+        for (length, _), value in self.grid(task, method).items():
+            found[length] = min(value, found.get(length, value))
+        return found
+
+    def reach(self, task: str, method: str) -> int | None:
+        """The longest length up to which ``HELD`` per cent are exact at every depth; ``None``: not even the first."""
+        reached = None
+        for length, value in self.worst(task, method).items():
+            if value < HELD:
+                break
+            reached = length
+        return reached
 
     def means(self, task: str, method: str) -> dict[str, float | None]:
         """In per cent over the trained numbers of items, those beyond, and all; every number and seed weighs alike."""
@@ -138,17 +173,20 @@ class ExactAnswers:
     def ranges(self) -> str:
         """In words, how many items each task has in training and in evaluation."""
         return "; ".join(
-            f"{task}: {build(task).config.least} … {self.trained[task]} items in training, "
+            f"{task}: {build(task).config.least} … {self.trained[task]} {build(task).unit} in training, "
             f"up to {self.longest[task]} here"
             for task in self.tasks
         )
 
     def csv(self) -> str:
-        own = ((one.result, one) for one in self.rows)
-        return csv_text(
-            ("task", "method", "seed", "items", "examples", "right", "accuracy", "positions"),
-            ((r.algorithm, f.method, f.seed, r.length, r.examples, r.right, r.accuracy, r.transform) for r, f in own),
-        )
+        own = [(one.result, one) for one in self.rows]
+        head = ("task", "method", "seed", "items", "examples", "right", "accuracy", "positions")
+        lines = [
+            (r.algorithm, f.method, f.seed, r.length, r.examples, r.right, r.accuracy, r.transform) for r, f in own
+        ]
+        if not self.deep:
+            return csv_text(head, lines)
+        return csv_text((*head, "depth"), ((*line, r.depth) for line, (r, _) in zip(lines, own, strict=True)))
 
 
 def _by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
@@ -209,7 +247,7 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
     for task, method, seed, run in asked(folder, state):
         found = _measured(AnswerResult, run, method)
         own = [one for one in found if (one.algorithm, one.split, one.unit) == (task, split, "items")]
-        rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: one.length)]
+        rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: (one.length, one.depth or 0))]
     built = {task: build(task) for task in state.algorithms}
     longest = {part: {task: one.longest(part) for task, one in built.items()} for part in ("train", split)}
     methods = map(state.method, state.encodings)

@@ -1,6 +1,7 @@
 """Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
 
-from fairseq_rpe.reports.findings import Perplexities, collect
+from fairseq_rpe.algorithms import build
+from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
@@ -20,18 +21,24 @@ class Places:
         self.tensorboard = folder.tensorboard
         self.evaluation = folder.tensorboard / "evaluation"
         self.others = [] if state.algorithms else [folder.path / "extrapolation.csv"]
+        deep = any(build(task).depths(state.settings.subset or "test") for task in state.algorithms)
+        # figures beside the first, by name
+        self.drawn = {"depths": [folder.path / f"depths.{ending}" for ending in ("png", "pdf")]} if deep else {}
         # of further texts, by name: numbers and figures
         self.texts = {
             name: [folder.path / file for file in (f"results-{name}.csv", f"ppl-{name}.png", f"ppl-{name}.pdf")]
             for name in state.evaluate
         }
+        self.drawn |= {name: files[1:] for name, files in self.texts.items()}
 
     def text(self, table: str) -> str:
         """What is printed: the table and where everything is."""
+        maps = "".join(f"heat map:    {files[0]}\n" for name, files in self.drawn.items() if name not in self.texts)
         return (
             f"{table}\n"
             f"results:     {self.results}\n"
             f"figure:      {self.figures[0]}\n"
+            f"{maps}"
             f"page:        {self.page}\n"
             f"TensorBoard: {self.tensorboard}"
         )
@@ -46,6 +53,7 @@ def text(folder: SweepFolder) -> str | None:
     at, found = Places(folder, state), collect(folder, state)
     numbers = {at.results: found.csv()}
     files = [at.results, at.table, at.page, at.evaluation, *at.figures, *at.others]
+    files += at.drawn["depths"] if isinstance(found, ExactAnswers) and found.deep else []
     for name, of in found.others.items() if isinstance(found, Perplexities) else ():
         numbers[at.texts[name][0]] = of.csv()
         files += at.texts[name]

@@ -48,7 +48,7 @@ def write(folder: SweepFolder, delta: float | None = None) -> Section:
     )
     style.save(made.figure, *at.figures)
     for name, figure in made.others.items():
-        style.save(figure, *at.texts[name][1:])
+        style.save(figure, *at.drawn[name])
     tensorboard.write(folder, state, found, at.evaluation)
     page.write([section], at.page)
     for path, text in zip(at.others, others, strict=True):

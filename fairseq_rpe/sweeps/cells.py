@@ -172,7 +172,7 @@ def _evaluations(
     lengths = _lengths(sweep, cell)
     limit = _limit(cell, method, sweep.subset)
     beyond = [n for n in lengths if limit is not None and n > limit]
-    left_out, unit = "", "items" if cell.request.algorithm else "tokens"
+    left_out, unit = "", build(cell.request.algorithm).unit if cell.request.algorithm else "tokens"
     if beyond:
         left_out = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
         left_out += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
@@ -195,7 +195,9 @@ def _evaluations(
     if task:
         command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
         answers = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, **of, length=1)
-        return [Evaluation(command, tuple(replace(answers, length=n) for n in lengths), left_out=left_out)]
+        depths = build(task).depths(sweep.subset) or (None,)
+        keys = tuple(replace(answers, length=n, depth=depth) for n in lengths for depth in depths)
+        return [Evaluation(command, keys, left_out=left_out)]
     common += ["--max-tokens", str(sweep.max_tokens)] if sweep.max_tokens else []
     text = TextKey(checkpoint="", subset=sweep.subset, **of, length=1)
     return [
@@ -223,10 +225,7 @@ def _lengths(sweep: Sweep, cell: Cell) -> list[int]:
     if task is None:
         further = (method.own.tokens for method in sweep.methods)
         return sorted({(cell.parent or cell).plan.settings.tokens, *filter(None, further), *sweep.lengths})
-    there = build(task).lengths(sweep.subset)
-    for length in sweep.lengths:
-        if length not in there:
-            raise UserError(
-                f"'{task}' has no {sweep.subset} example of {length} items: leave {length} out of --lengths"
-            )
-    return sorted(sweep.lengths or there)
+    built = build(task)
+    if gone := built.lacks(sweep.subset, sweep.lengths):
+        raise UserError(f"'{task}' has {gone}")
+    return sorted(sweep.lengths or built.lengths(sweep.subset))

@@ -32,9 +32,8 @@ def evaluations(cell: Cell) -> list[float]:
 
 def _answers(key: AnswerKey) -> float:
     task = build(key.algorithm)
-    # as many examples of each length
-    lengths, size = task.longest(key.split) - task.config.least + 1, task.tokens(key.length)
-    return _reading(getattr(task.config, key.split) / lengths * size, size)
+    size = task.tokens(key.length)
+    return _reading(task.share(key.split) * size, size)
 
 
 def _reading(tokens: float, context: int) -> float:

@@ -14,7 +14,7 @@ from fairseq_rpe.core.sizes import full_name
 from fairseq_rpe.data.preparation import KNOWN
 from fairseq_rpe.sweeps import recipes
 
-RECIPES = recipes.names()
+RECIPES = [name for name in recipes.names() if "paper" in recipes.load(name).scales]
 EXTRAPOLATION = {  # Exploring Transformer Extrapolation, Table 3; ReLU, untied and dropout: the authors' code
     "tokens": 512,
     "batch": 128,

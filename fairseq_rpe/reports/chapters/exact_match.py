@@ -1,13 +1,14 @@
-"""A sweep over algorithmic tasks: exact answers by number of items."""
+"""A sweep over algorithmic tasks: exact answers by number of items, and by depth where a task has depths."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.core.table import Cell, Row, Table, number, stacked
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.chapters import literature
+from fairseq_rpe.reports.chapters import by_depth, literature
 from fairseq_rpe.reports.chapters.training import Run
 from fairseq_rpe.reports.findings import ExactAnswers
 from fairseq_rpe.reports.page import Block, Findings, Part, Text, markdown, picture
@@ -19,36 +20,42 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
     known, ranges = state.published, found.ranges()
     values = {task: _table(found, task, known) for task in found.tasks}
     curves = {task: {name: found.of(task, name) for name in found.methods(task)} for task in found.tasks}
-    figure = sweep_curves.exact_match(curves, found.trained)
+    units = {task: build(task).unit for task in found.tasks}
+    of = " or ".join(dict.fromkeys(units.values()))
+    figure = sweep_curves.exact_match(curves, found.trained, units)
     drawn = picture(
         figure,
-        f"Exact match in per cent against the number of items, a panel per task; {ranges}.",
-        "Exact match against the number of items; shaded: the range in training.",
+        f"Exact match in per cent against the number of {of}, a panel per task; {ranges}.",
+        f"Exact match against the number of {of}; shaded: the range in training.",
     )
+    maps, blocks = by_depth.chapter(found)
     several = Text("The figure shows the mean over the seeds and, as bars or shaded, least to largest.")
     seeds = [several] * (len(state.seeds) > 1)
     exact: list[Block] = [*values.values(), *seeds, drawn]
-    about = [Text(f"Exact match in %, mean over the numbers of items; {ranges}.")]
+    about: list[Block] = [Text(f"Exact match in %, mean over the numbers of {of}; {ranges}.")]
     if known:
         about.append(Text(f"Published: {known.source}; another model size, so compare only the order."))
     return Findings(
         _lead(state, found),
         [
             Part("exact", "Exact match", exact),
+            Part("depths", "Found at every depth?", blocks),
             Part("published", "Beside the published values", literature.blocks(state, runs)),
         ],
         _measurements(found),
-        stacked(values, "task").markdown() + markdown(about),
+        stacked(values, "task").markdown() + markdown([*about, *blocks]),
         figure,
+        {"depths": maps} if maps else {},
     )
 
 
 def _table(found: ExactAnswers, task: str, known: Published | None) -> Table:
     """The mean exact answers in per cent: within the training range, beyond it, over all; published."""
-    caption = f"{task}: exact match in %, mean over the numbers of items and seeds."
+    unit = build(task).unit
+    caption = f"{task}: exact match in %, mean over the numbers of {unit} and seeds."
     ends = {name: found.ends[task, name] for name in found.methods(task) if (task, name) in found.ends}
     if ends:
-        caption += " (to N): its positions end at N items; the mean goes no further and is not compared."
+        caption += f" (to N): its positions end at N {unit}; the mean goes no further and is not compared."
     head = ["method", "trained", "beyond", "all"]
     lines = {name: list(found.means(task, name).values()) for name in found.methods(task)}
     if known:
@@ -101,4 +108,10 @@ def _measurements(found: ExactAnswers) -> Table:
         counts = [Cell(str(n), n) for n in (row.seed, one.length, one.examples, one.right)]
         lines.append(Row(row.method, [Cell(one.algorithm), *counts, number(one.accuracy, ".4f"), Cell(one.transform)]))
     head = ["method", "task", "seed", "items", "examples", "right", "accuracy", "positions"]
+    if found.deep:
+        head.append("depth")
+        lines = [
+            replace(line, cells=[*line.cells, number(row.result.depth, "g")])
+            for line, row in zip(lines, found.rows, strict=True)
+        ]
     return Table("What accuracy.csv holds.", head, lines, folded=True)

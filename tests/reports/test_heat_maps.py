@@ -1,0 +1,148 @@
+"""Reports on tasks with depths: heat maps, up to where an answer is found, and perplexity beside it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import files
+from fairseq_rpe.figures.depths import heat_maps
+from fairseq_rpe.reports import kept
+from fairseq_rpe.sweeps.state import Method, SweepFolder
+
+TASK = "passkey:items=64,times=4,test=20,depths=3"
+# by length, the right answers of 20 at the depths 0, ½ and 1
+RIGHT = {
+    "alibi": {64: (20, 20, 20), 128: (20, 19, 20), 256: (4, 18, 20)},
+    "kerple_log": {64: (20, 20, 18), 128: (20, 18, 20), 256: (18, 20, 20)},
+    "nope": {64: (10, 20, 20), 128: (0, 0, 0), 256: (0, 0, 0)},
+}
+PPL = {"alibi": {64: 50.0, 256: 49.0}, "kerple_log": {64: 50.0, 256: 50.5}, "rope": {64: 50.0, 256: 90.0}}
+
+
+@pytest.fixture(autouse=True)
+def no_other_figures(monkeypatch):
+    monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [p.touch() for p in paths])
+
+
+@pytest.fixture
+def sought(tmp_path) -> Path:
+    """A finished sweep over the task."""
+    folder = tmp_path / "sought"
+    state = {"settings": {"subset": "test", "updates": 75}, "algorithms": [TASK], "encodings": [*RIGHT], "seeds": [1]}
+    files.write_json(folder / "sweep.json", state)
+    for name, lengths in RIGHT.items():
+        place = folder / "runs" / Method(name, name).run_name(1, TASK)
+        files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+        for n, counts in lengths.items():
+            for depth, right in zip((0, 0.5, 1), counts, strict=True):
+                row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "length": n, "depth": depth}
+                row |= {"rpe": None, "positions": None, "examples": 20, "right": right, "accuracy": right / 20}
+                files.append_json_line(place / "eval.jsonl", {**row, "transform": "identity"})
+    return folder
+
+
+@pytest.fixture
+def read(tmp_path) -> Path:
+    """A finished sweep on text, of other encodings in part."""
+    folder = tmp_path / "read"
+    settings = {"tokens": 64, "subset": "test", "updates": 75}
+    state = {"settings": settings, "encodings": [*PPL], "seeds": [1], "lengths": [64, 256]}
+    files.write_json(folder / "sweep.json", state)
+    for name, values in PPL.items():
+        place = folder / "runs" / Method(name, name).run_name(1)
+        files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+        for n, ppl in values.items():
+            row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": ppl, "loss_base2": 5.5, "tokens": 999}
+            files.append_json_line(place / "eval.jsonl", row)
+    return folder
+
+
+def lines_of(text: str, name: str) -> list[list[str]]:
+    """The cells of the rows of Markdown tables that begin with a name."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return [row for row in rows if row[0] == name]
+
+
+def test_report_of_a_task_with_depths(sought, capsys):
+    assert kept.text(SweepFolder(sought)) is None
+    assert main(["report", str(sought)]) == 0
+    said = capsys.readouterr().out
+    assert f"heat map:    {sought / 'depths.png'}" in said and (sought / "depths.pdf").exists()
+    text = (sought / "accuracy.md").read_text()
+    reached, *grid = lines_of(text, "alibi")
+    assert reached == ["alibi", "100", "95", "20", "up to 128 tokens"]
+    assert grid == [
+        ["alibi", "64", "100", "100", "100"],
+        ["alibi", "128", "100", "95", "100"],
+        ["alibi", "256", "20", "90", "100"],
+    ]
+    # 90 per cent are enough
+    assert lines_of(text, "kerple_log")[0] == ["kerple_log", "90", "90", "90", "up to 256 tokens"]
+    assert lines_of(text, "nope")[0][-1] == "no length"
+    assert "a guess is right in 0.1 %; 20 examples of each length and depth" in text
+    # the means over depths are what the other table goes by
+    means = [row for row in lines_of(text, TASK) if row[1] == "alibi"]
+    assert means == [[TASK, "alibi", "100.0", f"{100 * (59 + 42) / 120:.1f}", f"{100 * (60 + 59 + 42) / 180:.1f}"]]
+    with open(sought / "accuracy.csv", newline="") as file:
+        rows = [(r["method"], int(r["items"]), float(r["depth"]), int(r["right"])) for r in csv.DictReader(file)]
+    assert rows == [
+        (name, n, depth, right)
+        for name, lengths in RIGHT.items()
+        for n, counts in lengths.items()
+        for depth, right in zip((0, 0.5, 1), counts, strict=True)
+    ]
+    page = (sought / "report.html").read_text()
+    assert "Found at every depth?" in page and "alibi: up to 128 tokens" in page and "number of tokens" in page
+    assert kept.text(SweepFolder(sought)) == said.removesuffix("\n")
+    (sought / "depths.png").unlink()
+    assert kept.text(SweepFolder(sought)) is None
+
+
+def test_perplexity_beside_retrieval(read, sought, tmp_path, capsys):
+    """ALiBi extrapolates and does not find what is far away; kerple_log does both; of rope no retrieval is known."""
+    out = tmp_path / "both.html"
+    assert main(["report", str(read), str(sought), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    joint = said[said.index("Perplexity beside retrieval") :]
+    alibi = ["alibi", "-0.020", "yes", "yes", "100", "20", "128 tokens", "no"]
+    assert lines_of(joint, "alibi") == [alibi] and not lines_of(joint, "rope") and not lines_of(joint, "nope")
+    assert lines_of(joint, "kerple_log") == [["kerple_log", "+0.010", "yes", "yes", "90", "90", "256 tokens", "yes"]]
+    page = out.read_text()
+    for text in (
+        "Extrapolates by perplexity and fails at retrieval: alibi.",
+        "Extrapolates by perplexity and retrieves: kerple_log.",
+    ):
+        assert text in joint and text in page
+    assert "read beside sought" in page
+    # nothing to join
+    assert main(["report", str(sought)]) == 0 and "beside retrieval" not in capsys.readouterr().out
+
+
+def test_what_was_not_learned_has_no_verdict(read, sought, capsys):
+    results = SweepFolder(sought).run_of(Method("alibi", "alibi"), 1, TASK).results
+    rows = files.read_json_lines(results)
+    results.unlink()
+    for row in rows:
+        files.append_json_line(results, {**row, **({"right": 2, "accuracy": 0.1} if row["length"] == 64 else {})})
+    assert main(["report", str(read), str(sought)]) == 0
+    said = capsys.readouterr().out
+    assert "No verdict on retrieval, below 90 % at trained lengths already: alibi." in said
+    assert lines_of(said, "alibi")[-1][-2:] == ["none", "no verdict"]
+
+
+def test_the_heat_map_shows_the_numbers():
+    grid = {(64, 0.0): 100.0, (64, 1.0): 50.0, (128, 1.0): 25.0}
+    figure = heat_maps({"passkey": {"alibi": grid, "rope": grid}}, {"passkey": 64})
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["alibi", "rope"]
+    shown = np.ma.filled(np.ma.masked_invalid(panels[0].images[0].get_array()), -1)
+    assert shown.tolist() == [[100, -1], [50, 25]]
+    assert [t.get_text() for t in panels[0].get_xticklabels()] == ["64", "128"]
+    assert [t.get_text() for t in panels[0].get_yticklabels()] == ["0", "1"]
+    assert {t.get_text() for t in panels[0].texts} == {"100", "50", "25"}
+    assert panels[0].lines[0].get_xdata()[0] == 0.5  # between the trained length and the next
