@@ -229,8 +229,17 @@ class RelativeAttention(nn.Module):
             notes = self.encoding.note(x)
         if cache is not None:
             k, v, notes = cache.followed_by(k, v, notes)
-        given = {"positions": positions, "padding": padding, "notes": notes, "backend": self.backend}
-        out = attend(q, k, v, self.encoding, dropout=self.dropout if self.training else 0.0, **given)
+        out = attend(
+            q,
+            k,
+            v,
+            self.encoding,
+            positions=positions,
+            padding=padding,
+            notes=notes,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
         if cache is not None:  # only now: what was refused is not in it
             cache.k, cache.v, cache.notes = k, v, notes
         return self.out_proj(out.transpose(1, 2).flatten(2))

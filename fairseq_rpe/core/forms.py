@@ -279,8 +279,13 @@ def rebuilt(form: Form | None, tensors: Iterator[Tensor]) -> Form | None:
     """The same form of other tensors, in the order of :func:`leaves`."""
     if isinstance(form, Sum):
         return Sum(tuple(one for each in form.forms if (one := rebuilt(each, tensors)) is not None))
-    names = {ByQuery: ("query", "vectors"), ByKey: ("key", "vectors"), Levels: ("query", "key"), Toeplitz: ("table",)}
-    return None if form is None else replace(form, **{name: next(tensors) for name in names[type(form)]})
+    if isinstance(form, ByQuery):
+        return replace(form, query=next(tensors), vectors=next(tensors))
+    if isinstance(form, ByKey):
+        return replace(form, key=next(tensors), vectors=next(tensors))
+    if isinstance(form, Levels):
+        return Levels(next(tensors), next(tensors))
+    return replace(form, table=next(tensors)) if isinstance(form, Toeplitz) else form
 
 
 def added(first: Form | None, second: Form | None) -> Form | None:

@@ -46,8 +46,8 @@ class Forgetting(Encoding):
         self.project = nn.Linear(self.width, self.heads, bias=False) if cfg.gate == "full" else None
         if self.project is not None:
             nn.init.normal_(self.project.weight, std=0.02)
-        ends = [math.log(x) for x in (cfg.shortest, cfg.longest)]
-        times = torch.linspace(*ends, self.heads, dtype=torch.float64).exp()
+        ends = math.log(cfg.shortest), math.log(cfg.longest)
+        times = torch.linspace(ends[0], ends[1], self.heads, dtype=torch.float64).exp()
         start = torch.zeros(self.heads) if cfg.gate == "full" else -(1 / times).expm1().log().float()
         self.bias = nn.Parameter(start, requires_grad=cfg.gate != "fixed")
 
