@@ -17,6 +17,7 @@ import torch
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.analysis.convergence import verdict
+from fairseq_rpe.analysis.served import matrix
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, show
@@ -85,6 +86,17 @@ def of_encodings() -> str:
 
 def names_of_encodings() -> str:
     return ", ".join(code(one.name) for one in own(encodings.base.registry)) + "\n"
+
+
+def of_backends() -> str:
+    """Which attention backend serves which encoding on a GPU, and why not; what none refuses is in one row."""
+    names = [one.name for one in own(encodings.base.registry)]
+    found, reasons = matrix(names)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in found.rows:
+        alike.setdefault(tuple(cell.text for cell in row.cells), []).append(code(row.name))
+    rows = ((", ".join(some), *cells) for cells, some in sorted(alike.items(), key=lambda pair: -len(pair[1])))
+    return table(found.head, rows) + "\n" + "\n".join(f"{reason}<br>" for reason in reasons) + "\n"
 
 
 def of_names(registry: Registry, title: str) -> str:
@@ -189,6 +201,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "encodings": of_encodings,
     "encoding-names": names_of_encodings,
     "encoding-options": lambda: of_options(encodings.base.registry, "encoding"),
+    "backends": of_backends,
     "positions": lambda: of_names(positions.base.registry, "transform"),
     "position-options": lambda: of_options(positions.base.registry, "transform"),
     "algorithms": lambda: of_names(algorithms.base.registry, "task"),

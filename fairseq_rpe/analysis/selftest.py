@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import encodings
 from ..attention import BACKENDS, Backend, remembered, samples
-from ..attention.layer import carry_out, counted, plan_of
+from ..attention.layer import carry_out, counted, noted, plan_of
 from ..core import Positions, UserError
 from ..core.table import Cell as Shown
 from ..core.table import Row, Table
@@ -134,6 +134,7 @@ def _compared(
     n, shape = size.tokens, (BATCH, HEADS, size.tokens, size.width)
     exact = [torch.randn(shape).to(device, dtype).double() for _ in range(3)]
     cotangent = torch.randn(shape).to(device, dtype)
+    inputs = torch.randn(BATCH, n, HEADS * size.width).to(device, dtype).double()
     positions, padding = _positions(encoding, case, n, device)
     if encoding.reads_tokens:
         ids = torch.randint(len(SYMBOLS), (BATCH, n)).to(device)
@@ -149,7 +150,9 @@ def _compared(
             for m in range(n - STEPS + 1, n + 1) if case == "cached" else (n,):
                 own = _last(positions, m) if case == "cached" else positions
                 new = q[:, :, m - 1 : m] if case == "cached" else q
-                out = carry_out(new, k[:, :, :m], v[:, :, :m], plan_of(encoding, own, padding, chosen))
+                plan = plan_of(encoding, own, padding, chosen)
+                notes = noted(inputs[:, :m].to(q.dtype), plan)
+                out = carry_out(new, k[:, :, :m], v[:, :, :m], plan, 0.0, notes)
                 yield out
             if grads:
                 leaves = [q, k, v, *(p for p in encoding.parameters() if p.requires_grad)]

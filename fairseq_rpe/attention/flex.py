@@ -46,6 +46,27 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
     """Why this backend cannot compute this, and what can; None if it can."""
+    if reason := never(plan):
+        return reason
+    if plan.prune:
+        return "backend 'flex' does not prune: use 'triton', 'sdpa' on the CPU or no pruning"
+    if dropout > 0:
+        return f"backend 'flex' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
+    if not q.is_cuda:
+        if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
+            return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
+        return None
+    if reason := not_compiled(plan):
+        return reason
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"backend 'flex' takes float16, bfloat16 or float32 on a GPU, not {q.dtype}: use 'sdpa'"
+    if q.shape[-1] not in WIDTHS:
+        return f"backend 'flex' takes head widths from 16 to 256 on a GPU, not {q.shape[-1]}: use 'sdpa'"
+    return None
+
+
+def never(plan: Plan) -> str | None:
+    """What of an encoding this backend serves nowhere."""
     if plan.remap is not None or plan.reading is not None:
         return "this encoding needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"
     if _widest(plan.form) > WIDEST:
@@ -55,20 +76,13 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         )
     if plan.regions is not None:
         return "backend 'flex' turns all pairs alike, which this encoding does not: use 'sdpa'"
-    if plan.prune:
-        return "backend 'flex' does not prune: use 'triton', 'sdpa' on the CPU or no pruning"
-    if dropout > 0:
-        return f"backend 'flex' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
-    if not q.is_cuda:
-        if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
-            return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
-        return None
+    return None
+
+
+def not_compiled(plan: Plan) -> str | None:
+    """What of an encoding is served on the CPU alone."""
     if isinstance(plan.form, Pair) and not isinstance(plan.form, (Curve, Pointwise)):
         return "backend 'flex' compiles tables and arithmetic of a head, not this function of two positions: use 'sdpa'"
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"backend 'flex' takes float16, bfloat16 or float32 on a GPU, not {q.dtype}: use 'sdpa'"
-    if q.shape[-1] not in WIDTHS:
-        return f"backend 'flex' takes head widths from 16 to 256 on a GPU, not {q.shape[-1]}: use 'sdpa'"
     return None
 
 

@@ -151,9 +151,14 @@ def _part(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, notes: Te
             k = plan.rotate(k, plan.positions.k, plan.positions, key=True)
     if plan.value is not None:
         v = plan.value(v, plan.positions)
-    if plan.scores is not None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        found = plan.scores(q.to(wide), k.to(wide), plan.positions, notes)
-        plan = replace(plan, form=added(plan.form, found), scores=None)
     assert plan.backend is not None
-    return plan.backend(q, k, v, plan, dropout)
+    return plan.backend(q, k, v, scored(q, k, plan, notes), dropout)
+
+
+def scored(q: Tensor, k: Tensor, plan: Plan, notes: Tensor | None) -> Plan:
+    """The plan with the bias that these queries and keys, turned already, decide."""
+    if plan.scores is None:
+        return plan
+    wide = torch.promote_types(q.dtype, torch.float32)
+    found = plan.scores(q.to(wide), k.to(wide), plan.positions, notes)
+    return replace(plan, form=added(plan.form, found), scores=None)

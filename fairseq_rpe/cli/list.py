@@ -12,6 +12,7 @@ def add_list(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--positions", action="store_true", help="show the position transforms instead")
     kinds.add_argument("--algorithms", action="store_true", help="show the algorithmic tasks instead")
+    kinds.add_argument("--backends", action="store_true", help="show which attention backend serves each encoding")
     parser.add_argument("--names", action="store_true", help="print only the names, one per line")
     add_rpe_module(parser)
 
@@ -32,6 +33,12 @@ def run_list(args: argparse.Namespace) -> None:
     from fairseq_rpe import algorithms, encodings, positions
     from fairseq_rpe.core.spec import show
 
+    if args.backends:
+        from fairseq_rpe.analysis.served import matrix
+
+        table, reasons = matrix(encodings.names())
+        print(table.markdown(), *reasons, sep="\n")
+        return
     for entry in (positions if args.positions else algorithms if args.algorithms else encodings).describe():
         if args.names:
             print(entry.name)

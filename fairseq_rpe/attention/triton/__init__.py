@@ -48,12 +48,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return "backend 'triton' needs a GPU: use 'sdpa' (or, to test kernels, set TRITON_INTERPRET=1 from the start)"
     if q.is_cuda and not _supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
-    if plan.remap is not None or plan.reading is not None:
-        return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
-    if plan.regions is not None:
-        return "backend 'triton' turns all pairs alike, which this encoding does not: use 'sdpa'"
-    if form is not None and not isinstance(form, (Toeplitz, Curve)):
-        return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
+    if reason := never(plan):
+        return reason
     if dropout > 0:
         return f"backend 'triton' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -64,6 +60,17 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     learned = isinstance(form, Toeplitz) and form.table.requires_grad and torch.is_grad_enabled()
     if learned and not evenly_spaced(form, plan.positions) and torch.are_deterministic_algorithms_enabled():
         return "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
+    return None
+
+
+def never(plan: Plan) -> str | None:
+    """What of an encoding this backend serves nowhere."""
+    if plan.remap is not None or plan.reading is not None:
+        return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
+    if plan.regions is not None:
+        return "backend 'triton' turns all pairs alike, which this encoding does not: use 'sdpa'"
+    if plan.form is not None and not isinstance(plan.form, (Toeplitz, Curve)):
+        return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     return None
 
 

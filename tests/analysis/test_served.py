@@ -1,0 +1,42 @@
+"""Which backend serves which encoding: what the matrix says is what a model is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import SPECS
+
+from fairseq_rpe.analysis.served import matrix, served
+from fairseq_rpe.attention import BACKENDS, choose
+from fairseq_rpe.attention.layer import carry_out, plan_of
+from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import Positions, UserError
+from fairseq_rpe.encodings import build, names
+
+
+def test_reference_and_sdpa_serve_every_encoding():
+    table, reasons = matrix(names())
+    assert {row.name for row in table.rows} >= set(SPECS)
+    for row in table.rows:
+        assert [cell.text for cell in row.cells[:2]] == ["yes", "yes"], row.name
+    assert all("use 'sdpa'" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("spec", ["shaw", "cope", "tupe", "self_extend", "alibi", "forgetting"])
+def test_what_is_refused_is_refused_when_it_is_called(spec):
+    encoding, x = build(spec, 4, 64, 64), torch.zeros(1, 4, 8, 16)
+    for name in ("flex", "triton"):
+        why = served(spec)[name]
+        if not why or "compiles" in why:  # the latter runs on a CPU
+            continue
+        with pytest.raises(UserError) as refusal:
+            plan = plan_of(encoding, Positions.arange(8), None, choose(name, [encoding]))
+            carry_out(x, x, x, plan)
+        assert why in str(refusal.value)
+    assert {name: bool(why) for name, why in served("alibi").items()} == dict.fromkeys(BACKENDS, False)
+
+
+def test_the_command(capsys):
+    assert main(["list", "--backends"]) == 0
+    said = capsys.readouterr().out
+    assert "| shaw " in said and "(1) " in said
