@@ -231,8 +231,6 @@ def measure(args: argparse.Namespace) -> int:
             if why is not None:
                 wrong |= why.startswith(("WRONG", "FAILED"))
                 print(f"left out, {case.form}, {case.way}, {PASSES[backward]}: {why}", file=sys.stderr)
-    if "remapped scores" not in ways.FORMS:
-        print("left out, remapped scores: no encoding here changes the scores", file=sys.stderr)
     plan = {
         (n, b): {p: Case(*p, n, b, args.device, DTYPES[args.dtype]) for p in pairs if usable[*p, b]} for n, b in groups
     }

@@ -24,7 +24,6 @@ from fairseq_rpe import encodings, positions
 from fairseq_rpe.attention import BACKENDS, Plan, reference
 from fairseq_rpe.core import Positions, UserError, block
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.encodings.t5 import bucket
 
 HEADS, WIDTH = 8, 64
@@ -53,15 +52,6 @@ FORMS = {
     "Curve": Subject("fire"),
     "Pair": Subject("kerple_log", "warp:head=0,tail=1"),
 }
-
-
-def remapping() -> str | None:
-    """The first encoding that changes the scores, if there is one."""
-    return next((name for name in encodings.names() if registry.get(name).remap is not None), None)
-
-
-if name := remapping():
-    FORMS["remapped scores"] = Subject(name)
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class Inputs:
         self.pos = Positions(moved.k, moved.k, moved.step, moved.contiguous)
 
     def plan(self) -> Plan:
-        return Plan(self.pos, self.encoding.form(self.pos), remap=self.encoding.remap)
+        return Plan(self.pos, self.encoding.form(self.pos))
 
     def dense(self) -> Tensor:
         """The bias (1, H, n, n) in q's dtype."""
@@ -228,7 +218,7 @@ def flash_attention(x: Inputs) -> Step:
 
 
 LIMIT = "torch, causal"
-BIASES = tuple(form for form in FORMS if form not in ("none", "remapped scores"))
+BIASES = tuple(form for form in FORMS if form != "none")
 # The first call at a length compiles or looks for block sizes.
 COMPILED = ("FlexAttention", "flex", "triton")
 # name -> the function and the forms that it knows
@@ -245,9 +235,6 @@ def pairs(backends: Iterable[str]) -> list[tuple[str, str]]:
     """All (form, way), the limit first, each form's ways side by side."""
     found = [("none", LIMIT)]
     for form in FORMS:
-        if form == "remapped scores":
-            found.append((form, "reference"))
-            continue
         # without a bias the sdpa backend is the limit itself
         found += [(form, backend) for backend in backends if (form, backend) != ("none", "sdpa")]
         found += [(form, way) for way, (_, forms) in WAYS.items() if form in forms and way != LIMIT]

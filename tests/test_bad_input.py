@@ -174,7 +174,7 @@ eval {good} {data} --lengths 64 --max-tokens 99999999999999999999  -> --max-toke
 eval {good} {data} --lengths 64 --max-tokens 10  -> --max-tokens 10 is less than length 64: raise it
 eval {good} {data} --lengths 64 --batch-size 0  -> --batch-size: '0' is not a whole number from 1 to 1000000000
 eval {good} {data} --lengths 64 --batch-size 99999999999999999999  -> --batch-size: '99999999999999999999' is not a whole number from 1 to
-eval {good} {data} --lengths 64 --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+eval {good} {data} --lengths 64 --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 eval {good} {data} --lengths 64 --rpe ''  -> --rpe: is empty: write name or name:key=value,key=value
 eval {good} {data} --lengths 64 --rpe alibi:x=1  -> 'alibi' has no option 'x'; its options and defaults: none
 eval {good} {data} --lengths 64 --rpe kerple_log  -> the checkpoint does not fit this model (Missing key(s) in state_dict
@@ -279,7 +279,7 @@ accuracy {good} --batch-size 0  -> --batch-size: '0' is not a whole number from 
 accuracy {good} --unit bytes  -> --unit: invalid choice: 'bytes' (choose from 'items', 'tokens')
 # verdict
 verdict  -> give either SPEC…, or --formula, or --checkpoint
-verdict typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+verdict typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 verdict window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
 verdict alibi --heads 0  -> --heads: '0' is not a whole number from 1 to 1024
 verdict alibi --heads 1000000000  -> --heads: '1000000000' is not a whole number from 1 to 1024
@@ -312,7 +312,7 @@ verdict --checkpoint {good} alibi  -> give either SPEC…, or --formula, or --ch
 verdict alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 verdict alibi --rpe-module {zoo}/folder  -> --rpe-module folder is not a file: name a Python file
 # trf
-trf typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+trf typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 trf nope  -> nothing to draw: none of these sums converges, so there is no
 trf  -> give either SPEC…, or --formula, or --checkpoint
 trf alibi --quantised 0  -> --quantised: '0' is not a whole number from 1 to 1000000000
@@ -325,7 +325,7 @@ trf --checkpoint {zoo}/garbage  -> is not a checkpoint, or damaged
 trf --formula 'n+'  -> the formula 'n+' does not parse: write products as 2*n and powers as
 # fire-fit
 fire-fit  -> the following arguments are required: SPEC
-fire-fit typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+fire-fit typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 fire-fit nope  -> 'nope' is not a bias of the distance alone, so there is nothing to fit
 fire-fit alibi --length 0  -> --length: '0' is not a whole number from 1 to 1000000000
 fire-fit alibi --length 99999999999999999999  -> --length: '99999999999999999999' is not a whole number from 1 to
@@ -341,7 +341,7 @@ fire-fit alibi --figure {zoo}/folder  -> --figure folder is a folder: name a fil
 fire-fit alibi --figure {zoo}/new.gif  -> name a file that ends with .png or .pdf
 fire-fit alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # profile
-profile typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+profile typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 profile alibi --length 100000000000  -> --length: '100000000000' is not a whole number from 1 to 16777216
 profile alibi --length 1e20  -> --length: '1e20' is not a whole number from 1 to 16777216
 profile alibi --length 0  -> --length: '0' is not a whole number from 1 to 16777216
@@ -382,7 +382,7 @@ report {zoo}/sweep --delta nan  -> --delta: 'nan' is not a number above 0
 report {zoo}/sweep --delta x  -> --delta: 'x' is not a number above 0
 report {zoo}/sweep --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # figures
-figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 figures nope  -> 'nope' has no additive bias to draw: leave it out
 figures alibi --length 0  -> --length: '0' is not a whole number from 1 to 1000000000
 figures alibi --length 99999999999999999999  -> --length: '99999999999999999999' is not a whole number from 1 to
@@ -425,7 +425,7 @@ sensitivity --out {zoo}/text  -> --out text: text is a file, not a folder
 sensitivity --out {zoo}/text/below  -> --out text/below: text is a file, not a folder
 sensitivity --out {zoo}/loop  -> --out loop is a link that leads back to itself
 # bench
-bench --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+bench --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 bench --encodings ''  -> --encodings and --backends name at least one each
 bench --backends turbo  -> --backends: unknown 'turbo'; known: reference, sdpa, flex, triton
 bench --backends ''  -> --encodings and --backends name at least one each
@@ -520,7 +520,7 @@ train {long} --rpe alibi {run}  -> too long a name
 train {zoo}/no_dict --rpe alibi {run} {small}  -> no_dict has no dict.txt: it is not a binarised data folder with train
 train {zoo}/empty_dict --rpe alibi {run} {small}  -> empty_dict/dict.txt line 1 is missing, the dictionary is empty: use the
 train {zoo}/odd_dict --rpe alibi {run} {small}  -> odd_dict/dict.txt line 1 is not UTF-8: use the file that the
-train {data} --rpe typ1 {run} {small}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+train {data} --rpe typ1 {run} {small}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 train {data} --rpe '' {run} {small}  -> --rpe: is empty: write name or name:key=value,key=value
 train {data} --rpe window:window=99999999999999999999999 {run} {small}  -> option 'window' of 'window' must be at most 1000000000, not
 train {data} --rpe alibi --save-dir {zoo}/text {small}  -> --save-dir text: text is a file, not a folder
@@ -569,7 +569,7 @@ train --algorithm copy --tokens 5 --rpe rope {run}  -> --tokens does not go with
 sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to evaluate in tokens, e.g.
 sweep {data} --encodings '' {sweep}  -> --encodings is empty: name at least one, e.g. --encodings "alibi type1"
 sweep {data} --encodings 'alibi alibi' {sweep}  -> --encodings names one twice: leave one out
-sweep {data} --encodings typ1 {sweep}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, fire
+sweep {data} --encodings typ1 {sweep}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 sweep {data} --encodings 'alibi, alibi' {sweep}  -> --encodings names one twice: leave one out
 sweep {zoo}/absent --encodings alibi {sweep}  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 sweep {zoo}/folder_bin --encodings alibi {sweep}  -> folder_bin has no test.bin: it is not a binarised data folder with
@@ -593,11 +593,11 @@ sweep {data} --encodings alibi {sweep} --max-tokens 99999999999999999999  -> --m
 sweep {data} --encodings alibi {sweep} --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 sweep {data} --encodings alibi {sweep} --slurm a=b  -> --slurm is for --launcher slurm (or dry-run): give that, or drop it
 sweep {data} --encodings alibi {sweep} -- --save-dir x  -> --save-dir after -- is set by this command itself: give --save-dir
-sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: extrapolation-books
-sweep {data} --recipe {zoo}/text  -> unknown recipe 'text'; known: extrapolation-books
-sweep {data} --recipe {zoo}/folder  -> unknown recipe 'folder'; known: extrapolation-books
-sweep {data} --recipe {zoo}/loop  -> unknown recipe 'loop'; known: extrapolation-books
-sweep {data} --recipe {zoo}/garbage  -> unknown recipe 'garbage'; known: extrapolation-books
+sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: extend, extend-abf
+sweep {data} --recipe {zoo}/text  -> unknown recipe 'text'; known: extend, extend-abf
+sweep {data} --recipe {zoo}/folder  -> unknown recipe 'folder'; known: extend, extend-abf
+sweep {data} --recipe {zoo}/loop  -> unknown recipe 'loop'; known: extend, extend-abf
+sweep {data} --recipe {zoo}/garbage  -> unknown recipe 'garbage'; known: extend, extend-abf
 sweep {data} --recipe {zoo}/odd.toml --out {here}/s  -> recipe odd.toml is not TOML: Invalid value (at end of document)
 sweep {data} --recipe fire-lm --scale galactic --out {here}/s  -> recipe 'fire-lm' has no scale 'galactic'; it has: laptop, paper
 sweep {data} --recipe fire-lm --methods nothing --out {here}/s  -> recipe 'fire-lm' has no method 'nothing'; it has: nope, rope, alibi

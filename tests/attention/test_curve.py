@@ -86,7 +86,7 @@ def test_a_network_that_bends_too_sharply_is_refused():
 def test_attention_and_every_gradient(spec, dropout, monkeypatch):
     """Bent networks, several blocks and groups, a length above and below L; float32 against the plain way."""
     monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.blocks"), "GROUP_ELEMENTS", 150_000)
-    monkeypatch.setattr("test_attention.build", lambda spec, heads, width: trained(spec, 3, 2.0))
+    monkeypatch.setattr("test_attention.build", lambda spec, *_: trained(spec, 3, 2.0))
     spec += ("," if ":" in spec else ":") + "init_L=100" if "init_L" not in spec else ""
     found = [outputs_and_gradients(f, spec, 523, dropout=dropout) for f in (reference, sdpa)]
     assert found[1]["mlp.0.weight"].abs().max() > 1e-3

@@ -94,18 +94,6 @@ def test_every_way_agrees_with_the_reference(forms, backward):
     assert backward or ("none", "flex") in checked
 
 
-def test_an_encoding_that_changes_the_scores_is_measured_on_the_reference(forms, monkeypatch):
-    ways = forms.ways
-    assert ways.remapping() is None and "remapped scores" not in ways.FORMS
-    nope = ways.registry.get("nope")
-    monkeypatch.setattr(nope, "remap", staticmethod(lambda scores, pos: 2 * scores), raising=False)
-    assert ways.remapping() == "nope"
-    monkeypatch.setitem(ways.FORMS, "remapped scores", ways.Subject("nope"))
-    assert [way for form, way in ways.pairs(["sdpa"]) if form == "remapped scores"] == ["reference"]
-    assert ways.deviation(ways.Case("remapped scores", "reference", 64, True, "cpu", torch.float32)) == 0
-    assert "FAILED" not in forms.wrong_or_refused(ways.Case("remapped scores", "sdpa", 64, False, "cpu", torch.float32))
-
-
 def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
     def later(x):
         return lambda: torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True)
