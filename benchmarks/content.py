@@ -37,7 +37,7 @@ from fairseq_rpe.encodings import build
 HEADS, WIDTH = 8, 64
 NONE = "no bias"
 SPECS = ["shaw", "shaw:values=true", "music", "transformer_xl", "deberta", "forgetting", "cope", "dape"]
-COPIES = {"blocks": 0, "dense": 8}  # n×n matrices of all heads that a way may hold at once
+COPIES = 8  # n×n matrices of all heads that a dense way may hold at once; those that change all scores hold more
 
 
 def step_of(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Tensor]]:
@@ -93,6 +93,12 @@ def memory(*case: object) -> float:
     return queue.get()
 
 
+def dense(spec: str, n: int) -> int:
+    """Bytes that the dense way may need."""
+    weighs = build(spec, HEADS, HEADS * WIDTH, n).weighs
+    return COPIES * (1 + 3 * weighs) * 4 * HEADS * n * n
+
+
 def times(ways: dict[tuple[str, str], Callable[[], list[Tensor]]], repeats: int) -> dict[tuple[str, str], float]:
     """Median seconds, all ways in turns."""
     taken: dict[tuple[str, str], list[float]] = {key: [] for key in ways}
@@ -111,7 +117,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     for training in (False, True):
         for n in args.lengths:
             cases = [(NONE, "blocks"), *((spec, way) for spec in args.encodings for way in ("blocks", "dense"))]
-            fit = [c for c in cases if COPIES[c[1]] * 4 * HEADS * n * n < machine.available()]
+            fit = [c for c in cases if c[1] == "blocks" or dense(c[0], n) < machine.available()]
             mib = {case: memory(*case, n, training, args.threads) for case in fit}
             timed = [case for case in fit if args.longest_dense >= n or case[1] == "blocks"]
             seconds = times({case: step_of(*case, n, training) for case in timed}, args.repeats)

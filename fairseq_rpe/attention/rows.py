@@ -18,22 +18,25 @@ from .dropout import ROWS, keep_block
 from .plan import Plan
 
 Attend = Callable[[Tensor, Tensor, Tensor, Plan, Tensor | None], Tensor]
-# scores of a block, of all heads: their matrices stay in a CPU's cache; elsewhere small pieces of work are the dearer
+# scores of a block: a few such matrices fit a CPU's cache; elsewhere small pieces of work are the dearer
 ELEMENTS, DEVICE_ELEMENTS, FEWEST = 1 << 20, 1 << 26, 16
+TALLEST = 256  # queries of a block with fewer than all heads
 
 
 def in_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, seed: int, attend: Attend) -> Tensor:
     """q (B, H, n, D), k, v (B, H, m, D) -> (B, H, n, D), by ``attend`` of some queries and the keys up to the last."""
     batch, heads, n, _ = q.shape
     most = ELEMENTS if q.device.type == "cpu" else DEVICE_ELEMENTS
-    rows = max(FEWEST, most // (batch * heads * k.shape[2]))
-    rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else rows
+    each = most // (batch * k.shape[2])  # rows of one head
+    rows = each // heads if plan.remap is not None else max(each // heads, min(each, TALLEST))  # which may mix heads
+    rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(FEWEST, rows)
+    some = heads if plan.remap is not None else max(1, min(heads, each // min(rows, n)))
     found = leaves(plan.form)
     assert found is not None
-    reading = [] if plan.reading is None else [(plan.reading.vectors, "")]
+    reading = [] if plan.reading is None else [(plan.reading.vectors, "table")]
     tensors = [(q, "rows"), (k, "keys"), (v, "keys"), *found, *reading, *((x, "") for x in plan.learned)]
     kinds = tuple(kind for _, kind in tensors)
-    blocks = _Blocks(plan, kinds, rows, n, k.shape[2], dropout, seed, attend)
+    blocks = _Blocks(plan, kinds, (rows, some), (batch, heads, n, k.shape[2]), dropout, seed, attend)
     return Rows.apply(blocks, *(x for x, _ in tensors))
 
 
@@ -41,7 +44,14 @@ class _Blocks:
     """How to compute each block: everything but the tensors that gradients are wanted of."""
 
     def __init__(
-        self, plan: Plan, kinds: tuple[str, ...], rows: int, n: int, m: int, dropout: float, seed: int, attend: Attend
+        self,
+        plan: Plan,
+        kinds: tuple[str, ...],
+        size: tuple[int, int],
+        shape: tuple[int, int, int, int],
+        dropout: float,
+        seed: int,
+        attend: Attend,
     ) -> None:
         known = leaves(plan.form)
         assert known is not None
@@ -49,26 +59,38 @@ class _Blocks:
         form = rebuilt(plan.form, iter([x.new_empty(0) for x, _ in known]))
         reading = None if plan.reading is None else replace(plan.reading, vectors=plan.reading.vectors.new_empty(0))
         self.plan = replace(plan, form=form, reading=reading)
-        self.kinds, self.size, self.n, self.m = kinds, rows, n, m
+        self.kinds, self.size, self.shape = kinds, size, shape
         self.dropout, self.seed, self.attend = dropout, seed, attend
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.n, self.size):
-            yield start, min(start + self.size, self.n)
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and heads."""
+        (rows, some), (_, heads, n, _) = self.size, self.shape
+        for start in range(0, n, rows):
+            for head in range(0, heads, some):
+                yield slice(start, min(start + rows, n)), slice(head, min(head + some, heads))
 
-    def slices(self, tensors: tuple[Tensor, ...], start: int, stop: int) -> list[Tensor]:
-        """What a block sees of tensors (B, H, n or m, …)."""
-        cut = {"rows": slice(start, stop), "keys": slice(self.m - self.n + stop), "": slice(None)}
-        return [x[:, :, cut[kind]] if kind else x for x, kind in zip(tensors, self.kinds, strict=True)]
+    def slices(self, tensors: tuple[Tensor, ...], rows: slice, heads: slice) -> list[Tensor]:
+        """What a block sees of tensors."""
+        _, _, n, m = self.shape
+        cut = {"rows": rows, "keys": slice(m - n + rows.stop)}
+        found = []
+        for x, kind in zip(tensors, self.kinds, strict=True):
+            if kind in cut:
+                x = x[:, heads, cut[kind]]
+            elif kind == "table" and len(x) > 1:  # of one, all heads share it
+                x = x[heads]
+            found.append(x)
+        return found
 
-    def __call__(self, parts: list[Tensor], start: int, stop: int) -> Tensor:
+    def __call__(self, parts: list[Tensor], rows: slice, heads: slice) -> Tensor:
         q, k, v, *others = parts
         left = iter(others)
         form = rebuilt(self.plan.form, left)
         reading = None if self.plan.reading is None else replace(self.plan.reading, vectors=next(left))
-        plan = replace(replace(self.plan, form=None).part(start, stop), form=form, reading=reading)
-        shape, p = (*q.shape[:2], self.n, self.m), self.dropout
-        keep = keep_block(self.seed, start, stop, shape, p, q.device) if p > 0 else None
+        plan = replace(replace(self.plan, form=None).part(rows.start, rows.stop), form=form, reading=reading)
+        keep = None
+        if self.dropout > 0:
+            keep = keep_block(self.seed, rows.start, rows.stop, self.shape, self.dropout, q.device)[:, heads]
         return self.attend(q, k, v, plan, keep)
 
 
@@ -78,8 +100,8 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: _Blocks, *tensors: Tensor) -> Tensor:
         out = torch.empty_like(tensors[0])
-        for start, stop in blocks:
-            out[:, :, start:stop] = blocks(blocks.slices(tensors, start, stop), start, stop)
+        for rows, heads in blocks:
+            out[:, heads, rows] = blocks(blocks.slices(tensors, rows, heads), rows, heads)
         # not the parameters: what comes back from there may be copies, and ``remap`` has the parameters themselves
         ctx.save_for_backward(*tensors[: len(tensors) - len(blocks.plan.learned)])
         ctx.blocks = blocks
@@ -95,15 +117,15 @@ class Rows(torch.autograd.Function):
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else x
             for x, need in zip(tensors, wanted, strict=True)
         ]
-        for start, stop in blocks:
-            cut = blocks.slices(tensors, start, stop)
+        for rows, heads in blocks:
+            cut = blocks.slices(tensors, rows, heads)
             parts = [x.detach().requires_grad_(need) for x, need in zip(cut[:own], wanted, strict=False)]
             parts += blocks.plan.learned
             with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-                out = blocks(parts, start, stop)
+                out = blocks(parts, rows, heads)
             asked = [x for x, need in zip(parts, wanted, strict=True) if need]
-            found = iter(torch.autograd.grad(out, asked, grad[:, :, start:stop], allow_unused=True))
-            for total, need in zip(blocks.slices(tuple(sums), start, stop), wanted, strict=True):
+            found = iter(torch.autograd.grad(out, asked, grad[:, heads, rows], allow_unused=True))
+            for total, need in zip(blocks.slices(tuple(sums), rows, heads), wanted, strict=True):
                 if need and (one := next(found)) is not None:
                     total += one
         each = zip(sums, tensors, wanted, strict=True)

@@ -56,10 +56,10 @@ def _even(table: ByQuery | ByKey | Reading, pos: Positions) -> bool:
 
 
 def _by_query(form: ByQuery, keys: int) -> Tensor:
-    vectors = form.vectors[:, form.origin : form.origin + keys].to(form.query.dtype).flip(1)
+    vectors = form.vectors[:, form.origin : form.origin + keys].to(form.query.dtype)
     found = torch.matmul(form.query, vectors.mT)
-    padding = found[..., :1].expand(-1, -1, -1, 1 + keys - found.shape[3])
-    return skewed(torch.cat([padding, found], dim=3))
+    padding = found[..., -1:].expand(-1, -1, -1, 1 + keys - found.shape[3])
+    return skewed(torch.cat([padding, found.flip(3)], dim=3))
 
 
 def _by_key(form: ByKey, rows: int) -> Tensor:

@@ -260,19 +260,19 @@ def part(form: Form | None, rows: slice, keys: int) -> Form | None:
 
 
 def leaves(form: Form | None) -> list[tuple[Tensor, str]] | None:
-    """The tensors of a form, each with what its third dimension counts: rows, keys or ""; None of a function."""
+    """A form's tensors, each with its kind: (B, H, "rows" or "keys", …) or a "table" (H, …); None of a function."""
     if isinstance(form, Sum):
         found = [leaves(one) for one in form.forms]
         return None if None in found else [x for one in found for x in one or ()]
     if isinstance(form, Pair):
         return None
     if isinstance(form, ByQuery):
-        return [(form.query, "rows"), (form.vectors, "")]
+        return [(form.query, "rows"), (form.vectors, "table")]
     if isinstance(form, ByKey):
-        return [(form.key, "keys"), (form.vectors, "")]
+        return [(form.key, "keys"), (form.vectors, "table")]
     if isinstance(form, Levels):
         return [(form.query, "rows"), (form.key, "keys")]
-    return [] if form is None else [(form.table, "")] if isinstance(form, Toeplitz) else None
+    return [] if form is None else [(form.table, "table")] if isinstance(form, Toeplitz) else None
 
 
 def rebuilt(form: Form | None, tensors: Iterator[Tensor]) -> Form | None:

@@ -50,6 +50,6 @@ class TransformerXL(Encoding):
         d = torch.arange(reach, device=q.device, dtype=q.dtype) * step
         if self.config.clamp:
             d = d[: int(self.config.clamp / step) + 2].clamp_max(self.config.clamp)
-        of_key = torch.linalg.vecdot(k * scale, self.u.to(k.dtype)[None, :, None])
+        of_key = torch.matmul(k, (self.u * scale).to(k.dtype)[:, :, None])[..., 0]
         by_distance = ByQuery((q + self.v.to(q.dtype)[:, None]) * scale, self.vectors(d), step=step)
         return Sum((by_distance, Levels(of_key.new_zeros(1).expand(q.shape[:3]), of_key)))
