@@ -45,7 +45,10 @@ def matrices(model, blocks) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("rpe", ["alibi", "type2", "sinusoidal", "rope", "fire", "window:window=5"])
+OF_CONTENT = ["shaw:clip=5,values=true", "deberta", "cope", "dape", "forgetting", "dual_chunk:chunk=6,cap=9"]
+
+
+@pytest.mark.parametrize("rpe", ["alibi", "type2", "sinusoidal", "rope", "fire", "window:window=5", *OF_CONTENT])
 def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
     model = make_model(task, rpe)
     with torch.no_grad():
