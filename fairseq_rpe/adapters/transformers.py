@@ -209,7 +209,9 @@ def _spec_of(encoding: Encoding) -> str:
 
 def _check_fit(encoding: Encoding, heads: int, head: int, width: int) -> None:
     wanted = width if encoding.embeds else heads * head
-    if encoding.heads != heads or ((encoding.embeds or encoding.rotates) and encoding.width != wanted):
+    if encoding.heads != heads or (
+        (encoding.embeds or encoding.rotates or encoding.of_content) and encoding.width != wanted
+    ):
         raise UserError(
             f"the encoding is for {encoding.heads} heads and width {encoding.width}, the model has {heads} and "
             f"{wanted}: build it with heads={heads}, width={wanted}"

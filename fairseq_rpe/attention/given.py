@@ -29,7 +29,9 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Non
 def check_fit(encoding: Encoding, q: Tensor) -> None:
     heads, width = q.shape[1], q.shape[3]
     own = encoding.width // encoding.heads
-    if encoding.heads != heads or (encoding.rotates and own != width):
+    if encoding.heads != heads or (
+        own != width and (encoding.rotates or encoding.of_content or encoding.changes_values)
+    ):
         raise UserError(
             f"the encoding is for {encoding.heads} heads of width {own}, q has {heads} of {width}: "
             f"build it with heads={heads}, width={heads * width}"
@@ -42,7 +44,16 @@ def check_fit(encoding: Encoding, q: Tensor) -> None:
 def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int) -> Positions:
     """Positions as given, checked; of a tensor, with what their spacing is."""
     batch, n = q.shape[0], q.shape[2]
+    name = type(encoding).__name__
+    if encoding.of_content and encoding.positions == "none":
+        raise UserError(f"{name} reads no positions: leave them out")
     if isinstance(given, Positions):
+        if encoding.positions == "whole" and given.step is None:
+            raise UserError(f"{name} accepts whole positions only, and these have no step: give them as a tensor")
+        if given.tokens is not None and len(given.tokens) not in (1, batch):
+            raise UserError(
+                f"tokens of {len(given.tokens)} rows, where attention has {batch}: give those of these rows"
+            )
         if given.k.shape not in ((1, m), (batch, m)) or given.q.shape != (len(given.k), n):
             raise UserError(
                 f"positions of {tuple(given.q.shape)} queries and {tuple(given.k.shape)} keys, where attention has "
@@ -62,7 +73,7 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
         k = k.float()
     whole = bool((k == k.round()).all())
     if encoding.positions == "whole" and not whole:
-        raise UserError(f"{type(encoding).__name__} accepts whole positions only: round these, or use another encoding")
+        raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
     even = whole and bool((k.diff(dim=1) == 1).all())
     return Positions(k[:, m - n :], k, 1.0 if whole else None, contiguous=even)
 

@@ -30,7 +30,8 @@ def in_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, seed: i
     each = most // (batch * k.shape[2])  # rows of one head
     rows = each // heads if plan.remap is not None else max(each // heads, min(each, TALLEST))  # which may mix heads
     rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(FEWEST, rows)
-    some = heads if plan.remap is not None else max(1, min(heads, each // min(rows, n)))
+    # drawing dropout for all heads is drawing it once
+    some = heads if plan.remap is not None or dropout > 0 else max(1, min(heads, each // min(rows, n)))
     found = leaves(plan.form)
     assert found is not None
     reading = [] if plan.reading is None else [(plan.reading.vectors, "table")]

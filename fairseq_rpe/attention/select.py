@@ -80,7 +80,7 @@ calibrator = Calibrator({name: BACKENDS[name] for name in ("triton", "sdpa", "fl
 
 
 def _picked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
-    name = None if plan.of_content else calibrator.choice(q, k, v, plan, dropout)
+    name = calibrator.choice(q, k, v, plan, dropout)
     if name is None:
         _say(PLAIN)
     elif name != PLAIN:

@@ -69,13 +69,23 @@ class Encoding(Doors):
         return False
 
     @property
+    def only_turns(self) -> bool:
+        others = self.adds_bias, self.changes_values, self.reads_tokens, self.of_content
+        return self.rotates and not any(others)
+
+    @property
     @torch.no_grad()
     def adds_bias(self) -> bool:
         return self.form(Positions.arange(2)) is not None
 
     @torch.no_grad()
     def profile(self, n: int) -> Tensor:
-        """(H, n) float64 log-bias of the last of n queries over distances 0 … n-1."""
+        """(H, n) float64 log-bias of the last of n queries over distances 0 … n-1.
+
+        Raises UserError: it is no function of the distance alone.
+        """
+        if self.of_content or self.reads_tokens:
+            raise UserError(f"{type(self).__name__} depends on what the tokens are: there is no bias of the distance")
         first = next(self.parameters(), None)
         pos = Positions.arange(1, n, dtype=torch.float64, device=None if first is None else first.device)
         form = self.form(pos)

@@ -145,7 +145,8 @@ class Bipe(Encoding):
 
     @property
     def adds_bias(self) -> bool:
-        return not self.rotates
+        """Not of positions alone."""
+        return False
 
     def series(self) -> Any:
         return self.between.series() if self.rotates else None

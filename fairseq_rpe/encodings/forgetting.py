@@ -58,6 +58,12 @@ class Forgetting(Encoding):
         rates = -F.logsigmoid(self.bias.detach().double())
         return [f"-{exact(rate)}*n" for rate in rates.tolist()]
 
+    @torch.no_grad()
+    def profile(self, n: int) -> Tensor:
+        if self.config.gate == "full":
+            return super().profile(n)
+        return F.logsigmoid(self.bias.double())[:, None] * torch.arange(n, device=self.bias.device)
+
     def note(self, x: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         bias = self.bias.to(x.dtype).expand(*x.shape[:2], -1)

@@ -127,6 +127,8 @@ class SelfExtend(Scaled):
         super().setup()
         group = self.config.group
         self.window = self.of_length("window", lambda length: max(1, length // 4 // group) * group)
+        if self.original and group > self.original:
+            raise UserError(f"'self_extend': group={group} is more than the {self.original} tokens of the training")
         if self.window % group:
             raise UserError(f"'self_extend': group={group} does not divide window={self.window}: change one of them")
 
@@ -245,7 +247,9 @@ def check_trained(spec: str, trained: str) -> None:
     """
     config, (own, _, was) = registry.resolve(spec)[2], registry.resolve(trained)
     if own is not Rope and not issubclass(own, Longer):
-        raise UserError(f"'{spec}' reads models that were trained with rope, and this one was with '{trained}'")
+        raise UserError(
+            f"'{spec}' reads models that were trained with rope, and this one was with '{trained}': leave it out"
+        )
     for key in SHARED:
         given, there = getattr(config, key), getattr(was, key)
         if given != there:

@@ -77,6 +77,14 @@ class LongRope(Rotary):
                 )
             self.factors = numbers if len(numbers) == pairs else numbers * pairs
         changes = self.factors[-1] != 1
+        unread = {
+            "factor": cfg.factor != 1 and cfg.factors not in SEEDS and cfg.attention == "none",
+            "start_tokens": cfg.start_tokens and not changes,
+            "short": cfg.short != "plain" and not changes,
+            "attention": cfg.attention != type(cfg)().attention and cfg.factor == 1,
+        }
+        if wrong := [name for name, is_so in unread.items() if is_so]:
+            raise UserError(f"'longrope' with these options does not read {wrong[0]}: leave it out")
         if (changes and cfg.short == "plain") or (cfg.factor > 1 and cfg.attention == "sqrt"):
             self._need_length()
         self.reads_length = changes and cfg.short == "plain"

@@ -19,6 +19,11 @@ class Maskable(nn.Module):
         raise NotImplementedError
 
     @property
+    def only_turns(self) -> bool:
+        """Whether turning queries and keys is all that it does."""
+        raise NotImplementedError
+
+    @property
     def of_content(self) -> bool:
         raise NotImplementedError
 
@@ -96,13 +101,11 @@ class Maskable(nn.Module):
             raise UserError(
                 f"{name} turns some pairs otherwise than others, which no mask does: call fairseq_rpe.attend"
             )
-        if self.rotates:
-            raise UserError(
-                f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend, or turn them with "
-                "encoding.rotate and use causal attention"
-            )
         if self.of_content:
             raise UserError(f"{name} depends on what the tokens are, which no mask knows: call fairseq_rpe.attend")
+        if self.rotates:
+            alone = ", or turn them with encoding.rotate and use causal attention" if self.only_turns else ""
+            raise UserError(f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend{alone}")
         if n < 1:
             raise UserError(f"a mask of {n} tokens: ask for at least 1")
         first = next(self.parameters(), None)

@@ -5,6 +5,7 @@ What is between them is not seen, so these go on for ever and remember no more t
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..core import LogWeight, Positions, Region, UserError, option
@@ -16,6 +17,10 @@ class Forgetful(Longer):
     """Keys of d < ``window``, and of positions j < ``sinks``."""
 
     window: int
+
+    def profile(self, n: int) -> Tensor:
+        """Of the window; the first tokens are no matter of the distance."""
+        return super().profile(n).index_fill(1, torch.arange(min(self.window, n), n), float("-inf"))
 
     def series(self) -> list[LogWeight]:
         note = f"with the first {self.config.sinks} tokens a query still sees finitely many keys"

@@ -26,6 +26,7 @@ class TransformerXL(Encoding):
     formula = "((q_i + u)·k_j + (q_i + v)·W_R·R_(i-j))/√D"
     paper = "Dai et al. 2019 (arXiv 1901.02860), section 3.3"
     shares = ("layer", "model")
+    positions = "whole"
     bounded = "the bias is (q + v)·W_R·R/√D + u·k/√D with sines R, bounded for bounded q and k"
 
     def setup(self) -> None:
@@ -45,7 +46,8 @@ class TransformerXL(Encoding):
         return torch.matmul(waves, self.project.weight.to(d.dtype).T).unflatten(1, (self.heads, -1)).transpose(0, 1)
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
-        step, scale = pos.step or 1.0, q.shape[-1] ** -0.5
+        assert pos.step is not None
+        step, scale = pos.step, q.shape[-1] ** -0.5
         reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / step)) + 1
         d = torch.arange(reach, device=q.device, dtype=q.dtype) * step
         if self.config.clamp:

@@ -54,7 +54,7 @@ class RPEDecoder(TransformerDecoderBase):
         if not self.attend.prunes:
             raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
         for encoding in self.encodings:
-            if not isinstance(encoding.form(Positions.arange(2)), Toeplitz):
+            if encoding.reads_tokens or not isinstance(encoding.form(Positions.arange(2)), Toeplitz):
                 raise UserError("this encoding adds no bias of the distance alone: its attention cannot be pruned")
         self.eps = eps
 

@@ -48,7 +48,7 @@ class Gallery:
             f"{name} (layer {index})" if len(layers) > 1 else name: encoding
             for name, layers in self.encodings.items()
             for index, encoding in enumerate(layers)
-            if encoding.adds_bias
+            if encoding.adds_bias and _reaches(encoding, self.length)
         }
 
 
@@ -165,6 +165,14 @@ def draw(gallery: Gallery, folder: Path, tick: Callable[[], object] = lambda: No
     yield from skipped
 
 
+def _reaches(encoding: Encoding, length: int) -> bool:
+    """Whether it has a bias at so many tokens, as a table of positions may not."""
+    try:
+        return encoding.profile(length).shape[1] == length
+    except UserError:
+        return False
+
+
 def _heat_maps(gallery: Gallery) -> dict[str, Figure]:
     maps, step = {}, 1
     for name, encoding in gallery.biased.items():
@@ -224,7 +232,7 @@ def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
     at = gallery.state.settings.tokens or gallery.length
     figures = {}
     for name, layers in gallery.encodings.items():
-        if isinstance(layers[0], PairBias) and list(layers[0].parameters()):
+        if isinstance(layers[0], PairBias) and list(layers[0].parameters()) and _reaches(layers[0], gallery.length):
             shown = sorted({at // 2, at, gallery.length})
             rows = {i: torch.stack([e.profile(i + 1).flip(-1) for e in layers]) for i in shown}
             figures[f"queries-{slug(name, gallery.seed)}"] = biases.of_queries(rows, name)

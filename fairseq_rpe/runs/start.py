@@ -27,7 +27,7 @@ def check(request: Request, plan: Plan) -> None:
     folder = CheckpointFolder(request.save_dir)
     transforms = (request.positions_train, request.positions_eval)
     encoding = check_specs(request.rpe, transforms, plan.settings.tokens, request.rpe_module)
-    if request.inspect_every and (encoding.reads_tokens or not encoding.adds_bias):
+    if request.inspect_every and (not encoding.adds_bias):
         raise UserError(
             f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
