@@ -31,7 +31,7 @@ class Clex(Rotary):
     It is solved in float64 by Runge-Kutta steps of fourth order (torchdiffeq, the 3/8 rule), through which gradients
     flow. Without gradients the solution is kept until the weights change. **In training only rows of more than L tokens
     teach it anything**: ``--positions-train stretch:times=N`` gives each batch the positions of rows of t·L tokens, t
-    drawn from 1 … N; with N above t_max the drawn t beyond it teach θ(t_max). Beyond t_max·L angles go on growing with θ(t_max).
+    drawn from 1 … N; what is drawn above t_max teaches θ(t_max). Beyond t_max·L angles go on growing with θ(t_max).
 
     Raises UserError: torchdiffeq is not installed, or L is not known.
     """
