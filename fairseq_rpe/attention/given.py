@@ -48,8 +48,8 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
     if encoding.of_content and encoding.positions == "none":
         raise UserError(f"{name} reads no positions: leave them out")
     if isinstance(given, Positions):
-        if encoding.positions == "whole" and given.step is None:
-            raise UserError(f"{name} accepts whole positions only, and these have no step: give them as a tensor")
+        if encoding.positions == "whole" and given.step is None and not bool((given.k == given.k.round()).all()):
+            raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
         if given.tokens is not None and len(given.tokens) not in (1, batch):
             raise UserError(
                 f"tokens of {len(given.tokens)} rows, where attention has {batch}: give those of these rows"

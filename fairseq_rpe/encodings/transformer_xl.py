@@ -46,8 +46,7 @@ class TransformerXL(Encoding):
         return torch.matmul(waves, self.project.weight.to(d.dtype).T).unflatten(1, (self.heads, -1)).transpose(0, 1)
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
-        assert pos.step is not None
-        step, scale = pos.step, q.shape[-1] ** -0.5
+        step, scale = pos.step or 1.0, q.shape[-1] ** -0.5
         reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / step)) + 1
         d = torch.arange(reach, device=q.device, dtype=q.dtype) * step
         if self.config.clamp:

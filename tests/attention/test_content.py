@@ -149,6 +149,13 @@ def test_refusals():
         attend(x, x, x, build("shaw", H, H * D), notes=x)
     with pytest.raises(UserError, match=r"notes are of shape \(2, 4, 4, 1\)"):
         attend(x, x, x, build("forgetting", H, H * D), notes=x[:, :, :4, :1])
+    with pytest.raises(UserError, match="Cope reads no positions: leave them out"):
+        attend(x, x, x, build("cope", H, H * D), positions=torch.arange(5))
+    halves = torch.arange(5.0)[None] / 2
+    with pytest.raises(UserError, match="TransformerXL accepts whole positions only"):
+        attend(x, x, x, build("transformer_xl", H, H * D), positions=Positions(halves, halves, None, False))
+    with pytest.raises(UserError, match="is for 4 heads of width 16, q has 4 of 8"):
+        attend(x, x, x, build("shaw", H, 2 * H * D))
     for refused in (build("cope", H, H * D).mask, build("shaw", H, H * D).score_mod):
         with pytest.raises(UserError, match="depends on what the tokens are, which no mask knows"):
             refused(5)

@@ -294,3 +294,28 @@ def test_verdicts():
 def test_refusals(spec, message):
     with pytest.raises(UserError, match=message):
         build(spec, 2, 8)
+
+
+def test_profiles():
+    """Of the distance where it alone decides, and refused elsewhere."""
+    fixed = build("forgetting:gate=fixed", 4, 16)
+    rates = fixed.profile(5)
+    assert torch.equal(rates[:, 0], torch.zeros(4, dtype=torch.float64)) and (rates.diff(dim=1) < 0).all()
+    assert build("lm_infinite:original_length=3,sinks=0", 2, 8).profile(5)[0].tolist() == [
+        0,
+        0,
+        0,
+        -math.inf,
+        -math.inf,
+    ]
+    for spec in ("shaw", "forgetting", "cope"):
+        with pytest.raises(UserError, match="depends on what the tokens are: there is no bias of the distance"):
+            build(spec, 2, 8).profile(3)
+
+
+@pytest.mark.parametrize(
+    "options", ["factors=2,factor=4,attention=none", "start_tokens=8", "short=scaled", "attention=yarn"]
+)
+def test_longrope_refuses_what_it_does_not_read(options):
+    with pytest.raises(UserError, match="'longrope' with these options does not read"):
+        build(f"longrope:{options}", 2, 8, 64)
