@@ -50,7 +50,7 @@ class Encoding(Doors):
     rotation_is_fixed: bool = False
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
-    depends: ClassVar[str] = ""
+    depends: str = ""
 
     def __init__(
         self, config: Any, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None

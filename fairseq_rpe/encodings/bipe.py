@@ -103,6 +103,10 @@ class Bipe(Encoding):
         else:
             self.between = _Stepped(_Stepped.Config(), self.heads, self.width)
             self.between.factor = cfg.factor
+            self.depends = (
+                "the bias falls by a number for each segment: Σ exp(bias) is at most m/(1 - e^-k) where no segment has "
+                "more than m tokens and k is that number, and grows with the text where a segment does"
+            )
         if cfg.intra == "learned":
             self.table: nn.Parameter | None = nn.Parameter(torch.randn(cfg.max_intra, self.width) * 0.02)
         else:

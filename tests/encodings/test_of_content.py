@@ -268,7 +268,8 @@ def test_what_layers_share():
 
 def test_verdicts():
     decisions = {
-        spec: verdict(spec)[0].decision for spec in ("shaw", "cope", "dape", "forgetting", "forgetting:gate=fixed")
+        spec: verdict(spec)[0].decision
+        for spec in ("shaw", "cope", "dape", "forgetting", "forgetting:gate=fixed", "bipe:inter=alibi")
     }
     assert decisions == {
         "shaw": "diverges",
@@ -276,6 +277,7 @@ def test_verdicts():
         "dape": "depends on content",
         "forgetting": "depends on content",
         "forgetting:gate=fixed": "converges",
+        "bipe:inter=alibi": "depends on content",
     }
 
 
