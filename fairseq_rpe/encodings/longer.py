@@ -196,7 +196,7 @@ class DualChunk(Longer):
         chunk: int = option(0, "S, tokens of a chunk; 0: 3/4 of L", minimum=0)
         cap: int = option(0, "largest position of a query, at least S; 0: L - 1", minimum=0)
 
-    formula = "RoPE at ρ = p - j mod S, p = i mod S | min(i mod S + S, cap) | cap by chunks between"
+    formula = "RoPE at ρ = p - j mod S, p = i mod S, min(i mod S + S, cap) or cap by chunks between"
     paper = "An et al. 2024 (arXiv 2402.17463)"
     name = "dual_chunk"
 

@@ -217,9 +217,7 @@ def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
     if not path.is_file():
         if name.endswith(".toml"):
             raise UserError(f"--recipe {name} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
-        raise UserError(
-            f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or a .toml file"
-        )
+        raise UserError(f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or FILE.toml")
     if (place := path.resolve()) in above:
         raise UserError(f"recipe {path} is its own base: drop one of the base lines")
     try:

@@ -26,7 +26,7 @@ BUILT_IN = recipes.names()
 DRAWN = ["fire-lm-512", "fire-lm-large"]  # their papers have figures, and no numbers
 WARPING = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
-OWN = ["passkey", "retrieval"]  # tests that are published, at settings of this project
+OWN = ["passkey", "retrieval", "survey-encodings"]  # tests that are published, at settings of this project
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
 SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).scales]
 GOOD: dict[str, Any] = {
@@ -113,7 +113,8 @@ def test_every_recipe_loads():
         recipe = recipes.load(name)
         assert recipe.name == name and recipe.title and recipe.paper
         assert name in UNPRINTED or recipe.published.source
-        assert {"laptop", "large" if name in OWN else "paper"} <= set(recipe.scales)
+        larger = {"survey-encodings": "laptop"}.get(name, "large" if name in (*OWN, *EXTEND) else "paper")
+        assert {"laptop", larger} <= set(recipe.scales)
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
@@ -291,7 +292,7 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
     trainings = [line for line in lines if line[3] == "train"]
     evaluations = [line for line in lines if line[3] == "eval"]
     assert len(trainings) + len(evaluations) == len(lines)
-    shared = {(m.rpe, m.positions_train) for m in methods}
+    shared = {(m.rpe, m.positions_train) for m in (settings.settled(one, settings.tokens) for one in methods)}
     assert sorted((flag(t, "--rpe"), flag(t, "--positions-train")) for t in trainings) == sorted(shared)
     assert len(evaluations) == len(methods) * (1 + len(settings.evaluate))
     assert name not in WARPING or len(trainings) < len(evaluations)
@@ -468,7 +469,7 @@ EXTENDED = {  # method: encoding, encoding in evaluation, positions in training,
 
 def test_extended_four_times_and_read_at_sixteen_with_controls():
     recipe = recipes.load("extend")
-    for size, tokens in (("laptop", 64), ("desktop", 512), ("paper", 2048)):
+    for size, tokens in (("laptop", 64), ("desktop", 512), ("large", 2048)):
         scale = recipe.scale(size)
         assert (scale.tokens, scale.lengths) == (tokens, tuple(tokens * n for n in (1, 2, 4, 8, 16)))
         methods = {method.name: scale.settled(method, tokens) for method in recipe.methods}
@@ -478,7 +479,7 @@ def test_extended_four_times_and_read_at_sixteen_with_controls():
             # as many tokens an update as before
             batch = scale.batch_sentences or 16
             assert (
-                size == "paper"
+                size == "large"
                 or not method.own.tokens
                 or method.own.tokens * method.own.batch_sentences == tokens * batch
             )
