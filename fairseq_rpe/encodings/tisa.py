@@ -23,7 +23,7 @@ class Tisa(DistanceBias):
     class Config:
         kernels: int = option(5, "R, bumps of each head", minimum=1, maximum=256)
 
-    formula = "Σ_r a_rh·exp(-|b_rh|·(c_rh + d)²),  a, b, c learned"
+    formula = "Σ_r a_rh·exp(-abs(b_rh)·(c_rh + d)²),  a, b, c learned"
     paper = "Wennberg, Henter 2021 (arXiv 2106.01950)"
     shares = ("layer", "model")
 
