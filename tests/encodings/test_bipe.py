@@ -10,7 +10,7 @@ import torch
 from conftest import make_model, save_checkpoint
 
 from fairseq_rpe import RelativeAttention, attend
-from fairseq_rpe.analysis.convergence import DIVERGES, UNDECIDED, verdict
+from fairseq_rpe.analysis.convergence import DEPENDS, DIVERGES, verdict
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.bipe import count, ids_of
@@ -136,10 +136,10 @@ def test_without_tokens_or_dictionary(spec):
         attend(q, q, q, spec)
     with pytest.raises(UserError, match="turns queries and keys|where the text's segments end"):
         made.mask(5)
-    if made.adds_bias:
-        with pytest.raises(UserError, match="depends on where the text's segments end, not on positions alone"):
-            made.profile(5)
-    assert {head.decision for head in verdict(made)} == {DIVERGES if spec == "bipe" else UNDECIDED}
+    assert not made.adds_bias
+    with pytest.raises(UserError, match="depends on what the tokens are: there is no bias of the distance"):
+        made.profile(5)
+    assert {head.decision for head in verdict(made)} == {DIVERGES if spec == "bipe" else DEPENDS}
     for wrong in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(5, dtype=torch.int64)):
         with pytest.raises(UserError, match=r"tokens are int64 ids \(batch, 5\)"):
             Positions(torch.zeros(1, 5), torch.zeros(1, 5), tokens=wrong)
