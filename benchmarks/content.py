@@ -18,7 +18,6 @@ import csv
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_rpe.analysis.speed import in_turns
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.attention.layer import carry_out, noted, plan_of
 from fairseq_rpe.attention.skewed import quick_block
@@ -99,18 +99,6 @@ def dense(spec: str, n: int) -> int:
     return COPIES * (1 + 3 * weighs) * 4 * HEADS * n * n
 
 
-def times(ways: dict[tuple[str, str], Callable[[], list[Tensor]]], repeats: int) -> dict[tuple[str, str], float]:
-    """Median seconds, all ways in turns."""
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in ways}
-    for turn in range(repeats + 1):
-        for key, step in ways.items():
-            start = time.perf_counter()
-            step()
-            if turn:
-                taken[key].append(time.perf_counter() - start)
-    return {key: statistics.median(found) for key, found in taken.items()}
-
-
 def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     rows = []
     torch.set_num_threads(args.threads)
@@ -120,7 +108,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             fit = [c for c in cases if c[1] == "blocks" or dense(c[0], n) < machine.available()]
             mib = {case: memory(*case, n, training, args.threads) for case in fit}
             timed = [case for case in fit if args.longest_dense >= n or case[1] == "blocks"]
-            seconds = times({case: step_of(*case, n, training) for case in timed}, args.repeats)
+            steps = {case: step_of(*case, n, training) for case in timed}
+            in_turns(steps, 1, "cpu")  # the first call fetches memory and code
+            seconds = {case: statistics.median(found) for case, found in in_turns(steps, args.repeats, "cpu").items()}
             for case in fit:
                 rows.append(
                     {

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import encodings
-from ..attention import BACKENDS, Backend, Plan
+from ..attention import BACKENDS, Backend
+from ..attention.layer import carry_out, noted, plan_of
 from ..core import Positions, UserError
 from ..core.table import Cell, Row, Table
 from ..encodings import Encoding
@@ -121,6 +122,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     kind = {"device": device, "dtype": DTYPES[setting.dtype]}
     q, k, v = (torch.randn(batch, heads, n, setting.width, **kind, requires_grad=training) for _ in range(3))
     grad = torch.randn(q.shape, **kind)
+    inputs = torch.randn(batch, n, heads * setting.width, **kind)
     positions = Positions.arange(n, device=device)
 
     def way(encoding: Encoding | None, backend: Backend | None, parameters: list[Tensor]) -> None:
@@ -128,7 +130,8 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
             if encoding is None:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
-                out = backend(q, k, v, Plan(positions, encoding.form(positions), remap=encoding.remap))
+                plan = plan_of(encoding, positions, None, backend)
+                out = carry_out(q, k, v, plan, 0.0, noted(inputs, plan))
             if training:
                 torch.autograd.grad(out, [q, k, v, *parameters], grad, allow_unused=True)
 
@@ -139,7 +142,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     left_out = []
     for spec in setting.encodings:
         encoding = encodings.build(spec, heads, heads * setting.width, length=n).to(device)
-        if not encoding.adds_bias and spec.partition(":")[0] != "nope":
+        if not (encoding.adds_bias or encoding.of_content) and spec.partition(":")[0] != "nope":
             raise UserError(f"'{spec}' has no bias, and the time of a bias is what is measured: leave it out")
         parameters = [p for p in encoding.parameters() if p.requires_grad]
         for name in BACKENDS if tuple(setting.backends) == ("all",) else setting.backends:

@@ -32,6 +32,9 @@ def in_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, seed: i
     rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(FEWEST, rows)
     # drawing dropout for all heads is drawing it once
     some = heads if plan.remap is not None or dropout > 0 else max(1, min(heads, each // min(rows, n)))
+    if rows >= n and some >= heads:  # one block, which may be kept
+        shape = batch, heads, n, k.shape[2]
+        return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
     found = leaves(plan.form)
     assert found is not None
     reading = [] if plan.reading is None else [(plan.reading.vectors, "table")]

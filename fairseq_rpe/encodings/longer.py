@@ -8,7 +8,7 @@ Of models with ALiBi, which some of these papers treat too, they know nothing: r
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core import Positions, Region, UserError, option
 from ..core.spec import show
 from .base import Rotary, register, registry
-from .rope import Rope
+from .rope import Rope, sharpened
 
 Turned = tuple[Tensor, Tensor, Tensor | None]
 
@@ -37,7 +37,13 @@ class Longer(Rotary):
     positions = "whole"
     name: ClassVar[str] = ""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.config.original_length and not self.reads_original:
+            raise UserError(f"'{self.name}' with these options does not read original_length: leave it out")
+
     def setup(self) -> None:
+        self.reads_original = False
         cfg = self.config
         self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
         super().setup()
@@ -48,6 +54,7 @@ class Longer(Rotary):
     def of_length(self, key: str, of: Callable[[int], int] = int) -> int:
         """The option ``key`` or, where that is 0, what ``of`` makes of L, at least 1."""
         given = int(getattr(self.config, key))
+        self.reads_original |= not given
         if not given and not self.original:
             raise UserError(f"'{self.name}' takes {key} from the original length: give {key}=N or original_length=N")
         return given or max(1, of(self.original))
@@ -78,6 +85,7 @@ class Scaled(Longer):
 
     def setup(self) -> None:
         super().setup()
+        self.reads_original |= self.config.logn
         if self.config.logn and self.original < 2:
             raise UserError(f"'{self.name}' takes logn from the original length: give original_length=N, at least 2")
 
@@ -85,7 +93,7 @@ class Scaled(Longer):
         turned = super().rotate(x, at, pos, key)
         if key or not self.config.logn:
             return turned
-        factor = ((pos.q.double() + 1).log() / torch.tensor(self.original, dtype=torch.float64).log()).clamp_min(1)
+        factor = sharpened(pos.q.double(), self.original)
         wide = torch.promote_types(x.dtype, torch.float32)
         return (turned.to(wide) * factor[:, None, :, None].to(wide)).to(x.dtype)
 

@@ -173,8 +173,7 @@ class Rope(Rotary):
         own = self._temperature(at, pos)
         if key or self.config.logn == "none":
             return own
-        sharper = (at.clamp_min(0)[..., None] + 1).log() / math.log(self.original)
-        sharper = sharper.clamp_min(1) if self.config.logn == "clipped" else sharper
+        sharper = sharpened(at, self.original, self.config.logn == "clipped")[..., None]
         return sharper if own is None else own * sharper
 
     def series(self) -> list[str] | list[LogWeight] | None:
@@ -193,3 +192,9 @@ class Rope(Rotary):
 def length_of(pos: Positions) -> Tensor:
     """(B or 1, 1) float64 lengths so far: on the device, so that nothing waits for it."""
     return pos.k.amax(dim=1, keepdim=True).to(torch.float64) + 1
+
+
+def sharpened(at: Tensor, original: int, clipped: bool = True) -> Tensor:
+    """ln(i + 1) / ln L of positions i, in their shape; ``clipped``: at least 1."""
+    found = (at.clamp_min(0) + 1).log() / math.log(original)
+    return found.clamp_min(1) if clipped else found

@@ -265,3 +265,11 @@ def test_a_model_of_another_rotation_is_refused():
     ):
         with pytest.raises(UserError, match=reason):
             check_trained(spec, trained)
+
+
+@pytest.mark.parametrize(
+    "spec", ["rerope:window=4", "lm_infinite:window=5", "streaming_llm:recent=5", "dual_chunk:chunk=4,cap=6"]
+)
+def test_an_original_length_that_nothing_reads_is_refused(spec):
+    with pytest.raises(UserError, match="with these options does not read original_length: leave it out"):
+        build(f"{spec},original_length=9", 2, 8)
