@@ -53,7 +53,7 @@ def plan_of(
     ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
     """
     with exactly(positions.k):
-        positions = encoding.settle(positions, None if torch.is_grad_enabled() else tables)
+        positions = encoding.settle(positions)
         form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
         reading = encoding.reading(positions)
         rotate, regions = encoding.rotation(positions), encoding.regions(positions)

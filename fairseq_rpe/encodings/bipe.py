@@ -1,6 +1,6 @@
 """BiPE: one position within a segment of the text, another of the segment."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -127,7 +127,7 @@ class Bipe(Encoding):
             raise UserError("'bipe' does not know which tokens end a segment: give build(...) the dictionary's symbols")
         return count(pos.tokens, self.ends)
 
-    def settle(self, pos: Positions, kept: MutableMapping[int, Any] | None = None) -> Positions:
+    def settle(self, pos: Positions) -> Positions:
         segments = self.counted(pos)[0].to(pos.k.dtype)
         return Segments(segments[:, -pos.q.shape[1] :], segments, 1.0, contiguous=False)
 

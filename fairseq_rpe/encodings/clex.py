@@ -1,6 +1,5 @@
 """CLEX: rotary whose frequencies follow a learned differential equation in the length."""
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 from ..core import Positions, UserError, option
 from .base import Rotary, register
+from .ode import Solution, need_solver, solve
 from .rope import length_of
 
 
@@ -58,17 +58,14 @@ class Clex(Rotary):
         self.original = cfg.original_length or self.length or 0
         if not self.original:
             raise UserError("'clex' needs the original length: give original_length=N")
-        if importlib.util.find_spec("torchdiffeq") is None:
-            raise UserError("'clex' needs torchdiffeq, which is not installed: pip install 'fairseq_rpe[ode]'")
+        need_solver("clex")
         self.up = nn.Linear(self.rotated // 2, cfg.expansion * self.rotated, bias=False)
         self.down = nn.Linear(cfg.expansion * self.rotated, self.rotated // 2, bias=False)
         nn.init.zeros_(self.down.weight)
-        self._solution: tuple[list[Tensor], Tensor] | None = None  # of these weights
+        self._solution = Solution()
 
     def solve(self, top: int) -> Tensor:
         """θ(1) … θ(top) as (top, P) float64, with the gradient of the weights where there is any."""
-        from torchdiffeq import odeint
-
         d, log_base = self.rotated, math.log(self.config.base)
         up, down = self.up.weight.double(), self.down.weight.double()
         twice = 2 * torch.arange(d // 2, device=up.device, dtype=torch.float64)
@@ -84,7 +81,7 @@ class Clex(Rotary):
             return start.exp()[None]
         steps = self.config.steps
         times = torch.linspace(1, top, (top - 1) * steps + 1, device=up.device, dtype=torch.float64)
-        return odeint(speed, start, times, method="rk4")[::steps].exp()
+        return solve(speed, start, times, steps).exp()
 
     def frequencies(self, length: Tensor) -> Tensor:
         """Lengths (B, 1), float64 -> θ (B, P) in radians per token, float64."""
@@ -92,10 +89,11 @@ class Clex(Rotary):
         if torch.is_grad_enabled():
             # never less than 2: where all rows are short, weights still have a gradient, which is 0
             return self.solve(max(2, int(t.max())))[t - 1]
-        weights, known = [self.up.weight, self.down.weight], self._solution
-        if known is None or not all(map(_same, weights, known[0])):
-            known = self._solution = [w.clone() for w in weights], self.solve(self.config.max_factor)
-        return known[1][t - 1]
+        weights = [self.up.weight, self.down.weight]
+        known = self._solution.of(weights)
+        if known is None:
+            known = self._solution.keep(weights, self.solve(self.config.max_factor))
+        return known[t - 1]
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
         return at[..., None] * self.frequencies(length_of(pos))[:, None].to(at.dtype)
@@ -111,7 +109,3 @@ class Clex(Rotary):
         keys = self._made(angles, pos.k, pos, True)
         queries = self._made(angles[:, -pos.q.shape[1] :], pos.q, pos, False)
         return lambda x, at, pos, key=False: self._turned(x, *(keys if key else queries))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.device == b.device and torch.equal(a, b)

@@ -5,8 +5,8 @@ positions decide and ``scores`` one that queries, keys and notes decide; ``remap
 ``reading`` is what a query reads beside the values. Before all of attention ``settle`` may count positions anew.
 """
 
-from collections.abc import Callable, MutableMapping
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 from torch import Tensor
 
@@ -35,11 +35,10 @@ class Doors(Maskable):
         """Values v (B, H, m, D) of the m tokens -> same shape."""
         return v
 
-    def settle(self, pos: Positions, kept: MutableMapping[int, Any] | None = None) -> Positions:
+    def settle(self, pos: Positions) -> Positions:
         """Positions as attention is to see them, here as they are: what all doors but ``embed`` are given.
 
-        It is called once for all layers that share the encoding. ``kept``, by id of the encoding: what holds for a text
-        that is being decoded, without gradients; None elsewhere.
+        It is called once for all layers that share the encoding.
         """
         return pos
 

@@ -1,14 +1,14 @@
 """FLOATER: positions as the flow of a learned differential equation."""
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from ..core import Positions, UserError, option
+from ..core import Positions, option
 from .base import Encoding, register
+from .ode import Solution, need_solver, solve
 
 QUERY, KEY, VALUE = range(3)
 
@@ -42,11 +42,14 @@ class Floater(Encoding):
 
     dp/dt = h(t, p) from a learned p(0), and p_i = p(i·Δt). After the projections and before 1/sqrt(D) come q_i + p_i^q,
     k_i + p_i^k and v_i + p_i^v, each (C,) and cut into heads. h is a network of two layers for all three. The solver is
-    torchdiffeq's RK4, ``steps`` steps to a token. The path is solved anew in every forward pass and its gradient
-    reaches h and p(0); longer rows go on integrating. Decoding goes on from its end. As in the authors' code h is one
-    for all layers and p(0) another in each; shared by the model, p(0) is one as well, and the path is solved once.
+    torchdiffeq's RK4, ``steps`` steps to a token. In training the path is solved anew in every forward pass and its
+    gradient reaches h and p(0). Without gradients it is kept until the weights change, and longer rows go on from its
+    end. As in the authors' code h is one for all layers and p(0) another in each; shared by the model, p(0) is one as
+    well, and the path is solved once.
 
     Unlike in their code no sinusoid is added at the input, and no path is kept over updates.
+
+    Raises UserError: torchdiffeq is not installed.
     """
 
     @dataclass(frozen=True)
@@ -62,40 +65,36 @@ class Floater(Encoding):
     rotation_is_fixed = True
 
     def setup(self) -> None:
+        need_solver("floater")
         self.flow: nn.Module = Flow(self.width)
         self.start = nn.Parameter(nn.init.xavier_uniform_(torch.empty(3, self.width)))
+        self._solution = Solution()
 
     def tie(self, first: Self) -> None:
         self.flow = first.flow
 
     def path(self, count: int, known: Tensor | None = None) -> Tensor:
-        """p (T, 3, C) of the positions 0 … T-1, T = ``count`` or more; ``known``: the first of them.
-
-        Raises UserError: the package torchdiffeq is missing.
-        """
+        """p (T, 3, C) of the positions 0 … T-1, T = ``count`` or more; ``known``: the first of them."""
         known = self.start[None] if known is None else known
         if count <= len(known):
             return known
-        try:
-            from torchdiffeq import odeint, odeint_adjoint
-        except ImportError:
-            raise UserError(
-                "'floater' needs torchdiffeq, which is not installed: pip install 'fairseq_rpe[ode]'"
-            ) from None
         steps, first = self.config.steps, len(known) - 1
         times = torch.arange(first * steps, (count - 1) * steps + 1, dtype=torch.float64, device=known.device)
-        solve = odeint_adjoint if self.config.adjoint else odeint
         times = (times * (self.config.dt / steps)).to(known.dtype)
-        return torch.cat([known, solve(self.flow, known[-1], times, method="rk4")[steps::steps]])
+        return torch.cat([known, solve(self.flow, known[-1], times, steps, adjoint=self.config.adjoint)[1:]])
 
-    def settle(self, pos: Positions, kept: MutableMapping[int, Any] | None = None) -> Positions:
+    def settle(self, pos: Positions) -> Positions:
         count = int(torch.maximum(pos.q.max(), pos.k.max())) + 1
-        known = None if kept is None else kept.get(id(self))
-        path = known
-        if known is None or len(known) < count:
-            path = self.path(count if kept is None else 2 * count, known)
-        if kept is not None:
-            kept[id(self)] = path
+        if torch.is_grad_enabled():
+            path = self.path(count)
+        else:
+            weights = [self.start, *self.flow.parameters()]
+            known = self._solution.of(weights)
+            if known is None:
+                known = self._solution.keep(weights, self.path(count))
+            elif len(known) < count:  # twice as far: a text that grows by a token asks again for each
+                known = self._solution.keep(weights, self.path(max(count, 2 * len(known)), known))
+            path = known
         return Flowed(pos.q, pos.k, pos.step, pos.contiguous, pos.tokens, path)
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
