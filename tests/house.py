@@ -10,7 +10,7 @@ from pathlib import Path
 
 SCIENCE = {"core", "encodings", "positions", "algorithms", "attention"}
 GLUE = {"compat", "modules", "criterions", "tasks", "models"}
-_RUNS = {*SCIENCE, "analysis", "figures", "data", *GLUE}
+_RUNS = {*SCIENCE, "analysis", "figures", "data", "questions", *GLUE}
 # room: the rooms that it may import beside itself
 ARROWS: dict[str, set[str]] = {
     "core": set(),
@@ -21,10 +21,11 @@ ARROWS: dict[str, set[str]] = {
     "analysis": SCIENCE,
     "figures": {"core", "encodings", "analysis"},
     "data": {"core"},
+    "questions": {"core", "data"},
     "compat": {"core", "encodings"},
     "modules": {*SCIENCE, "analysis", "figures"},
     "criterions": {*SCIENCE, "modules"},
-    "tasks": {*SCIENCE, "data"},
+    "tasks": {*SCIENCE, "data", "questions"},
     "models": {*SCIENCE, *GLUE},
     "runs": _RUNS,
     "evaluation": {*_RUNS, "runs"},
