@@ -45,6 +45,7 @@ class CandidateKey:
     data: str
     subset: str
     rpe: str
+    compute_dtype: str | None = None
     tokens: Count
     samples: Count
 
