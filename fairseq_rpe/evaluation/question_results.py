@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fairseq_rpe.core import files
+from fairseq_rpe.core import checkpoint_file, files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import Count, Natural, Words, filled
 from fairseq_rpe.core.spec import nearest
-from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.results import Overrides, Result, draws_of
 from fairseq_rpe.questions import metrics, prepared
 
@@ -66,21 +65,21 @@ class QuestionRequest(Overrides):
 
         Raises UserError: the checkpoint, the data, a set or a length cannot be used, or answers cannot be scored.
         """
-        if not prepared.is_prepared(self.data):
-            raise UserError(f"{self.data} holds no questions: make it with fairseq-rpe prepare-answers")
+        checkpoint_file.check(self.checkpoint)
         known = prepared.load(self.data).sets
+        if len(set(self.sets or ())) < len(self.sets or ()):
+            raise UserError(f"--sets {','.join(self.sets or ())} names a set twice: leave one out")
         for name in self.sets or ():
             if name not in known:
                 raise UserError(f"--sets {name}: {self.data} has {', '.join(known)}{nearest(name, known)}")
-        corpus.check_folder(self.data, self.subset)
         sets = tuple(self.sets or known)
         for name in sets:
             info = known[name]
-            split = info.splits.get(self.subset)
-            if split is None or not split.questions:
-                raise UserError(f"set {name} of {self.data} has no {self.subset} split: name another with --subset")
-            if not split.answers:
-                raise UserError(f"the {self.subset} split of {name} has no answers: it cannot be scored, name another")
+            if self.subset not in info.splits:
+                have = ", ".join(info.splits)
+                raise UserError(
+                    f"--subset {self.subset}: {name} has no answers there, but in {have}: name one of these"
+                )
             metrics.check(*info.metrics, info.published)
             if short := next((n for n in self.lengths if n <= info.answer_tokens), None):
                 raise UserError(
