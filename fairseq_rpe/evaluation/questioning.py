@@ -72,7 +72,7 @@ def answered(request: QuestionRequest, bar: Progress) -> Iterator[QuestionResult
         for key in wanted:
             if key in known and not _predictions(request, key).is_file():
                 raise UserError(
-                    f"--out {request.out} has the result of {key.set} at {key.length} tokens already, and --predictions "
+                    f"--out {request.out} has the result of {key.set} at {key.length} tokens, and --predictions "
                     "has not its answers: name another --out, or leave --predictions out"
                 )
     last: QuestionKey | None = None

@@ -6,7 +6,7 @@ are padded on the left; a row's numbers are those of the same row alone.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
