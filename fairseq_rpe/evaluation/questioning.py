@@ -178,7 +178,7 @@ def _read_by_model(key: QuestionKey, rows: Rows, info: SetInfo, row: Row) -> tup
     if key.by == "likelihood":
         written = max(written, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
     parts = (rows.tokens(item) for item in (row.prompt, row.document, row.cue))
-    return fitted(*parts, key.length - written, key.cut)
+    return fitted(*parts, key.length - written, key.cut, row.id)
 
 
 def _answers(model: Any, key: QuestionKey, rows: Rows, info: SetInfo, batch: _Batch) -> list[str]:
