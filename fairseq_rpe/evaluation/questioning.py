@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core import files, records
+from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.evaluation.answers import interpolated
 from fairseq_rpe.evaluation.loading import check_plain, load
 from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionRequest, QuestionResult
@@ -94,6 +96,7 @@ def measuring(
     checkpoint = checkpoints.load(request.checkpoint)
     check_plain(checkpoint)
     folder = prepared.load(request.data)
+    check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
     rows = folder.split(request.subset)
     plans = {key: _planned(key, rows, folder.sets[key.set]) for key in wanted}
     model, _ = load(request.checkpoint, request, request.data, request.log)

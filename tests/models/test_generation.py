@@ -101,7 +101,9 @@ def test_likelihoods_are_those_of_full_passes(task, spec):
     found = likelihoods(model, PROMPTS, choices)
     for prompt, own, values in zip(PROMPTS, choices, found, strict=True):
         assert values == pytest.approx([sum_of(model, prompt, choice) for choice in own], abs=1e-4)
-    assert likelihoods(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx([sum_of(model, PROMPTS[0], [])] * 2, abs=1e-5)
+    assert likelihoods(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx(
+        [sum_of(model, PROMPTS[0], [])] * 2, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("spec", ["rope", "fire", "bipe:ends=</s>+w1+w2", "cope:max_positions=5"])

@@ -166,7 +166,9 @@ def test_classification():
     assert [four(metric, invalid) for metric in ("accuracy", "binary_f1")] == [50.0, 60.0]
 
 
-@pytest.mark.parametrize(("right", "given"), [([1, 1, 0, 0], [1] * 4), ([1, 1, 0, 0], [-1] * 4), ([1] * 4, [0, 1, 1, 0])])
+@pytest.mark.parametrize(
+    ("right", "given"), [([1, 1, 0, 0], [1] * 4), ([1, 1, 0, 0], [-1] * 4), ([1] * 4, [0, 1, 1, 0])]
+)
 def test_matthews_of_equal_answers_is_undefined(right, given):
     with pytest.warns(Undefined, match="matthews is undefined"):
         assert score("matthews", of_classes(right, given)) == 0
@@ -216,7 +218,9 @@ def test_similarities():
     gold, given = ["0.0", "1.2", "2.4", "3", "4.6", "5.0"], ["0.4", "1.0", "3", "2.8", " 4.0", "5.0"]
     items = [Scored(g, (r,)) for r, g in zip(gold, given, strict=True)]
     assert (four("pearson", items), four("spearman", items)) == (97.6479, 94.2857)
-    odd = [Scored(text, item.answers) for item, text in zip(items, ["nan", "", "inf", "2.8", "x", "1e999"], strict=True)]
+    odd = [
+        Scored(text, item.answers) for item, text in zip(items, ["nan", "", "inf", "2.8", "x", "1e999"], strict=True)
+    ]
     least = [Scored("2.8" if item.prediction == "2.8" else "-1", item.answers) for item in odd]
     for metric in ("pearson", "spearman"):
         assert score(metric, odd) == score(metric, least)
