@@ -30,7 +30,7 @@ from fairseq_rpe.runs import checkpoints
 
 # What bounds questions that are answered together: query-key pairs, for the memory of attention, and tokens, for that
 # of the cache. One question may be more.
-_PAIRS, _TOKENS, _ROWS = 256**3, 1 << 15, 256
+_PAIRS, _TOKENS, _ROWS = 1 << 23, 1 << 15, 256
 
 
 @dataclass(frozen=True)
