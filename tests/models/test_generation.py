@@ -159,7 +159,7 @@ def test_beam_search_of_fairseq(task, penalty):
     model = loud(task, "rope")
 
     def theirs(most, start, prefix=None):
-        options = {"beam_size": 3, "max_len_a": 0, "max_len_b": most - 1, "len_penalty": penalty}
+        options = {"beam_size": 3, "min_len": 0, "max_len_a": 0, "max_len_b": most - 1, "len_penalty": penalty}
         generator = SequenceGenerator([model], task.target_dictionary, normalize_scores=prefix is None, **options)
         net = {"src_tokens": torch.tensor([[start]]), "src_lengths": torch.tensor([1])}
         return generator.generate([model], {"net_input": net}, prefix_tokens=prefix, bos_token=start)[0]
@@ -173,7 +173,7 @@ def test_beam_search_of_fairseq(task, penalty):
         several += len({len(one.tokens) for one in own}) > 1
     assert several > 3
     if penalty == 0:
-        for prompt in (PROMPTS[0], PROMPTS[3]):
+        for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3][4:]):
             own = beam(model, [prompt], MOST, 3, 0)[0]
             found = theirs(len(prompt) - 1 + MOST, prompt[0], torch.tensor([prompt[1:]]))
             assert [one.tokens for one in own] == [one["tokens"][len(prompt) - 1 : -1].tolist() for one in found]

@@ -59,7 +59,7 @@ def test_rouge(items, r1, r2, rl, mean):
 
 def test_the_geometric_mean_is_of_the_means():
     each = [score("rgm", [item]) for item in (A, B)]
-    assert round(sum(each) / 2, 4) == 30.4762 != four("rgm", [A, B])
+    assert sum(each) / 2 == pytest.approx(60.9523 / 2, abs=1e-4) and four("rgm", [A, B]) == 35.6095
 
 
 @pytest.mark.parametrize(
