@@ -21,7 +21,7 @@ from ..data.vocabulary import given_vocabulary
 from .gaps import ANSWER_TOKENS, BINS, SENTENCES, WHERE, Gap, Passages, quotas
 from .prepared import Prepared
 from .question import Question
-from .storing import Asked, AskedSet, store
+from .storing import Asked, AskedSet, check_dest, store
 
 _LEAST_TOKENS = 128
 MADE_BY = "fairseq-rpe prepare-gaps"
@@ -84,6 +84,7 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     )
     texts.check()
     kind = (given_vocabulary(options.vocab_from, None) or ("", {}))[0]
+    check_dest(options.dest)
     documents = DividedDocuments(texts)
     choice = _Choice(options, documents, load_encoder(kind, options.vocab_from), say)
     asked = AskedSet(

@@ -1,19 +1,24 @@
 """Questions of known sets, or of a user's own files, into one prepared folder."""
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from ..core import UserError
+from ..core import UserError, records
 from ..core.files import file_digest
 from ..core.records import Words
 from ..core.table import Cell, Row, Table
 from ..data.folder import SPLITS
-from . import question
+from ..data.sourcefiles import Entry, digest_entries
+from . import known, metrics, question
+from .known import KnownSet
 from .prepared import Prepared
-from .storing import Asked, AskedSet, store
+from .storing import Asked, AskedSet, check_dest, store
 
 ANSWER_TOKENS = 64
 METRIC = "f1"
@@ -27,7 +32,7 @@ class AnswerOptions:
     dest: Path
     vocab_from: Path  # a prepared corpus whose tokenizer is taken
     names: Words = ()  # of known sets
-    local: Path | None = None  # folder or archive that they are in, as their authors ship them; None is the hub
+    local: str | None = None  # folder or archive that they are in, as their authors ship them; None is the hub
     counts: bool = True  # refuse a known set that has another number of examples than published
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)  # of own questions, by split
     name: str = ""  # of the set of own questions
@@ -50,6 +55,8 @@ class AnswerOptions:
             raise UserError(f"{flag} is for questions of your own files, a known set has its own: leave it out")
         if len(set(self.names)) < len(self.names):
             raise UserError(f"{', '.join(self.names)}: a set is named twice: name it once")
+        if unknown := [metric for metric in self.metrics if metric not in metrics.names()]:
+            raise UserError(f"--metric {unknown[0]} is unknown: use {', '.join(metrics.names())}")
         if self.answer_tokens is not None and self.answer_tokens < 2:
             raise UserError(f"--answer-tokens {self.answer_tokens} is out of range: use 2 or more")
 
@@ -60,10 +67,36 @@ def make_answers(options: AnswerOptions, say: Callable[[str], None] = print) -> 
     Raises UserError: bad options or questions; nothing is changed then.
     """
     options.check()
-    asked, source = _own(options)
+    check_dest(options.dest)
+    asked, source = _known(options, say) if options.names else _own(options)
     prepared = store(options.dest, asked, options.vocab_from, MADE_BY, source, say)
     say(summary(prepared))
     return prepared
+
+
+def _known(options: AnswerOptions, say: Callable[[str], None]) -> tuple[list[AskedSet], dict[str, object]]:
+    asked, digests = [], {}
+    for one in map(known.load, options.names):
+        files = {split: one.find(options.local, split) for split in one.counts}
+        reading = {
+            split: partial(_read_known, one, split, found, options.counts, say) for split, found in files.items()
+        }
+        tokens = options.answer_tokens or one.answer_tokens
+        asked.append(AskedSet(one.name, one.suite, one.metrics, one.published, tokens, reading, one.title))
+        described = hashlib.sha256(json.dumps(records.write(one), sort_keys=True).encode()).hexdigest()
+        digests[one.name] = {"set": described, **{split: digest_entries(found, True) for split, found in files.items()}}
+    return asked, {"files": digests, "options": {"counts": options.counts, "answer_tokens": options.answer_tokens}}
+
+
+def _read_known(
+    one: KnownSet, split: str, files: Sequence[Entry], counts: bool, say: Callable[[str], None]
+) -> Iterator[Asked]:
+    skipped = Counter[str]()
+    for asked in one.questions(split, files, counts, skipped):
+        yield Asked(asked, partial(str, files[0]))
+    if skipped:
+        left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+        say(f"{one.name} {split}: left out {left_out}")
 
 
 def _own(options: AnswerOptions) -> tuple[list[AskedSet], dict[str, object]]:
@@ -101,15 +134,15 @@ def _place(path: Path, number: int) -> str:
 
 def summary(prepared: Prepared) -> str:
     """A table of what a folder holds, a line for each set and split, with how often guesses are right."""
-    head = ["set", "split", "questions", "answers", "texts", "tokens", "longest", "answers to be cut"]
+    head = ["set", "questions", "answers", "texts", "tokens", "longest", "answers to be cut"]
     infos = [(name, split, info.splits[split]) for name, info in prepared.sets.items() for split in info.splits]
     guesses = list(dict.fromkeys(guess for *_, info in infos for guess in info.guesses))
     unknown = any(info.unknown for *_, info in infos)
     rows = []
     for name, split, info in infos:
         numbers = (info.questions, info.answers, info.documents, info.tokens, info.longest, info.cut_answers)
-        cells = [split, *(f"{number:,}" for number in numbers)]
+        cells = [f"{number:,}" for number in numbers]
         cells += [f"{100 * info.unknown / info.tokens:.2f} %"] if unknown else []
         cells += [f"{info.guesses[guess]:.1f} %" if guess in info.guesses else "" for guess in guesses]
-        rows.append(Row(name, [Cell(cell) for cell in cells]))
+        rows.append(Row(f"{name} {split}", [Cell(cell) for cell in cells]))
     return Table("what was made", [*head, *(["unknown"] if unknown else []), *guesses], rows).markdown().rstrip()

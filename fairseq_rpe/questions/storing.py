@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 from array import array
 from collections import Counter
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import UserError, records
-from ..core.files import file_digest
+from ..core.files import check_folder, file_digest
 from ..core.progress import Progress
 from ..core.records import Words
 from ..data.destination import Contents, make_once
@@ -80,6 +81,14 @@ def store(
     }
     make_once(dest, key, lambda made: _build(sets, given, made), say, CONTENTS)
     return load(dest)
+
+
+def check_dest(dest: Path) -> None:
+    """Refuse, before any work, a folder that could not be made."""
+    if os.pathsep in str(dest):
+        raise UserError(f"--dest {dest} has a '{os.pathsep}', where fairseq splits paths: rename it")
+    if not dest.is_dir():
+        check_folder(dest, flag="--dest")
 
 
 def _build(sets: Sequence[AskedSet], given: Given, made: Path) -> dict[str, Any]:
