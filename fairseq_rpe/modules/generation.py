@@ -103,9 +103,7 @@ def settled(model: Any, prompts: Sequence[Sequence[int]], whole: Sequence[int]) 
         moves.evaluation = before
 
 
-def _frozen(
-    moves: Moves, transform: Transform, prompts: Sequence[Sequence[int]], whole: Sequence[int]
-) -> Transform:
+def _frozen(moves: Moves, transform: Transform, prompts: Sequence[Sequence[int]], whole: Sequence[int]) -> Transform:
     if not transform.random and len(set(whole)) == 1:
         return freeze(transform, whole[0])
     own = [generator_of(moves.seed, "answer", moves.draw, list(map(int, prompt))) for prompt in prompts]

@@ -171,9 +171,8 @@ class _SplitWriter:
         def said(text: str, what: str) -> int:
             item = self._item(blank + " ".join(text.split()), what, each)
             if self._unknown[item]:
-                raise UserError(
-                    f"{each.place()}: {what} {text!r} has words that are not in the dictionary: leave it out"
-                )
+                lacking = f"{what} {text!r} has words that the dictionary lacks"
+                raise UserError(f"{each.place()}: {lacking}: leave it out or take another vocabulary")
             if (size := self._sizes[item] + 1) > one.answer_tokens and one.whole_answers:
                 most = f"more than {one.answer_tokens}: leave it out or allow it with --answer-tokens {size}"
                 raise UserError(f"{each.place()}: {what} of '{question.id}' has {size} tokens with its end, {most}")
