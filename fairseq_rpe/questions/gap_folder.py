@@ -162,7 +162,12 @@ class _Choice:
 
     def _count(self) -> int:
         """How many documents there are; where a split got none of few, they are divided otherwise."""
-        counts = Counter(split for split, _ in self._documents)
+        counts, splits = Counter[str](), dict[str, str]()
+        for split, document in self._documents:
+            counts[split] += 1
+            if (other := splits.setdefault(document.digest, split)) != split:
+                both = f"{document.place} has a document that the {other} split has, too"
+                raise UserError(f"the {split} split: {both}: leave it out of one of them")
         empty = [split for split in SPLITS if not counts[split]]
         if empty:
             if (how := self._documents.divide_few()) is None:
@@ -170,6 +175,7 @@ class _Choice:
                     f"the {empty[0]} split has no document: give more texts, or --train, --valid and --test"
                 )
             self._say(how)
+            return sum(1 for _ in self._documents)
         return counts.total()
 
     def _can_be_answer(self, name: str) -> bool:

@@ -93,19 +93,18 @@ class Passages:
         self._words = [match.start() for match in found]  # with the white space before
         self._ends = [match.end() for match in found]
         sizes: dict[str, int] = {}
-        self._before = np.zeros(len(found) + 1, np.int64)  # tokens before each word
-        for number, match in enumerate(found, start=1):
+        self._before = [0]  # tokens before each word
+        for match in found:
             word = match[0]
             if word not in sizes:
                 sizes[word] = len(encode(word))
-            self._before[number] = sizes[word]
-        np.cumsum(self._before, out=self._before)
+            self._before.append(self._before[-1] + sizes[word])
         self._find_names(known)
 
     @property
     def tokens(self) -> int:
         """Of the whole document."""
-        return int(self._before[-1])
+        return self._before[-1]
 
     @property
     def names(self) -> list[str]:
@@ -144,7 +143,8 @@ class Passages:
             and (text[end : end + 2] in ("'s", "’s") or not {text[start - 1], text[end : end + 1]} & _APART)
         ]
         self._of = np.array([number for *_, number in self._mentions], np.int64)
-        self._at = np.array([bisect_left(self._ends, end) for _, end, _ in self._mentions], np.int64)
+        self._words_at = [bisect_left(self._ends, end) for _, end, _ in self._mentions]
+        self._at = np.array(self._words_at, np.int64)
 
     def sentences(self) -> list[tuple[int, int]]:
         """Where each begins and ends: characters of the document."""
@@ -170,7 +170,7 @@ class Passages:
                 a passage for each bin of distance.
         """
         starts, found = [start for start, *_ in self._mentions], self.sentences()
-        ends = np.array([bisect_left(self._ends, end) + 1 for _, end in found], np.int64)  # in words
+        ends = [bisect_left(self._ends, end) + 1 for _, end in found]  # in words
         for begin, end in found:
             first, last = bisect_left(starts, begin), bisect_left(starts, end)
             if not first < last or not _FEWEST_WORDS <= len(self._text[begin:end].split()) <= _MOST_WORDS:
@@ -196,19 +196,18 @@ class Passages:
         chance = int.from_bytes(blake2b(f"{start} {sentence}".encode(), digest_size=8).digest(), "big")
         return _Asked(begin, mention, answer, prompt, cue, room, chance)
 
-    def _stops(self, asked: _Asked, ends: np.ndarray) -> list[int]:
+    def _stops(self, asked: _Asked, ends: Sequence[int]) -> list[int]:
         """The words before which passages end that have the sentence in them, one for each bin of distance."""
-        at, found = int(self._at[asked.mention]), []
+        at, found = self._words_at[asked.mention], []
         for number in range(BINS if asked.room > 0 else 0):
             share = (number + unit(asked.chance, number)) / BINS
-            stop = int(np.searchsorted(self._before, self._before[at + 1] + share * asked.room))
-            place = int(np.searchsorted(ends, stop))
-            if place < len(ends) and self._bin(at, int(ends[place]), asked.room) == number:
-                found.append(int(ends[place]))
+            place = bisect_left(ends, bisect_left(self._before, self._before[at + 1] + share * asked.room))
+            if place < len(ends) and self._bin(at, ends[place], asked.room) == number:
+                found.append(ends[place])
         return found
 
     def _bin(self, at: int, stop: int, room: int) -> int:
-        return BINS * int(self._before[stop] - self._before[at + 1]) // room
+        return BINS * (self._before[stop] - self._before[at + 1]) // room
 
     def _gap(self, asked: _Asked, stop: int, there: set[int], inside: bool) -> Gap | None:
         """The question on the passage that ends before the word ``stop``; ``there``: the names in the question."""
@@ -216,14 +215,14 @@ class Passages:
             return None
         if inside and self._first_sign(since) > asked.begin:
             return None
-        low, high = np.searchsorted(self._at, [since, stop])
+        low, high = bisect_left(self._words_at, since), bisect_left(self._words_at, stop)
         of, at = self._of[low:high], self._at[low:high]
         counts = np.bincount(of, minlength=len(self._names))
         if not counts[asked.answer]:
             return None
         lasts = np.full(len(self._names), -1)
         lasts[of] = at
-        answer, place = asked.answer, int(self._at[asked.mention] if inside else lasts[asked.answer])
+        answer, place = asked.answer, self._words_at[asked.mention] if inside else int(lasts[asked.answer])
         others = np.array([n for n in np.unique(of) if n not in there], np.int64)
         rivals = others[(lasts[others] > lasts[answer]) | (counts[others] >= counts[answer])]
         if len(rivals) < _RIVALS:
@@ -254,11 +253,11 @@ class Passages:
         if after and after[1].isupper():
             return True
         before = re.search(r"([^\W\d_]+)\.?[ \n]+$", self._text[max(start - 24, 0) : start])
-        return bool(before) and before[1] in self._joined
+        return before is not None and before[1] in self._joined
 
     def _since(self, word: int, room: int) -> int | None:
         """The first word of a passage of at most ``room`` tokens before ``word``; none where there are fewer."""
-        since = int(np.searchsorted(self._before, self._before[word] - room))
+        since = bisect_left(self._before, self._before[word] - room)
         if not since:
             return None
         while since < word:
