@@ -31,12 +31,7 @@ def room(length: int, answer_tokens: int, name: str) -> int:
 
 
 def fitted(
-    prompt: Tokens | None,
-    document: Tokens | None,
-    cue: Tokens | None,
-    room: int,
-    cut: str = "end",
-    name: str = "",
+    prompt: Tokens | None, document: Tokens | None, cue: Tokens | None, room: int, cut: str = "end", name: str = ""
 ) -> tuple[Tokens, int]:
     """Prompt, document and cue, each (tokens,) or None, in at most ``room`` tokens; and how many were left out.
 
@@ -55,7 +50,7 @@ def fitted(
         check_cut(cut)
         kept = {"end": left, "start": 0, "middle": (left + 1) // 2}[cut]
         text = np.concatenate((text[:kept], text[len(text) - (left - kept) :]))
-    return np.concatenate((first, text, last)), lost
+    return np.concatenate((first, text, last)).astype(np.int64), lost
 
 
 def check_room(tokens: int, room: int, name: str) -> int:

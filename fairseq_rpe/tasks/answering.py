@@ -47,8 +47,8 @@ class AnswersConfig(FairseqDataclass):
     eval_answers: bool = field(
         default=False,
         metadata={
-            "help": "in validation write answers too, by the likeliest tokens, and log 'answers', the mean over sets of "
-            "what each is scored by, e.g. for --best-checkpoint-metric answers --maximize-best-checkpoint-metric"
+            "help": "in validation write answers too, by the likeliest tokens, and log 'answers', the mean over sets "
+            "of what each is scored by, e.g. for --best-checkpoint-metric answers --maximize-best-checkpoint-metric"
         },
     )
     max_target_positions: Optional[int] = field(default=None, metadata={"help": "refused: any length is accepted"})
@@ -150,8 +150,8 @@ class AnswersTask(FairseqTask):
         own, length = first.train_length(), length or self.cfg.tokens_per_sample
         if own and own != length:
             logger.warning(
-                f"{first.path} was trained at {own} tokens; encodings that go by the training length now go by {length}: "
-                f"give --rpe-train-length {own} to keep its own"
+                f"{first.path} was trained at {own} tokens; encodings that go by the training length now go by "
+                f"{length}: give --rpe-train-length {own} to keep its own"
             )
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> Any:
@@ -167,10 +167,12 @@ class AnswersTask(FairseqTask):
         found = {}
         for name, info in data.sets.items():
             prompts = [row[:prompt].tolist() for row, prompt in map(data.row, asked[name])]
-            written = greedy(model, prompts, info.answer_tokens) if prompts else []
+            written = greedy(model, prompts, info.answer_tokens, self.cfg.tokens_per_sample) if prompts else []
             items, groups = [], []
             for row, tokens in zip(map(data.question, asked[name]), written, strict=True):
-                answers, choices = (tuple(data.rows.text(i).strip() for i in some) for some in (row.answers, row.choices))
+                answers, choices = (
+                    tuple(data.rows.text(i).strip() for i in some) for some in (row.answers, row.choices)
+                )
                 items.append(Scored(data.rows.decode(tokens).strip(), answers, row.group, choices))
                 groups.append(data.groups[name][group_of(row)])
             found[_SUMS + name] = torch.from_numpy(part(info.published, items, groups, len(data.groups[name])))
