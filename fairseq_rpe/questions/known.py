@@ -182,7 +182,7 @@ class KnownSet:
             found = self._with_neighbours(pattern, _matching(place, pattern, self.places.folders))
             if len(found) > 1 and "*" not in pattern and pattern not in self.places.beside:
                 several = " and ".join(map(str, found))
-                raise UserError(f"{several} are both the {split} file of {self.name}: name the folder of one")
+                raise UserError(f"{several} are each a {split} file of {self.name}: name the folder of one")
             if found:
                 return found
         if source:

@@ -1,5 +1,6 @@
 """Rows of the files that known sets are shipped in: tab-separated text, JSON lines and parquet."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from ..data.sourcefiles import Entry, opened, readable
 
 REMEDY = "correct it or get the file again"
 _PARQUET_ROWS = 64
+_HALF = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -65,9 +67,9 @@ class Row:
         return str(idx) if type(idx := self.values.get("idx")) is int else str(self.number)
 
     def text(self, name: str) -> str:
-        """A field's text. Raises UserError: there is none."""
+        """A field's text. Raises UserError: there is none, or but half a surrogate pair."""
         value = self.values.get(name)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or _HALF.search(value):
             raise UserError(f"{self.source} has no text in '{name}': {REMEDY}")
         return value
 
@@ -103,26 +105,31 @@ def _json_lines(entry: Entry) -> Iterator[Row]:
 
 def _tab_separated(entry: Entry, wanted: Wanted, needed: Words) -> Iterator[Row]:
     """The ``label`` may have no column at all; where one is missing in a line, the line is broken."""
+    columns = {name: wanted.tsv.columns.get(name, name) for name in needed}
     header, number = wanted.tsv.header, -1
+    places = {name: header.index(column) for name, column in columns.items()} if header else {}
     for source, text in lines(entry):
         cells = text.split("\t")
         if not header:
             header = tuple(cells)
-            for name in needed:
-                if (column := wanted.tsv.columns.get(name, name)) in header:
-                    continue
-                if name == "label":
-                    raise NoLabel(source)
-                raise UserError(f"{source} has no column '{column}' but {', '.join(header)}: {REMEDY}")
+            places = _places(header, columns, source)
             continue
         number += 1
-        places = {name: header.index(wanted.tsv.columns.get(name, name)) for name in needed}
         if max(places.values()) >= len(cells):
             if not wanted.tsv.skip_short:
                 raise UserError(f"{source} has {len(cells)} columns instead of {len(header)}: {REMEDY}")
             wanted.skipped["too few columns"] += 1
             continue
         yield Row(source, number, {name: cells[place] for name, place in places.items()})
+
+
+def _places(header: Words, columns: Mapping[str, str], source: str) -> dict[str, int]:
+    for name, column in columns.items():
+        if column not in header:
+            if name == "label":
+                raise NoLabel(source)
+            raise UserError(f"{source} has no column '{column}' but {', '.join(header)}: {REMEDY}")
+    return {name: header.index(column) for name, column in columns.items()}
 
 
 def _parquet(entry: Entry) -> Iterator[Row]:

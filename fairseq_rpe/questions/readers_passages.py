@@ -140,6 +140,8 @@ def record(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
             if not query.answers:
                 raise NoLabel(row.source)
             entities, answers = tuple(dict.fromkeys(query.entities)), tuple(dict.fromkeys(query.answers))
+            if not entities:
+                raise UserError(f"{row.source} has a passage without entities: {REMEDY}")
             fields = {
                 "query": query.query,
                 "entities": ", ".join(entities),
