@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core import files, records
+from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.evaluation.answers import interpolated
 from fairseq_rpe.evaluation.loading import check_plain, load
 from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionRequest, QuestionResult
@@ -28,7 +30,7 @@ from fairseq_rpe.runs import checkpoints
 
 # What bounds questions that are answered together: query-key pairs, for the memory of attention, and tokens, for that
 # of the cache. One question may be more.
-_PAIRS, _TOKENS, _ROWS = 256**3, 1 << 15, 256
+_PAIRS, _TOKENS, _ROWS = 1 << 23, 1 << 15, 256
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def answered(request: QuestionRequest, bar: Progress) -> Iterator[QuestionResult
         for key in wanted:
             if key in known and not _predictions(request, key).is_file():
                 raise UserError(
-                    f"--out {request.out} has the result of {key.set} at {key.length} tokens already, and --predictions "
+                    f"--out {request.out} has the result of {key.set} at {key.length} tokens, and --predictions "
                     "has not its answers: name another --out, or leave --predictions out"
                 )
     last: QuestionKey | None = None
@@ -94,6 +96,7 @@ def measuring(
     checkpoint = checkpoints.load(request.checkpoint)
     check_plain(checkpoint)
     folder = prepared.load(request.data)
+    check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
     rows = folder.split(request.subset)
     plans = {key: _planned(key, rows, folder.sets[key.set]) for key in wanted}
     model, _ = load(request.checkpoint, request, request.data, request.log)
@@ -178,7 +181,7 @@ def _read_by_model(key: QuestionKey, rows: Rows, info: SetInfo, row: Row) -> tup
     if key.by == "likelihood":
         written = max(written, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
     parts = (rows.tokens(item) for item in (row.prompt, row.document, row.cue))
-    return fitted(*parts, key.length - written, key.cut)
+    return fitted(*parts, key.length - written, key.cut, row.id)
 
 
 def _answers(model: Any, key: QuestionKey, rows: Rows, info: SetInfo, batch: _Batch) -> list[str]:
