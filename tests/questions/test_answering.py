@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.attention.layer import counted
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+from fairseq_rpe.data.folder import count_tokens
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.question import Question
 from fairseq_rpe.tasks.answering import AnswersConfig, AnswersTask
@@ -321,6 +323,13 @@ def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
     train(made, tmp_path / "b", 1, begun, said, **flags)
     wanted = f"{begun} was trained at 96 tokens; encodings that go by the training length now go by 128: give"
     assert any(line.startswith(wanted) for line in said)
+
+
+def test_the_tuned_model_reads_text_too(made, begun, capsys):
+    """Here the texts of the questions, one after the other, as a text of its own."""
+    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu")
+    [row] = map(json.loads, done.stdout.splitlines())
+    assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
 
 
 def test_another_dictionary_is_refused(other, begun, tmp_path):
