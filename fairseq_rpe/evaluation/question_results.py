@@ -21,7 +21,8 @@ class QuestionKey:
     """What answers are of: those of a ``set``'s ``subset``, from at most ``length`` tokens, read and written.
 
     ``by``: written freely, or the likeliest choice; ``beam``: its width, 1 is greedy, and ``length_penalty``, which
-    only a wider one has; ``cut``: where a document is shortened. ``draws``: of random ``positions`` for each question.
+    only a wider one has; ``cut``: where a document is shortened. ``draws``: of random ``positions`` for each question;
+    interpolation without a ratio has one for each length, trained tokens / ``length``.
     """
 
     checkpoint: str

@@ -116,8 +116,8 @@ def test_answers_are_those_of_full_passes_and_scores_those_of_the_answers(
     written: dict[tuple[int, ...], list[int]] = {}
     real = questioning.greedy
 
-    def spy(model, prompts, most, whole):
-        found = real(model, prompts, most, whole)
+    def spy(model, prompts, *rest):
+        found = real(model, prompts, *rest)
         written.update({tuple(map(int, prompt)): tokens for prompt, tokens in zip(prompts, found, strict=True)})
         return found
 
@@ -185,11 +185,11 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkey
     (tmp_path / "p/weather-90.json").unlink()
     out, real, asked = tmp_path / "rows.jsonl", questioning._answers, []
 
-    def stopped(model, key, rows, info, batch):
+    def stopped(model, key, rows, info, batch, tick):
         asked.append((key.length, *batch.ids))
         if len(asked) == 5:  # of three batches the second of the second length
             raise KeyboardInterrupt
-        return real(model, key, rows, info, batch)
+        return real(model, key, rows, info, batch, tick)
 
     monkeypatch.setattr(questioning, "_answers", stopped)
     capsys.readouterr()
