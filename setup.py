@@ -13,6 +13,8 @@ CORPORA = [*HUB, "pooch>=1.8", "tokenizers>=0.20"]
 SLURM = ["submitit>=1.5"]
 # differential equations, which some encodings are made of
 ODE = ["torchdiffeq>=0.2.4"]
+# metrics of answers to questions about texts
+ANSWERS = ["rouge-score>=0.1.2", "scikit-learn>=1.5", "scipy>=1.14"]
 # without it: encodings, attention, analysis, figures and corpora, but no models, training or evaluation
 FAIRSEQ = ["ve-fairseq==0.12.3"]
 # the site of docs/: scripts/docs.sh
@@ -71,13 +73,14 @@ setup(
         "corpora": CORPORA,
         "slurm": SLURM,
         "ode": ODE,
+        "answers": ANSWERS,
         # 140 MB with what it needs; without it the tests of its adapter are skipped
         "transformers": ["transformers>=5.23"],
         # 285 MB, and there are wheels for Linux only: elsewhere, or without it, the tests of its kernels are skipped
         "triton": ['triton>=3.6; sys_platform == "linux"'],
         "docs": ["playwright>=1.50", *SITE],
         "check": [*CHECK, *SITE],
-        "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM, *ODE],
+        "test": [*TEST, *FAIRSEQ, *CORPORA, *SLURM, *ODE, *ANSWERS],
     },
     # Other packages add their own through the entry-point groups fairseq_rpe.encodings, .positions and .algorithms.
     entry_points={"console_scripts": ["fairseq-rpe = fairseq_rpe.cli.main:main"]},

@@ -32,6 +32,7 @@ COMMANDS = {
     "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),
     "longrope-search": ("longrope_search", "search the factors with which a checkpoint of rope reads longer text"),
     "accuracy": ("accuracy", "count a checkpoint's exact answers to its algorithmic task, by number of items"),
+    "answer": ("answer", "have a checkpoint answer prepared questions, and score it as their papers do"),
     "sweep": ("sweep", "train several encodings and evaluate each at several lengths"),
     "report": ("report", "write the table, figure and page of sweeps"),
     "figures": ("figures", "draw encodings side by side: heat maps, profiles, receptive fields, what was learned"),
