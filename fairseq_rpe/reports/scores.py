@@ -26,8 +26,8 @@ MEAN = "mean"  # in place of a set, of published values
 class Scores:
     """Scores in per cent; the context length bounds what is read and written.
 
-    ``tuned_at``: tokens of the fine-tuning, ``trained_at`` of the training before. ``averaged``: the sets that a mean is
-    of; none: all.
+    ``tuned_at``: tokens of the fine-tuning, ``trained_at`` of the training before. ``averaged``: the sets that a mean
+    is of; none: all.
     """
 
     rows: Sequence[Finding[QuestionResult]]

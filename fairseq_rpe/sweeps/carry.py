@@ -153,9 +153,7 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
         if before.tuned and tuned and (other := tuned.difference(before.tuned)):
             raise UserError(f"{sweep.out} holds a sweep with another fine-tuning ({other}): choose another --out")
         if before.asking != asking:
-            raise UserError(
-                f"{sweep.out} holds a sweep that asked in another way ({before.asking}): choose another --out"
-            )
+            raise UserError(f"{sweep.out} holds answers asked for in another way: choose another --out")
     known = dict(before.methods) if before else {}
     for method in sweep.methods:
         if known.get(method.name, method) != method:

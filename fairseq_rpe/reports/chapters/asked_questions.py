@@ -27,9 +27,7 @@ def findings(state: State, runs: Sequence[Run], found: Scores) -> Findings:
     alt = "; ".join(
         f"{label}: " + ", ".join(f"{m} {_means(found.of(label, m))}" for m in found.methods) for label in found.sets
     )
-    against = (
-        "the context length; dashed: that of the fine-tuning" if several else "the set; shaded: the mean of the sets"
-    )
+    against = "the context length; dashed: of the fine-tuning" if several else "the set; shaded: the mean of the sets"
     drawn = picture(figure, f"Scores in per cent. {alt}.", f"Score in % against {against}.")
     about: list[Block] = [Text(_about(state, found)), *([Text(_BEYOND)] if printed else [])]
     return Findings(
@@ -166,7 +164,7 @@ def _lead(state: State, found: Scores) -> list[str]:
     lengths = ", ".join(map(str, found.lengths))
     lines = [
         f"{len(methods)} method{'s' * (len(methods) > 1)}, trained on text at {found.trained_at} tokens, fine-tuned on "
-        f"questions at {found.tuned_at} and asked at {lengths}; {counts} questions of the {state.settings.subset} split "
+        f"questions at {found.tuned_at} and asked at {lengths}; {counts} questions of {state.settings.subset} "
         f"of {', '.join(found.sets)}."
     ]
     for n in dict.fromkeys((found.lengths[0], found.lengths[-1])):
@@ -187,19 +185,7 @@ def _measurements(found: Scores) -> Table:
         about = [Cell(str(row.seed), row.seed), Cell(one.set), Cell(str(one.length), one.length), Cell(one.published)]
         cells = [*about, number(one.score, ".3f"), words(others), *counts, number(one.seconds, ".1f")]
         lines.append(Row(row.method, cells))
-    head = [
-        "method",
-        "seed",
-        "set",
-        "length",
-        "metric",
-        "score",
-        "others",
-        "questions",
-        "shortened",
-        "empty",
-        "seconds",
-    ]
+    head = ["method", "seed", "set", "length", "metric", "score", "others", "questions", "cut", "empty", "seconds"]
     return Table("What scores.csv holds, and what each measurement took.", head, lines, folded=True)
 
 
