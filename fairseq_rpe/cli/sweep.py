@@ -12,7 +12,7 @@ from fairseq_rpe.core.files import check_folder, lock, read_json_lines
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.reports import kept
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps import carry, cells, fine_tuning, recipes, slurm
+from fairseq_rpe.sweeps import carry, cells, recipes, slurm, tuned_cells
 from fairseq_rpe.sweeps.request import Sweep, resolve
 from fairseq_rpe.sweeps.state import SweepFolder
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         from fairseq_rpe.sweeps import methods
 
         unseen = methods.without_bias(sweep)
-    made = (fine_tuning if sweep.questions else cells).make(sweep, digest, unseen)
+    made = (tuned_cells if sweep.questions else cells).make(sweep, digest, unseen)
     carry.check_lengths(sweep, made)
     if args.launcher == "dry-run":
         print("\n".join(carry.commands(sweep, made, on_slurm)))

@@ -4,6 +4,7 @@ The new checkpoint keeps the length of the original training as its own (``--rpe
 ``original_length`` that is not given, and interpolated positions compare with that and not with the questions' length.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ def filled(asked: Request) -> Request:
     if not original:
         raise UserError(f"{path} does not say how long its training texts were: train it again")
     own: dict[str, Any] = architecture.said(checkpoint)
-    extra = (*own.pop("extra"), *asked.extra)
+    extra = (*_others(own.pop("extra"), asked.extra), *asked.extra)
     if asked.arch is not None and asked.arch != own["arch"]:
         extra = asked.extra
     if asked.positions_train is None:
@@ -48,3 +49,12 @@ def filled(asked: Request) -> Request:
     if not any(word.partition("=")[0] == _LENGTH for word in asked.extra):
         extra = (*extra, _LENGTH, str(original))
     return replace(asked, **{key: value for key, value in own.items() if getattr(asked, key) is None}, extra=extra)
+
+
+def _others(said: Sequence[str], asked: Sequence[str]) -> list[str]:
+    """The flags of ``said`` with their values, if they have any, that are not asked for already."""
+    known, found, flag = {word.partition("=")[0] for word in asked}, list[str](), ""
+    for word in said:
+        flag = word if word.startswith("--") else flag
+        found += [word] if flag not in known else []
+    return found
