@@ -4,7 +4,6 @@ The new checkpoint keeps the length of the original training as its own (``--rpe
 ``original_length`` that is not given, and interpolated positions compare with that and not with the questions' length.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ _LENGTH = "--rpe-train-length"
 def filled(asked: Request) -> Request:
     """The request with the architecture, dropout and positions of the checkpoint ``finetune_from`` where nothing is said.
 
+    Where the length of its training is said, the flags of its architecture are too: none is added.
     Raises UserError: the checkpoint cannot be used, or its vocabulary is not that of ``data``.
     """
     path, data = asked.finetune_from, asked.data
@@ -33,8 +33,9 @@ def filled(asked: Request) -> Request:
     if not original:
         raise UserError(f"{path} does not say how long its training texts were: train it again")
     own: dict[str, Any] = architecture.said(checkpoint)
-    extra = (*_others(own.pop("extra"), asked.extra), *asked.extra)
-    if asked.arch is not None and asked.arch != own["arch"]:
+    extra = (*own.pop("extra"), *asked.extra)
+    said = any(word.partition("=")[0] == _LENGTH for word in asked.extra)
+    if said or (asked.arch is not None and asked.arch != own["arch"]):
         extra = asked.extra
     if asked.positions_train is None:
         own["positions_train"] = checkpoint.model.get("positions_train")
@@ -46,15 +47,6 @@ def filled(asked: Request) -> Request:
     ).shares
     if own.get("rpe_share") not in ("auto", *shares):
         own.pop("rpe_share", None)
-    if not any(word.partition("=")[0] == _LENGTH for word in asked.extra):
+    if not said:
         extra = (*extra, _LENGTH, str(original))
     return replace(asked, **{key: value for key, value in own.items() if getattr(asked, key) is None}, extra=extra)
-
-
-def _others(said: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """The flags of ``said`` with their values, if they have any, that are not asked for already."""
-    known, found, flag = {word.partition("=")[0] for word in asked}, list[str](), ""
-    for word in said:
-        flag = word if word.startswith("--") else flag
-        found += [word] if flag not in known else []
-    return found

@@ -142,8 +142,9 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
     # what the runs do not share
     own: dict[str, Any] = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *of_tasks))
     settings = SweepSettings(**{**vars(plan.settings), **own}, updates=plan.updates, subset=sweep.subset)
-    last, further = cells[-1].plan, {**own, "data": None, "finetune_from": None}
-    tuned = SweepSettings(**{**vars(last.settings), **further}, updates=last.updates) if sweep.questions else None
+    last = cells[-1].plan
+    further: dict[str, Any] = {**vars(last.settings), **own, "data": None, "finetune_from": None}
+    tuned = SweepSettings(**further, updates=last.updates, subset=sweep.subset) if sweep.questions else None
     asking = ((sweep.scale and sweep.scale.asking) or Asking()) if sweep.questions else None
     if before is not None:
         if other := settings.difference(replace(before.settings, **own)):

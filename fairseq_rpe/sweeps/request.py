@@ -61,7 +61,7 @@ class Sweep:
         """The words after ``fairseq-rpe`` that make a folder of questions, with the vocabulary of the training."""
         folder = self.questions[name]
         return (
-            *(folder.prepare or ("prepare-answers", "FILES")),
+            *(folder.prepare or ("prepare-answers", "NAME")),
             "--dest",
             folder.data,
             "--vocab-from",

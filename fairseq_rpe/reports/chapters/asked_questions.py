@@ -37,7 +37,7 @@ def findings(state: State, runs: Sequence[Run], found: Scores) -> Findings:
             Part("published", "Beside the published values", literature.blocks(state, runs)),
         ],
         _measurements(found),
-        tables[0].markdown() + markdown([*tables[1:], *printed, *about]),
+        markdown([*tables, *printed, *about]).lstrip(),
         figure,
     )
 
