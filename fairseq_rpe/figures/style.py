@@ -93,14 +93,14 @@ def titled(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=TITLE)
 
 
-def mark_training(axes: Axes, length: int, name: str = "", named: bool = True) -> None:
-    """A dashed line at the training length in tokens, and on it ``name``, by default that it was trained there."""
+def mark_training(axes: Axes, length: int, named: bool = True) -> None:
+    """A dashed line at the training length in tokens, and its name on it."""
     axes.axvline(length, color="0.5", linestyle=(0, (4, 2)), linewidth=1, zorder=0, label="_training")
     if not named:
         return
     beside = offset_copy(axes.get_xaxis_transform(), axes.figure, x=2, y=-3, units="points")
     about: dict[str, Any] = {"rotation": 90, "fontsize": TICK - 1, "color": "0.35"}
-    axes.text(length, 1, name or f"trained at {length}", transform=beside, verticalalignment="top", **about)
+    axes.text(length, 1, f"trained at {length}", transform=beside, verticalalignment="top", **about)
 
 
 def lengths_along(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:

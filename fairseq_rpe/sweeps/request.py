@@ -60,13 +60,7 @@ class Sweep:
     def preparing_questions(self, name: str) -> tuple[str, ...]:
         """The words after ``fairseq-rpe`` that make a folder of questions, with the vocabulary of the training."""
         folder = self.questions[name]
-        return (
-            *(folder.prepare or ("prepare-answers", "NAME")),
-            "--dest",
-            folder.data,
-            "--vocab-from",
-            str(self.data),
-        )
+        return (*(folder.prepare or ("prepare-answers", "NAME")), "--dest", folder.data, "--vocab-from", str(self.data))
 
 
 def resolve(

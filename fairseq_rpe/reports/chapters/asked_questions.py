@@ -88,11 +88,17 @@ def _table(
     best = {head: max((v for v in own.values() if v is not None), default=None) for head, own in means.items()}
     rows = []
     for method in found.methods:
-        cells = [spread(means[head][method], ".2f", columns[head](method), best[head]) for head in columns]
+        own = {head: (means[head][method], values(method)) for head, values in columns.items()}
+        cells = [
+            spread(mean, ".2f", seeds, best[head])
+            if head == MEAN
+            else number(mean, ".2f", best[head], f"{min(seeds):.2f}–{max(seeds):.2f}" if len(seeds) > 1 else "")
+            for head, (mean, seeds) in own.items()
+        ]
         rows.append(Row(method, cells + ([number(printed.get(method), ".2f")] if printed else [])))
     head = ["method", *columns, *(["published mean"] if printed else [])]
     if any(len(values(m)) > 1 for values in columns.values() for m in found.methods):
-        caption += " Mean over the seeds; in brackets, from the least to the largest."
+        caption += " Mean over the seeds; of means in brackets, from the least to the largest."
     return Table(caption, head, rows, starred="largest")
 
 
