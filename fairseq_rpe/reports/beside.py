@@ -12,7 +12,7 @@ from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import DELTA, NONE, Judged, Prediction
 from fairseq_rpe.reports.findings import HELD, ExactAnswers, Perplexities
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
-from fairseq_rpe.reports.scores import collect
+from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.sweeps.state import Method, SweepFolder
 
 TOO_FEW = "no verdict"  # already at trained lengths

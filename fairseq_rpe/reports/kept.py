@@ -2,7 +2,7 @@
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.reports.findings import ExactAnswers, Perplexities
-from fairseq_rpe.reports.scores import collect
+from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 _NAMES = {"text": ("results", "ppl"), "algorithms": ("accuracy", "accuracy"), "answers": ("scores", "scores")}

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, asked
-from fairseq_rpe.reports.scores import Scores
+from fairseq_rpe.reports.scored_answers import Scores
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, slug

@@ -9,7 +9,7 @@ from fairseq_rpe.reports.definition import DELTA
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.kept import Places
 from fairseq_rpe.reports.page import Part, Section
-from fairseq_rpe.reports.scores import Scores, collect
+from fairseq_rpe.reports.scored_answers import Scores, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 

@@ -18,8 +18,8 @@ from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.data import folder
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
+from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
 from fairseq_rpe.sweeps.state import Asking, Further, Kind, Method, Published, Training, read_published
-from fairseq_rpe.sweeps.tuning import Folder, Tuning
 
 FOLDER = PACKAGE / "recipes"
 # in a method's specs, the training length of the scale, perhaps times a number

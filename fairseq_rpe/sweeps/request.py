@@ -10,9 +10,9 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.preparation import KNOWN
 from fairseq_rpe.runs.settings import IDENTITY, Request
 from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.fine_tuned import Folder
 from fairseq_rpe.sweeps.recipes import Recipe, Scale
 from fairseq_rpe.sweeps.state import Method
-from fairseq_rpe.sweeps.tuning import Folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

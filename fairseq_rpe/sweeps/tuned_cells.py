@@ -12,10 +12,10 @@ from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.runs.settings import Request, plan
 from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Evaluation, common_words, request_of, within
+from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
 from fairseq_rpe.sweeps.recipes import Scale, divided
 from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import Asking, Method, SweepFolder
-from fairseq_rpe.sweeps.tuning import Folder, Tuning
 
 
 def make(sweep: Sweep, data_digest: str | None, unseen: Collection[str] = ()) -> list[Cell]:
@@ -70,11 +70,10 @@ def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell
     place, data = SweepFolder(sweep.out), Path(sweep.questions[name].data)
     folder = place.run_of(method, seed, name)
     request = replace(
-        request,
+        _tuned(request, tuning, sweep.base),
         data=data,
         save_dir=folder.checkpoints.path,
         tensorboard=place.tensorboard / folder.name,
-        **_said(tuning, request, sweep.base),
         # what encodings and positions go by stays the length of the training on text
         extra=(*request.extra, "--rpe-train-length", str(first.plan.settings.tokens), *tuning.flags(asking)),
     )
@@ -82,14 +81,14 @@ def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell
     return Cell(folder, request, plan(request, digest), first, kind="answers")
 
 
-def _said(tuning: Tuning, request: Request, base: Request) -> dict[str, Any]:
-    """What the fine-tuning does in another way than the training on text."""
+def _tuned(request: Request, tuning: Tuning, base: Request) -> Request:
+    """The request with what the fine-tuning does in another way than the training on text."""
     own: dict[str, Any] = {key: value for key, value in tuning.given().items() if hasattr(request, key)}
     if tuning.batch_sentences is not None:
         own["batch_sentences"] = divided(tuning.batch_sentences, base)
     if (tuning.schedule or request.schedule) != "cosine":
         own["min_lr"] = None
-    return own
+    return replace(request, **own)
 
 
 def _asked(sweep: Sweep, folder: Folder, cell: Cell, method: Method) -> Evaluation:

@@ -19,7 +19,7 @@ from fairseq_rpe.core import UserError, files
 from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.reports import beside, kept
-from fairseq_rpe.reports.scores import collect, published_mean
+from fairseq_rpe.reports.scored_answers import collect, published_mean
 from fairseq_rpe.reports.write import check, write
 from fairseq_rpe.runs.run_folder import Finished
 from fairseq_rpe.sweeps import carry, local, recipes, slurm, tuned_cells

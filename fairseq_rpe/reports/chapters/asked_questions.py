@@ -10,7 +10,7 @@ from fairseq_rpe.figures import score_curves
 from fairseq_rpe.reports.chapters import literature
 from fairseq_rpe.reports.chapters.training import Run
 from fairseq_rpe.reports.page import Block, Findings, Part, Text, markdown, picture
-from fairseq_rpe.reports.scores import MEAN, Scores, by_of, published_mean
+from fairseq_rpe.reports.scored_answers import MEAN, Scores, by_of, published_mean
 from fairseq_rpe.sweeps.state import Published, State
 
 _BY = {"generation": "written freely", "likelihood": "the likeliest of the choices"}
