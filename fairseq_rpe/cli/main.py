@@ -26,6 +26,11 @@ COMMANDS = {
         "prepare:_known",
         "make a corpus from WikiText-103, PG-19, code, Wikipedia, C4, arXiv or OpenWebText2",
     ),
+    "prepare-answers": ("prepare_answers", "make a folder of questions: SCROLLS, GLUE, SuperGLUE or your own"),
+    "prepare-gaps": (
+        "prepare_answers:_gaps",
+        "make questions of any text: which name, seen long before, fills the gap",
+    ),
     "train": ("train", "train one language model"),
     "extend": ("extend", "train a checkpoint further on longer texts and compare before and after"),
     "eval": ("eval", "evaluate a checkpoint at several lengths"),

@@ -164,7 +164,7 @@ def map_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """As :func:`read_split`, but the token ids stay on the disk until they are looked at."""
     dtype, sizes = _read_index(folder / f"{split}.idx")
     _check_sizes(folder, split, dtype, sizes)
-    return np.memmap(folder / f"{split}.bin", dtype, "r"), sizes
+    return np.asarray(np.memmap(folder / f"{split}.bin", dtype, "r")), sizes
 
 
 def unigram_ppl(ids: np.ndarray) -> float:

@@ -142,7 +142,7 @@ class KnownSet:
         if check_counts and count != self.counts[split]:
             raise UserError(
                 f"{files[0]}: {self.name} {split} has {count} examples instead of the published {self.counts[split]}: "
-                "get a whole copy, or turn the check of counts off"
+                "get a whole copy, or turn the check of counts off (--no-counts)"
             )
 
     def _question(self, example: Example) -> Question:

@@ -106,7 +106,7 @@ class Rows(Sequence[Row]):
         self._ids, sizes = map_split(folder, split)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self.sizes = sizes  # tokens of each item, (items,)
-        self._lines = np.memmap(self._path, np.uint8, "r")
+        self._lines = np.asarray(np.memmap(self._path, np.uint8, "r"))
         self._breaks = np.flatnonzero(self._lines == ord("\n"))
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Rows(Sequence[Row]):
         number = range(len(self))[index]  # counted from the end where it is negative
         start = self._breaks[number - 1] + 1 if number else 0
         row = json_object(self._lines[start : self._breaks[number]].tobytes(), self._path, _AGAIN, number + 1)
-        given = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key in _ROW}
+        given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key in _ROW}
         return Row(**given)
 
     def __iter__(self) -> Iterator[Row]:

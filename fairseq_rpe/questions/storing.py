@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 from array import array
 from collections import Counter
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import UserError, records
-from ..core.files import file_digest
+from ..core.files import check_folder, file_digest
 from ..core.progress import Progress
 from ..core.records import Words
 from ..data.destination import Contents, make_once
@@ -80,6 +81,14 @@ def store(
     }
     make_once(dest, key, lambda made: _build(sets, given, made), say, CONTENTS)
     return load(dest)
+
+
+def check_dest(dest: Path) -> None:
+    """Refuse, before any work, a folder that could not be made."""
+    if os.pathsep in str(dest):
+        raise UserError(f"--dest {dest} has a '{os.pathsep}', where fairseq splits paths: rename it")
+    if not dest.is_dir():
+        check_folder(dest, flag="--dest")
 
 
 def _build(sets: Sequence[AskedSet], given: Given, made: Path) -> dict[str, Any]:
@@ -162,9 +171,8 @@ class _SplitWriter:
         def said(text: str, what: str) -> int:
             item = self._item(blank + " ".join(text.split()), what, each)
             if self._unknown[item]:
-                raise UserError(
-                    f"{each.place()}: {what} {text!r} has words that are not in the dictionary: leave it out"
-                )
+                lacking = f"{what} {text!r} has words that the dictionary lacks"
+                raise UserError(f"{each.place()}: {lacking}: leave it out or take another vocabulary")
             if (size := self._sizes[item] + 1) > one.answer_tokens and one.whole_answers:
                 most = f"more than {one.answer_tokens}: leave it out or allow it with --answer-tokens {size}"
                 raise UserError(f"{each.place()}: {what} of '{question.id}' has {size} tokens with its end, {most}")
