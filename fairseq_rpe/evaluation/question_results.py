@@ -10,7 +10,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import Count, Natural, Words, filled
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.evaluation.results import Overrides, Result, draws_of
-from fairseq_rpe.questions import metrics, prepared
+from fairseq_rpe.questions import layout, metrics, prepared
 
 By = Literal["generation", "likelihood"]
 Cut = Literal["end", "start", "middle"]
@@ -21,7 +21,8 @@ class QuestionKey:
     """What answers are of: those of a ``set``'s ``subset``, from at most ``length`` tokens, read and written.
 
     ``by``: written freely, or the likeliest choice; ``beam``: its width, 1 is greedy, and ``length_penalty``, which
-    only a wider one has; ``cut``: where a document is shortened. ``draws``: of random ``positions`` for each question.
+    only a wider one has; ``cut``: where a document is shortened. ``draws``: of random ``positions`` for each question;
+    interpolation without a ratio has one for each length, trained tokens / ``length``.
     """
 
     checkpoint: str
@@ -88,11 +89,8 @@ class QuestionRequest(Overrides):
                     f"--subset {self.subset}: {name} has no answers there, but in {have}: name one of these"
                 )
             metrics.check(*info.metrics, info.published)
-            if short := next((n for n in self.lengths if n <= info.answer_tokens), None):
-                raise UserError(
-                    f"length {short} leaves nothing to read beside the {info.answer_tokens} tokens of an answer of "
-                    f"{name}: raise it"
-                )
+            for length in self.lengths:
+                layout.room(length, info.answer_tokens, name)
         if self.by == "likelihood" and self.beam > 1:
             raise UserError("--beam is of --by generation: drop it, choices are all compared")
         if self.length_penalty is not None and self.beam == 1:

@@ -13,27 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core import files, records
+from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.evaluation.answers import interpolated
 from fairseq_rpe.evaluation.loading import check_plain, load
 from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionRequest, QuestionResult
 from fairseq_rpe.evaluation.results import read, resumed
 from fairseq_rpe.modules.generation import beam, check_fixed, greedy, likelihoods, settled
 from fairseq_rpe.questions import metrics, prepared
-from fairseq_rpe.questions.layout import fitted
+from fairseq_rpe.questions.layout import check_room, fitted
 from fairseq_rpe.questions.metrics import Scored
 from fairseq_rpe.questions.prepared import Row, Rows, SetInfo
 from fairseq_rpe.runs import checkpoints
 
 # What bounds questions that are answered together: query-key pairs, for the memory of attention, and tokens, for that
 # of the cache. One question may be more.
-_PAIRS, _TOKENS, _ROWS = 256**3, 1 << 15, 256
+_PAIRS, _TOKENS, _ROWS = 1 << 23, 1 << 15, 256
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Questions that are answered together, by their places in the split."""
+    """Questions that are answered together: their places in the split, and their ids."""
 
     places: list[int]
     ids: list[str]
@@ -72,7 +74,7 @@ def answered(request: QuestionRequest, bar: Progress) -> Iterator[QuestionResult
         for key in wanted:
             if key in known and not _predictions(request, key).is_file():
                 raise UserError(
-                    f"--out {request.out} has the result of {key.set} at {key.length} tokens already, and --predictions "
+                    f"--out {request.out} has the result of {key.set} at {key.length} tokens, and --predictions "
                     "has not its answers: name another --out, or leave --predictions out"
                 )
     last: QuestionKey | None = None
@@ -94,8 +96,13 @@ def measuring(
     checkpoint = checkpoints.load(request.checkpoint)
     check_plain(checkpoint)
     folder = prepared.load(request.data)
+    check_vocabulary(checkpoint, read_dictionary(request.data / "dict.txt"), request.data)
     rows = folder.split(request.subset)
-    plans = {key: _planned(key, rows, folder.sets[key.set]) for key in wanted}
+    asked: dict[str, list[tuple[int, Row]]] = {key.set: [] for key in wanted}
+    for place, row in enumerate(rows):
+        if row.set in asked:
+            asked[row.set].append((place, row))
+    plans = {key: _planned(key, rows, folder.sets[key.set], asked[key.set]) for key in wanted}
     model, _ = load(request.checkpoint, request, request.data, request.log)
     check_fixed(model)
     moves = model.decoder.moves
@@ -111,20 +118,19 @@ def measuring(
         for batch in plan.batches:
             if not all(id in found for id in batch.ids):
                 start = time.monotonic()
-                texts = _answers(model, key, rows, info, batch)
+                texts = _answers(model, key, rows, info, batch, bar.tick)
                 part = _Part(dict(zip(batch.ids, texts, strict=True)), round(time.monotonic() - start, 3))
                 parts.append(part)
                 found.update(part.answers)
                 _keep(kept, part)
             bar.update(len(batch.ids))
-        asked = [(id, place) for batch in plan.batches for id, place in zip(batch.ids, batch.places, strict=True)]
-        texts = {id: found[id] for id, _ in sorted(asked, key=lambda one: one[1])}
+        texts = {row.id: found[row.id] for _, row in asked[key.set]}
         count = info.splits[key.subset].questions
         if not len(texts) == plan.questions == count:
             raise UserError(f"{key.set}: {len(texts)} of {count} questions were answered: the result is not kept")
         if request.predictions is not None:
             files.write_json(_predictions(request, key), texts)
-        values, undefined = _scored(info, [_judged(rows, place, found[id]) for id, place in asked])
+        values, undefined = _scored(info, [_judged(rows, row, texts[row.id]) for _, row in asked[key.set]])
         return QuestionResult(
             **vars(key),
             encoding=checkpoint.encoding,
@@ -145,62 +151,63 @@ def measuring(
     return measure
 
 
-def _planned(key: QuestionKey, rows: Rows, info: SetInfo) -> _Plan:
+def _planned(key: QuestionKey, rows: Rows, info: SetInfo, asked: Sequence[tuple[int, Row]]) -> _Plan:
     """Batches of a set's questions, the longest first, so that what is too much for the memory fails at once."""
-    sizes, ids, copies, cut, lost = list[tuple[int, int]](), dict[int, str](), dict[int, int](), 0, 0
-    for place, row in enumerate(rows):
-        if row.set != key.set:
-            continue
+    sizes, cut, lost = list[tuple[int, int, Row]](), 0, 0
+    for place, row in asked:
         if key.by == "likelihood" and not row.choices:
             raise UserError(f"question '{row.id}' of {key.set} has no choices to compare: use --by generation")
-        tokens, gone = _read_by_model(key, rows, info, row)
+        prompt, document, cue = (0 if i is None else int(rows.sizes[i]) for i in (row.prompt, row.document, row.cue))
+        gone = max(0, document - check_room(prompt + cue, _room(key, rows, info, row), row.id))
         cut, lost = cut + (gone > 0), lost + gone
-        sizes.append((len(tokens), place))
-        ids[place] = row.id
-        copies[place] = len(row.choices) if key.by == "likelihood" else key.beam
-    batches: list[list[int]] = []
-    filled = longest = 0  # of the batch that is open
-    for size, place in sorted(sizes, key=lambda one: (-one[0], one[1])):
-        many = filled + copies[place]
-        open_ = batches and len(batches[-1]) * longest**2 + longest**2 <= _PAIRS
-        if not open_ or many > _ROWS or many * (longest + info.answer_tokens) > _TOKENS:
-            batches.append([])
-            longest, many = size, copies[place]
-        batches[-1].append(place)
-        filled = many
-    made = [_Batch(places, [ids[place] for place in places]) for places in batches]
-    return _Plan(made, len(sizes), cut, lost)
+        sizes.append((prompt + document + cue - gone, place, row))
+    batches = list[_Batch]()
+    longest = copies = 0  # of the batch that is being filled: its first question's tokens, and all rows of the model
+    for size, place, row in sorted(sizes, key=lambda one: (-one[0], one[1])):
+        own = len(row.choices) if key.by == "likelihood" else key.beam
+        more = copies + own
+        fits = more <= _ROWS and more * (longest + info.answer_tokens) <= _TOKENS
+        if not batches or not fits or (len(batches[-1].ids) + 1) * longest**2 > _PAIRS:
+            batches.append(_Batch([], []))
+            longest, more = size, own
+        batches[-1].places.append(place)
+        batches[-1].ids.append(row.id)
+        copies = more
+    return _Plan(batches, len(sizes), cut, lost)
 
 
-def _read_by_model(key: QuestionKey, rows: Rows, info: SetInfo, row: Row) -> tuple[Any, int]:
-    """What a model reads of a question, and how many tokens of its document are left out."""
+def _room(key: QuestionKey, rows: Rows, info: SetInfo, row: Row) -> int:
+    """Tokens that may be read of a question, beside its answer; choices that are longer take what they need."""
     written = info.answer_tokens
     if key.by == "likelihood":
         written = max(written, 1 + max(int(rows.sizes[choice]) for choice in row.choices))
-    parts = (rows.tokens(item) for item in (row.prompt, row.document, row.cue))
-    return fitted(*parts, key.length - written, key.cut)
+    return key.length - written
 
 
-def _answers(model: Any, key: QuestionKey, rows: Rows, info: SetInfo, batch: _Batch) -> list[str]:
-    """The texts that the model answers a batch with."""
+def _answers(
+    model: Any, key: QuestionKey, rows: Rows, info: SetInfo, batch: _Batch, tick: Callable[[], object]
+) -> list[str]:
+    """The texts that the model answers a batch with; ``tick`` is called after each step."""
     asked = [rows[place] for place in batch.places]
-    prompts = [_read_by_model(key, rows, info, row)[0] for row in asked]
+    prompts = []
+    for row in asked:
+        parts = (rows.tokens(item) for item in (row.prompt, row.document, row.cue))
+        prompts.append(fitted(*parts, _room(key, rows, info, row), key.cut, row.id)[0].tolist())
     if key.by == "likelihood":
-        choices = [[rows.tokens(choice) for choice in row.choices] for row in asked]
+        choices = [[rows.tokens(choice).tolist() for choice in row.choices] for row in asked]
         found = likelihoods(model, prompts, choices, key.length)
         best = (max(range(len(own)), key=own.__getitem__) for own in found)
         return [rows.text(row.choices[place]).strip() for row, place in zip(asked, best, strict=True)]
     if key.beam == 1:
-        written = greedy(model, prompts, info.answer_tokens, key.length)
+        written = greedy(model, prompts, info.answer_tokens, key.length, tick)
     else:
         penalty = 1.0 if key.length_penalty is None else key.length_penalty
-        several = beam(model, prompts, info.answer_tokens, key.beam, penalty, key.length)
+        several = beam(model, prompts, info.answer_tokens, key.beam, penalty, key.length, tick)
         written = [own[0].tokens if own else [] for own in several]
     return [rows.decode(tokens).strip() for tokens in written]
 
 
-def _judged(rows: Rows, place: int, prediction: str) -> Scored:
-    row = rows[place]
+def _judged(rows: Rows, row: Row, prediction: str) -> Scored:
     answers, choices = (tuple(rows.text(item).strip() for item in items) for items in (row.answers, row.choices))
     return Scored(prediction, answers, row.group, choices)
 

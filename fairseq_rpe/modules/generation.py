@@ -6,7 +6,7 @@ are padded on the left; a row's numbers are those of the same row alone.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,18 +48,27 @@ class Writing:
         check_fixed(model)
         self.model, self.rows, self._state = model, rows, dict[str, Any]()
 
-    def read(self, last: int = 1) -> Tensor:
-        """Read what has not been read yet; log-probabilities (R, last, V) of what follows the ``last`` tokens of it.
+    def read(self) -> Tensor:
+        """Read what has not been read yet: log-probabilities (R, V) of the next token, float32; never padding."""
+        return self._scores(self._features()[:, -1:])
 
-        Padding is impossible. float32.
-        """
-        decoder = self.model.decoder
-        features = decoder(self.rows, incremental_state=self._state, features_only=True)[0]
-        outputs = decoder.output_layer(features[:, -last:]), None
-        scores = self.model.get_normalized_probs(outputs, log_probs=True).float()
+    def chances(self, next_ones: Tensor) -> Tensor:
+        """The same of the tokens next_ones (R, n) int64 that follow the last n tokens of what is read: (R, n)."""
+        features = self._features()[:, -next_ones.shape[1] :]
+        # one after the other: scores of a whole vocabulary are large
+        each = (self._scores(features[:, n : n + 1]) for n in range(next_ones.shape[1]))
+        return torch.cat([one.gather(1, next_ones[:, n : n + 1]) for n, one in enumerate(each)], dim=1)
+
+    def _features(self) -> Tensor:
+        return self.model.decoder(self.rows, incremental_state=self._state, features_only=True)[0]
+
+    def _scores(self, features: Tensor) -> Tensor:
+        """Log-probabilities (R, V) from features (R, 1, C)."""
+        outputs = self.model.decoder.output_layer(features), None
+        scores = self.model.get_normalized_probs(outputs, log_probs=True)[:, 0].float()
         if bool(scores.isnan().any()):
             raise UserError("this model's predictions are not numbers (NaN): use an earlier checkpoint of its training")
-        scores[..., decoder.padding_idx] = -torch.inf
+        scores[:, self.model.decoder.padding_idx] = -torch.inf
         return scores
 
     def add(self, tokens: Tensor) -> None:
@@ -124,7 +133,7 @@ def continued(model: Any, prompts: Tensor, steps: int, tick: Tick = lambda: None
     """
     writing = Writing(model, prompts)
     for _ in range(steps):
-        writing.add(writing.read()[:, -1].argmax(-1, keepdim=True))
+        writing.add(writing.read().argmax(-1, keepdim=True))
         tick()
     return writing.rows[:, prompts.shape[1] :]
 
@@ -152,7 +161,7 @@ def greedy(
         writing = Writing(model, padded(prompts, model.decoder.padding_idx).to(device))
         active = torch.arange(len(prompts))  # of the rows that are left, in their order
         for _ in range(most - 1):
-            best = writing.read()[:, -1].argmax(-1)
+            best = writing.read().argmax(-1)
             tokens = best.tolist()
             tick()
             for row, token in zip(active.tolist(), tokens, strict=True):
@@ -217,7 +226,7 @@ class _Search:
         self.sums = torch.zeros(len(found), 1, device=writing.rows.device)  # of log-probabilities (prompts, width)
 
     def step(self, last: bool) -> None:
-        scores = self.writing.read()[:, -1]
+        scores = self.writing.read()
         types = scores.shape[1]
         if last:
             ended = torch.full_like(scores, -torch.inf)
@@ -266,17 +275,17 @@ def likelihoods(
     most = 1 + max(map(len, flat))
     _check(prompts, most)
     dictionary, device = model.decoder.dictionary, next(model.parameters()).device
+    pad = dictionary.pad()
+    wanted = padded([[*choice, dictionary.eos()] for choice in flat], pad, left=False).to(device)
     with settled(model, prompts, _whole(prompts, most, whole)):
-        writing = Writing(model, padded(prompts, dictionary.pad()).to(device))
+        writing = Writing(model, padded(prompts, pad).to(device))
         first = writing.read()
         counts = torch.tensor([len(own) for own in choices], device=device)
         order = torch.arange(len(prompts), device=device).repeat_interleave(counts)
-        scores = first[order]
+        each = first[order].gather(1, wanted[:, :1])
         if most > 1:
             writing.keep(order)
-            writing.add(padded(flat, dictionary.pad(), left=False))
-            scores = torch.cat([scores, writing.read(most - 1)], dim=1)
-    wanted = padded([[*choice, dictionary.eos()] for choice in flat], dictionary.pad(), left=False).to(device)
-    each = scores.gather(2, wanted[:, :, None])[:, :, 0].masked_fill(wanted.eq(dictionary.pad()), 0.0)
-    sums = iter(each.double().sum(1).tolist())
+            writing.add(wanted[:, :-1].masked_fill(wanted[:, 1:].eq(pad), pad))  # without the end of each
+            each = torch.cat([each, writing.chances(wanted[:, 1:])], dim=1)
+    sums = iter(each.masked_fill(wanted.eq(pad), 0.0).double().sum(1).tolist())
     return [[next(sums) for _ in own] for own in choices]

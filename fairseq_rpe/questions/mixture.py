@@ -36,7 +36,7 @@ def shares(spec: str, rows: Mapping[str, int]) -> dict[str, float]:
     else:
         raise UserError(f"--mixture {spec} is not one of {FORMS}: choose one, N and T above 0")
     total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
+    return {name: weights[name] / total for name in rows}
 
 
 def _positive(text: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it
 from fairseq import checkpoint_utils, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import train as fairseq_train
+from omegaconf import DictConfig
 
 from fairseq_rpe import compat
 
@@ -49,11 +52,6 @@ def train(
     ``flags``: of fairseq-train, over those of :data:`TINY`: True for one that takes no value, None for one to leave
     out. ``init_from``: the checkpoint to begin with, as --init-from. ``said``: takes fairseq's messages.
     """
-    own = {"finetune_from_model": init_from, "max_update": updates, "save_dir": save_dir}
-    words = [str(folder), "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
-    for name, value in {**TINY, **own, **flags}.items():
-        if value is not None and value is not False:
-            words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     compat.apply()
     for function, left in ((checkpoint_utils.save_checkpoint, "best"), (fairseq_train.should_stop_early, "best")):
         vars(function).pop(left, None)  # of the training before in this process
@@ -63,10 +61,25 @@ def train(
     root.addHandler(handler)
     root.setLevel(logging.WARNING if said is None else logging.INFO)
     try:
-        args = options.parse_args_and_arch(options.get_training_parser(), input_args=words)
-        fairseq_train.main(convert_namespace_to_omegaconf(args))
+        cfg = copy.deepcopy(settings(**{**TINY, **flags}))
+        first = None if init_from is None else str(init_from)
+        cfg.task.data, cfg.task.finetune_from_model = str(folder), first
+        cfg.checkpoint.save_dir, cfg.checkpoint.finetune_from_model = str(save_dir), first
+        cfg.optimization.max_update = updates
+        fairseq_train.main(cfg)
     finally:
         compat.overrides.clear()
         root.removeHandler(handler)
         root.setLevel(level)
     return save_dir / "checkpoint_last.pt"
+
+
+@functools.cache
+def settings(**flags: object) -> DictConfig:
+    """What fairseq-train makes of its flags, which takes longer than a few updates."""
+    words = ["DATA", "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    args = options.parse_args_and_arch(options.get_training_parser(), input_args=words)
+    return convert_namespace_to_omegaconf(args)
