@@ -18,7 +18,7 @@ _LENGTH = "--rpe-train-length"
 
 
 def filled(asked: Request) -> Request:
-    """The request with the architecture, dropout and positions of the checkpoint ``finetune_from`` where nothing is said.
+    """The request with architecture, dropout and positions of the checkpoint that it begins with, if nothing is said.
 
     Where the length of its training is said, the flags of its architecture are too: none is added.
     Raises UserError: the checkpoint cannot be used, or its vocabulary is not that of ``data``.
@@ -42,11 +42,17 @@ def filled(asked: Request) -> Request:
         own["positions_eval"] = checkpoint.model.get("positions_eval")
     if asked.rpe_module is not None:
         encodings.load_module(asked.rpe_module)
-    shares = encodings.build(
-        asked.rpe, checkpoint.size("decoder_attention_heads"), checkpoint.size("decoder_embed_dim"), original
-    ).shares
-    if own.get("rpe_share") not in ("auto", *shares):
+    heads, width = checkpoint.size("decoder_attention_heads"), checkpoint.size("decoder_embed_dim")
+    made = encodings.build(asked.rpe, heads, width, original)
+    if own.get("rpe_share") not in ("auto", *made.shares):
         own.pop("rpe_share", None)
+    learned = checkpoint.encodings[0] if checkpoint.encodings else {}
+    here, there = ({name: value.shape for name, value in one.items()} for one in (made.state_dict(), learned))
+    if here != there:
+        raise UserError(
+            f"--rpe {asked.rpe} has other parameters than {path} has learned with '{checkpoint.encoding}': name that "
+            "encoding, or one with the same parameters"
+        )
     if not said:
         extra = (*extra, _LENGTH, str(original))
     return replace(asked, **{key: value for key, value in own.items() if getattr(asked, key) is None}, extra=extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.attention.layer import counted
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+from fairseq_rpe.data.folder import count_tokens
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.question import Question
 from fairseq_rpe.tasks.answering import AnswersConfig, AnswersTask
@@ -323,6 +325,13 @@ def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
     assert any(line.startswith(wanted) for line in said)
 
 
+def test_the_tuned_model_reads_text_too(made, begun, capsys):
+    """Here the texts of the questions, one after the other, as a text of its own."""
+    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu")
+    [row] = map(json.loads, done.stdout.splitlines())
+    assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
+
+
 def test_another_dictionary_is_refused(other, begun, tmp_path):
     why = "was trained with another vocabulary than"
     with pytest.raises(UserError, match=why):
@@ -358,6 +367,21 @@ def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
     done = run_here("train", made, *common, "--rpe", "alibi", "--", "--rpe-train-length", "300")
     words = shlex.split(done.stdout)
     assert words.count("--rpe-train-length") == 1 and flag(words, "--rpe-train-length") == "300"
+    done = run_here("train", made, *common, "--rpe", "kerple_log", ok=False)
+    assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in done.stderr
+    done = run_here("train", made, *common[:-1], tmp_path / "none.pt", "--rpe", "alibi", ok=False)
+    assert done.returncode == 2 and "none.pt" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_positions_are_the_checkpoints_unless_said(made, tmp_path):
+    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max=9", positions_eval="offset:by=3")
+    common = ["--save-dir", tmp_path / "run", "--dry-run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
+    words = shlex.split(run_here("train", made, *common).stdout)
+    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=3"]
+    words = shlex.split(run_here("train", made, *common, "--positions-train", "identity").stdout)
+    assert flag(words, "--positions-train") == "identity" and "--positions-eval" not in words
+    words = shlex.split(run_here("train", made, *common, "--positions-eval", "offset:by=5").stdout)
+    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=5"]
 
 
 def test_answers_choose_the_best_checkpoint(several, tmp_path):
@@ -401,7 +425,30 @@ def test_what_cannot_be_trained_is_refused(several, tmp_path, flags, why):
         train(several, tmp_path, 1, eval_answers=True, **flags)
 
 
-def test_scores_that_do_not_add_up_are_refused_at_once(tmp_path):
-    make_folder(tmp_path / "q", metrics=("matthews",))
-    with pytest.raises(UserError, match="--eval-answers: made is scored by matthews"):
-        train(tmp_path / "q", tmp_path / "run", 1, eval_answers=True)
+def test_scores_that_do_not_add_up_are_left_out(tmp_path):
+    splits = {"train": questions(4), "valid": questions(4, start=4)}
+    make_sets(tmp_path / "q", [asked_set(metric, splits, (metric,), 8) for metric in ("matthews", "f1")])
+    said: list[str] = []
+    train(tmp_path / "q", tmp_path / "run", 1, said=said, eval_answers=True)
+    assert "matthews is scored by matthews, which is no mean over questions: 'answers' leaves it out" in said
+    [last] = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line]
+    assert "answers_f1" in last and "answers_matthews" not in last
+    make_folder(tmp_path / "p", splits, metrics=("matthews",))
+    with pytest.raises(UserError, match="--eval-answers: no set of the data is scored by a mean over questions"):
+        train(tmp_path / "p", tmp_path / "other", 1, eval_answers=True)
+
+
+def test_a_process_with_nothing_left_logs_the_same_sums(several):
+    """fairseq gives it rows of the training, whose sets and groups may be others; it counts none of them."""
+    task = task_of(several, eval_answers=True)
+    for split in ("train", "valid"):
+        task.load_dataset(split)
+    task.get_batch_iterator(task.dataset("valid"), max_sentences=4)
+    model, criterion = make_model(task, "alibi"), AnswerCrossEntropy(task)
+    logs = []
+    for split in ("valid", "train"):
+        data = task.dataset(split)
+        logs.append(task.valid_step(data.collater([data[i] for i in range(4)]), model, criterion)[2])
+    real, idle = ({k: v for k, v in log.items() if k.startswith("_answers_")} for log in logs)
+    assert {name: value.shape for name, value in real.items()} == {name: value.shape for name, value in idle.items()}
+    assert len(real) == 3 and sum(v.sum() for v in real.values()) > 0 and not any(v.any() for v in idle.values())
