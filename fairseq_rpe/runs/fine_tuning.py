@@ -20,6 +20,7 @@ _LENGTH = "--rpe-train-length"
 def filled(asked: Request) -> Request:
     """The request with architecture, dropout and positions of the checkpoint that it begins with, if nothing is said.
 
+    Where the length of its training is said, the flags of its architecture are too: none is added.
     Raises UserError: the checkpoint cannot be used, or its vocabulary is not that of ``data``.
     """
     path, data = asked.finetune_from, asked.data
@@ -33,7 +34,8 @@ def filled(asked: Request) -> Request:
         raise UserError(f"{path} does not say how long its training texts were: train it again")
     own: dict[str, Any] = architecture.said(checkpoint)
     extra = (*own.pop("extra"), *asked.extra)
-    if asked.arch is not None and asked.arch != own["arch"]:
+    said = any(word.partition("=")[0] == _LENGTH for word in asked.extra)
+    if said or (asked.arch is not None and asked.arch != own["arch"]):
         extra = asked.extra
     if asked.positions_train is None:
         own["positions_train"] = checkpoint.model.get("positions_train")
@@ -51,6 +53,6 @@ def filled(asked: Request) -> Request:
             f"--rpe {asked.rpe} has other parameters than {path} has learned with '{checkpoint.encoding}': name that "
             "encoding, or one with the same parameters"
         )
-    if not any(word.partition("=")[0] == _LENGTH for word in asked.extra):
+    if not said:
         extra = (*extra, _LENGTH, str(original))
     return replace(asked, **{key: value for key, value in own.items() if getattr(asked, key) is None}, extra=extra)
