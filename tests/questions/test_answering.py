@@ -390,6 +390,12 @@ def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
     done = run_here("train", made, *common, "--rpe", "alibi", "--", "--rpe-train-length", "300")
     words = shlex.split(done.stdout)
     assert words.count("--rpe-train-length") == 1 and flag(words, "--rpe-train-length") == "300"
+    assert flag(words, "--decoder-layers") == "1" and flag(words, "--arch") == "transformer_rpe_lm_tiny"
+    again = run_here("train", made, *common, "--rpe", "alibi", "--arch", "tiny", "--", "--rpe-train-length", "300")
+    assert shlex.split(again.stdout) == words
+    own = ["--decoder-embed-dim", "32", "--decoder-layers", "2"]
+    words = shlex.split(run_here("train", made, *common, "--rpe", "alibi", "--", *own).stdout)
+    assert flag(words, "--decoder-layers") == "2" and "--decoder-ffn-embed-dim" not in words
     done = run_here("train", made, *common, "--rpe", "kerple_log", ok=False)
     assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in done.stderr
     done = run_here("train", made, *common[:-1], tmp_path / "none.pt", "--rpe", "alibi", ok=False)
