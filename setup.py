@@ -51,7 +51,9 @@ setup(
         "Survey": "https://arxiv.org/abs/2312.17044",
     },
     packages=find_packages(include=["fairseq_rpe", "fairseq_rpe.*"]),
-    package_data={"fairseq_rpe": ["corpora.toml", "recipes/*.toml", "templates/*", "py.typed"]},
+    package_data={
+        "fairseq_rpe": ["corpora.toml", "recipes/*.toml", "questions/sets/*.toml", "templates/*", "py.typed"]
+    },
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.8",

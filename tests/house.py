@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "compat": {"core", "encodings"},
     "modules": {*SCIENCE, "analysis", "figures"},
     "criterions": {*SCIENCE, "modules"},
-    "tasks": {*SCIENCE, "data", "questions"},
+    "tasks": {*SCIENCE, "data", "questions", "modules"},
     "models": {*SCIENCE, *GLUE},
     "runs": _RUNS,
     "evaluation": {*_RUNS, "runs"},

@@ -109,15 +109,18 @@ def of_options(registry: Registry, title: str) -> str:
 
 
 def of_model_flags() -> str:
-    """Flags that fairseq-train gets from the model, and the task's; imports fairseq."""
+    """Flags that fairseq-train gets from the model, and the tasks'; imports fairseq."""
     from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
     from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELMConfig
     from fairseq_rpe.tasks.algorithmic import AlgorithmicConfig
+    from fairseq_rpe.tasks.answering import AnswersConfig
 
     theirs = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
     rows = []
-    for config, names in ((TransformerRPELMConfig, None), (AlgorithmicConfig, {"algorithm"})):
+    answers = {"cut", "mixture", "eval_answers"}
+    configs = ((TransformerRPELMConfig, None), (AlgorithmicConfig, {"algorithm"}), (AnswersConfig, answers))
+    for config, names in configs:
         for field in dataclasses.fields(config):
             about = str(field.metadata.get("help", ""))
             if field.name in (names or {field.name} - theirs) and about and not about.startswith("set by"):

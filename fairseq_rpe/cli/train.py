@@ -11,7 +11,9 @@ from fairseq_rpe.core.records import filled
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Runs fairseq-train. Rerunning the same command resumes a run that was stopped."
-    parser.add_argument("data", type=Path, nargs="?", metavar="DATA", help="binarised data folder")
+    parser.add_argument(
+        "data", type=Path, nargs="?", metavar="DATA", help="binarised text, or questions of prepare-answers"
+    )
     parser.add_argument(
         "--algorithm", type=spec, metavar="SPEC", help="in place of DATA: a generated task, e.g. copy:items=20"
     )
@@ -20,7 +22,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     about = "begin with the weights of this checkpoint; optimiser, schedule and updates are new (fine-tuning)"
-    parser.add_argument("--finetune-from", type=Path, metavar="CHECKPOINT", help=about)
+    about += "; for questions its architecture, dropout, positions and training length are taken too"
+    parser.add_argument("--finetune-from", "--init-from", type=Path, metavar="CHECKPOINT", help=about)
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
     parser.add_argument(
         "--save-every", type=positive_int, metavar="N", help=f"updates between checkpoints ({by_arch('save_every')})"
@@ -44,23 +47,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.data import folder as corpus
-    from fairseq_rpe.runs import launch
+    from fairseq_rpe.runs import launch, training_data
     from fairseq_rpe.runs.run_folder import CheckpointFolder
-    from fairseq_rpe.runs.settings import Request, plan
+    from fairseq_rpe.runs.settings import Request
 
     request = filled(Request, args)
-    if (request.data is None) == (request.algorithm is None):
-        raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
     if request.inspect_every and not request.tensorboard:
         raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
-    if request.data is None:
-        wanted = plan(request, "")
-    else:
-        corpus.check_folder(request.data, "train", "valid")
-        wanted = plan(request, corpus.digest(request.data))
-        for split in ("train", "valid"):
-            corpus.check_block(request.data, split, wanted.settings.tokens)
+    if request.finetune_from and training_data.asks(request.data):
+        from fairseq_rpe.runs import fine_tuning
+
+        request = fine_tuning.filled(request)
+    wanted = training_data.checked(request)
     node = launch.here(request)
     if args.dry_run:
         print(shlex.join(launch.command(request, wanted, node, launch.gpus(request, dry=True))))

@@ -3,7 +3,7 @@
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checkpoint_file import damaged, read
 from .errors import UserError
+from .files import vocabulary_digest
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COUNTS = (torch.int32, torch.int64, torch.uint8, torch.bool)  # of buffers; a model says where it has any
@@ -125,6 +126,17 @@ def check_size(state: State) -> None:
     positions = _number(model.get("max_target_positions")) or _number(model.get("tokens_per_sample"))
     if "rpe" not in model and positions * width > _MOST_SINUSOIDS:
         raise _contradiction(state.path, "max_target_positions", positions, f"a width of {width}, which is too much")
+
+
+def check_vocabulary(state: State, symbols: Sequence[str], data: Path | str) -> None:
+    """Raises UserError: the model was trained with other symbols than these, which are of dict.txt in ``data``."""
+    known, table = state.model.get("rpe_vocabulary"), state.weights.get("decoder.embed_tokens.weight")
+    other = known != vocabulary_digest(symbols) if known else table is not None and len(table) != len(symbols)
+    if other:
+        raise UserError(
+            f"{state.path} was trained with another vocabulary than {data}/dict.txt: prepare the text again with "
+            "--vocab-from and the folder that it was trained on"
+        )
 
 
 def _number(value: object) -> int:

@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,24 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock, write_json
 from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest
 
-_FILES = (MANIFEST, "dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
+_FILES = ("dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
 
 
-def _up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Contents:
+    """What folders of a kind hold beside a vocabulary and splits."""
+
+    manifest: str  # the file that says how one was made
+    read: Callable[[Path], dict[str, Any]]  # what that says, nothing where it is not there or not of these commands
+    more: tuple[str, ...] = ()  # other files
+
+
+CORPUS = Contents(MANIFEST, read_manifest)
+
+
+def _up_to_date(folder: Path, key: Mapping[str, Any], contents: Contents) -> dict[str, Any] | None:
     """The manifest of ``folder`` if it was made with ``key`` and all its files are unchanged."""
-    manifest = read_manifest(folder)
+    manifest = contents.read(folder)
     files = manifest.get("files")
     if any(manifest.get(name) != value for name, value in key.items()):
         return None
@@ -27,14 +40,14 @@ def _up_to_date(folder: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def _check_replaceable(dest: Path) -> None:
+def _check_replaceable(dest: Path, contents: Contents) -> None:
     """Refuse a destination with anything in it that this command did not make."""
     if os.path.lexists(dest) and not dest.is_dir():
         raise UserError(f"{dest} is {'a file' if dest.is_file() else 'not a folder'}: give another --dest")
     names = sorted(os.listdir(dest)) if dest.is_dir() else []
-    if names and not read_manifest(dest):
+    if names and not contents.read(dest):
         raise UserError(f"{dest} is not empty and was not made by this command: move it or give another --dest")
-    foreign = [name for name in names if name not in _FILES]
+    foreign = [name for name in names if name not in (contents.manifest, *contents.more, *_FILES)]
     if foreign:
         raise UserError(
             f"{dest / foreign[0]} was not made by this command and would be lost: move it or give another --dest"
@@ -80,9 +93,13 @@ def _publish(built: Path, dest: Path, old: Path) -> None:
 
 
 def make_once(
-    dest: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
+    dest: Path,
+    key: Mapping[str, Any],
+    build: Callable[[Path], dict[str, Any]],
+    say: Callable[[str], None],
+    contents: Contents = CORPUS,
 ) -> dict[str, Any]:
-    """Make a corpus in ``dest`` unless it already exists; returns its manifest.
+    """Make a corpus, or a folder with other ``contents``, in ``dest`` unless it already exists; returns its manifest.
 
     ``key`` is what decides its files; ``build`` fills the folder that it is given and returns the rest of the manifest;
     ``say`` takes short lines about the progress.
@@ -90,20 +107,20 @@ def make_once(
     Raises UserError if ``dest`` holds something else or cannot be written; it is then untouched.
     """
     place = Path(os.path.realpath(dest))  # which takes links that lead in a circle
-    manifest = _up_to_date(place, key)
+    manifest = _up_to_date(place, key, contents)
     if not manifest:
         with scratch(place) as folder:
             # Another process may have made it while this one waited.
-            manifest = _up_to_date(place, key)
+            manifest = _up_to_date(place, key, contents)
             if not manifest:
-                _check_replaceable(place)
+                _check_replaceable(place, contents)
                 made = folder / "made"
                 made.mkdir()
                 manifest = {**key, **build(made)}
-                write_json(made / MANIFEST, manifest)
-                _check_replaceable(place)
+                write_json(made / contents.manifest, manifest)
+                _check_replaceable(place, contents)
                 _publish(made, place, folder / "replaced")
-                for name, count in manifest["splits"].items():
+                for name, count in manifest.get("splits", {}).items():
                     say(f"{name}: " + ", ".join(f"{number} {what}" for what, number in count.items()))
                 say(f"wrote {dest}")
                 return manifest

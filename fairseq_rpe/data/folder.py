@@ -160,6 +160,13 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return np.fromfile(folder / f"{split}.bin", dtype, _check_sizes(folder, split, dtype, sizes)), sizes
 
 
+def map_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """As :func:`read_split`, but the token ids stay on the disk until they are looked at."""
+    dtype, sizes = _read_index(folder / f"{split}.idx")
+    _check_sizes(folder, split, dtype, sizes)
+    return np.asarray(np.memmap(folder / f"{split}.bin", dtype, "r")), sizes
+
+
 def unigram_ppl(ids: np.ndarray) -> float:
     """2 ** H of token ids (tokens,), H the entropy in bits of their own frequencies: no fixed distribution has less."""
     counts = np.bincount(ids)

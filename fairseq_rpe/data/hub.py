@@ -24,15 +24,28 @@ _ABOUT = (
     *("*metadata*.json", "*config*.json", "*stats.json", "*statistics.json"),
 )
 _BY_HAND = "get its files some other way and give their folder instead"
+# where the hub keeps the parquet files that it makes of data sets that come with a loading script
+_CONVERTED = "refs/convert/parquet"
 
 
-def sources(source: str, include: Sequence[str] = (), one_by_one: bool = False) -> list[Path | Entry]:
+def one_file(source: str) -> Path:
+    """Download ``hub:OWNER/NAME/FILE``, of whatever kind, unless it is in the hub's cache. Raises UserError."""
+    match = _SOURCE.fullmatch(source)
+    if match is None or not match[2]:
+        raise UserError(f"{source} is not a file of the hub: use hub:OWNER/NAME/FILE")
+    return _fetched(match[1], match[2].strip("/"))
+
+
+def sources(
+    source: str, include: Sequence[str] = (), one_by_one: bool = False, converted: bool = False
+) -> list[Path | Entry]:
     """What a source consists of: its path, or the files of ``hub:OWNER/NAME[/FOLDER]``, in the order of their names.
 
     Args:
         source: a path, or a data set of the hub.
         include: patterns such as ``*.parquet`` that the names of a data set's files must match; none takes all.
         one_by_one: download a file of a data set when it is first read; otherwise all of them now.
+        converted: one by one; where it has none of its own, take the parquet files that the hub has made of it.
 
     Raises UserError without network or permission, and if the data set has no files that can be read.
     """
@@ -42,8 +55,11 @@ def sources(source: str, include: Sequence[str] = (), one_by_one: bool = False) 
     if match is None:
         raise UserError(f"{source} is not a data set of the hub: use hub:OWNER/NAME or hub:OWNER/NAME/FOLDER")
     with _told(source) as hub:
-        listed = _listed if one_by_one else _downloaded
-        entries = listed(hub, source, match[1], match[2].strip("/"))
+        if converted:
+            entries = _listed_or_converted(hub, source, match[1], match[2].strip("/"))
+        else:
+            listed = _listed if one_by_one else _downloaded
+            entries = listed(hub, source, match[1], match[2].strip("/"))
     if not entries:
         kinds = "parquet, .jsonl, .json or .txt files (loading scripts are not run)"
         raise UserError(f"{source} has no {kinds}: {_BY_HAND}")
@@ -87,9 +103,19 @@ def _downloaded(hub: Any, source: str, name: str, folder: str) -> list[Entry]:
     return []
 
 
-def _listed(hub: Any, source: str, name: str, folder: str) -> list[Entry]:
+def _listed_or_converted(hub: Any, source: str, name: str, folder: str) -> list[Entry]:
+    absent = (hub.errors.EntryNotFoundError, hub.errors.RevisionNotFoundError)
+    for revision in (None, _CONVERTED):
+        with contextlib.suppress(*absent):
+            if entries := _listed(hub, source, name, folder, revision):
+                return entries
+    return []
+
+
+def _listed(hub: Any, source: str, name: str, folder: str, branch: str | None = None) -> list[Entry]:
     api = hub.HfApi()
-    revision = api.repo_info(name, repo_type="dataset", expand=["sha"]).sha
+    asked = {"revision": branch} if branch else {}
+    revision = api.repo_info(name, repo_type="dataset", expand=["sha"], **asked).sha
     tree = api.list_repo_tree(name, folder or None, recursive=True, revision=revision, repo_type="dataset")
     # Folders have no size.
     listed = [PurePosixPath(item.path).relative_to(folder) for item in tree if hasattr(item, "size")]
@@ -102,7 +128,7 @@ def _listed(hub: Any, source: str, name: str, folder: str) -> list[Entry]:
     return []
 
 
-def _fetched(name: str, path: str, revision: str) -> Path:
+def _fetched(name: str, path: str, revision: str | None = None) -> Path:
     with _told(f"hub:{name}/{path}") as hub:
         return Path(hub.hf_hub_download(name, path, repo_type="dataset", revision=revision))
 

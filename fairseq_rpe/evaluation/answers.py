@@ -4,7 +4,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.spec import configure, parse
 from fairseq_rpe.evaluation.loading import load
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerRequest, AnswerResult
+from fairseq_rpe.modules.generation import check_fixed, continued
 from fairseq_rpe.modules.moves import generator_of
 from fairseq_rpe.positions import registry
 from fairseq_rpe.runs.checkpoints import Checkpoint
@@ -64,11 +64,7 @@ def measuring(
     algorithm = algorithm_of(checkpoint)
     model, task = load(request.checkpoint, request, log=request.log)
     moves, device = model.decoder.moves, next(model.parameters()).device
-    if model.decoder.reads_length:
-        raise UserError(
-            "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
-            "factor with --rpe, or use --positions interpolate, which has one ratio for each number of items"
-        )
+    check_fixed(model)
     given = str(request.positions or checkpoint.model.get("positions_eval") or moves.train.evaluation)
 
     def place(length: int, prompts: Tensor | None = None) -> str:
@@ -108,7 +104,7 @@ def measuring(
             prompts, answers = data.prompts(part.tolist())
             if drawn:
                 place(key.length, prompts)
-            written = greedy(model, prompts.to(device), answers.shape[1], functools.partial(bar.update, len(part)))
+            written = continued(model, prompts.to(device), answers.shape[1], functools.partial(bar.update, len(part)))
             right += int(torch.eq(written.cpu(), answers).all(1).sum())
         counts = {"examples": len(rows), "right": right, "accuracy": right / len(rows)}
         took = round(time.monotonic() - start, 3)
@@ -123,20 +119,3 @@ def measuring(
         total += len(rows) * data.prompts(rows[:1].tolist())[1].shape[1]
     bar.begin(total)
     return measure
-
-
-@torch.no_grad()
-def greedy(model: Any, prompts: Tensor, steps: int, tick: Callable[[], object] = lambda: None) -> Tensor:
-    """The likeliest next token, ``steps`` >= 1 times, past the end of the sentence as well: (B, steps) int64.
-
-    ``model``: a ``transformer_rpe_lm`` in evaluation mode; ``prompts``: (B, P) int64 without padding, P >= 1;
-    ``tick`` is called after each token.
-    """
-    rows, state = prompts, dict[str, Any]()
-    for _ in range(steps):
-        features = model.decoder(rows, incremental_state=state, features_only=True)[0]
-        scores = model.decoder.output_layer(features[:, -1])
-        scores[:, model.decoder.padding_idx] = -torch.inf
-        rows = torch.cat([rows, scores.argmax(-1, keepdim=True)], dim=1)
-        tick()
-    return rows[:, prompts.shape[1] :]

@@ -98,6 +98,13 @@ class Fixed(Transform):
         at, rows = index.clamp(0, table.shape[1] - 1).long(), max(len(index), len(table))
         return Moved(table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.moved.step, self.moved.contiguous)
 
+    def of_rows(self, order: Tensor) -> "Fixed":
+        """The same for the rows ``order`` (B',) int64 of these."""
+        if len(self.moved.k) == 1:
+            return self
+        moved = Moved(self.moved.k[order.to(self.moved.k.device)], self.moved.step, self.moved.contiguous)
+        return Fixed(moved, self.fractional)
+
 
 def freeze(transform: Transform, length: int, generator: torch.Generator | None = None) -> Transform:
     """The positions that ``transform`` gives a finished row of ``length`` tokens; longer rows are refused.

@@ -15,7 +15,7 @@ from typing import IO
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
-from fairseq_rpe.runs import processes
+from fairseq_rpe.runs import processes, training_data
 from fairseq_rpe.runs.messages import Ending, Relay
 from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
 from fairseq_rpe.runs.view import View
@@ -109,6 +109,9 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     s = plan.settings
     if request.algorithm:
         flags = ["--task", "rpe_algorithmic", "--algorithm", s.data or "", "--criterion", "answer_cross_entropy"]
+    elif training_data.asks(request.data):
+        flags = [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
+        flags += ["--tokens-per-sample", str(s.tokens)]
     else:
         flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
         flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]

@@ -10,8 +10,10 @@ from typing import IO
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.attention import choose
 from fairseq_rpe.core import checkpoint_file
+from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import DEBUG, UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
+from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
@@ -34,6 +36,9 @@ def check(request: Request, plan: Plan) -> None:
     choose(request.attention_backend)
     if request.finetune_from is not None:
         checkpoint_file.check(request.finetune_from)
+        if request.data is not None:
+            first, symbols = checkpoints.load(request.finetune_from), read_dictionary(request.data / "dict.txt")
+            check_vocabulary(first, symbols, request.data)
     launch.gpus(request)
     names = (folder.last.name, folder.record_path.name)
     check_folder(request.save_dir, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--save-dir")

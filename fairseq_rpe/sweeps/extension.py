@@ -16,14 +16,15 @@ from torch import Tensor
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.core import Positions, checkpoint_file
+from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder, replace_with, vocabulary_digest
+from fairseq_rpe.core.files import check_folder, replace_with
 from fairseq_rpe.core.sizes import size_of
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import check_plain
 from fairseq_rpe.evaluation.perplexity import measuring
 from fairseq_rpe.evaluation.results import TextRequest, TextResult, resumed
-from fairseq_rpe.runs import architecture, checkpoints, launch, start
+from fairseq_rpe.runs import architecture, checkpoints, launch, start, training_data
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.run_folder import RunFolder
@@ -68,7 +69,9 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")
     corpus.check_folder(data, "train", "valid", subset)
-    _check_vocabulary(checkpoint, data)
+    if training_data.asks(data):
+        raise UserError(f"{data} holds questions, not a text to read: use fairseq-rpe train {data} --init-from {path}")
+    check_vocabulary(checkpoint, corpus.read_dictionary(data / "dict.txt"), data)
     original = checkpoint.train_length()
     if not original:
         raise UserError(f"{path} does not say how long its training texts were: train it again")
@@ -140,17 +143,6 @@ def _measured(extension: Extension, path: Path, changed: Mapping[str, str]) -> I
         **overrides,
     )
     yield from resumed(TextResult, extension.folder.results, wanted.keys(), lambda _: measuring(wanted))
-
-
-def _check_vocabulary(checkpoint: Checkpoint, data: Path) -> None:
-    symbols = corpus.read_dictionary(data / "dict.txt")
-    known, table = checkpoint.model.get("rpe_vocabulary"), checkpoint.weights.get("decoder.embed_tokens.weight")
-    other = known != vocabulary_digest(symbols) if known else table is not None and len(table) != len(symbols)
-    if other:
-        raise UserError(
-            f"{checkpoint.path} was trained with another vocabulary than {data}/dict.txt: prepare the text again with "
-            "--vocab-from and the folder that it was trained on"
-        )
 
 
 def _filled(asked: Request, checkpoint: Checkpoint, tokens: int) -> Request:

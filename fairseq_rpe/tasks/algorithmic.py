@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
-from fairseq.data import Dictionary, FairseqDataset, data_utils
+from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import open_dict
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..algorithms import Algorithm, Example, build
 from ..core import UserError
+from .answer_rows import AnswerRows
 
 # no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
 
@@ -30,52 +31,22 @@ class AlgorithmicConfig(FairseqDataclass):
     add_bos_token: bool = field(default=False, metadata={"help": "refused: a prompt begins with its verb"})
 
 
-class AnswerDataset(FairseqDataset):
-    """Prompts with their answers.
-
-    A sample of B rows has ``src_tokens`` (B, T) int64, padded on the right; ``target`` (B, T), the next word, padding
-    included; ``answer`` (B, T) bool, where the next word belongs to the answer or ends it. A word that the closed
-    vocabulary ``dictionary`` lacks is an error.
-    """
+class AnswerDataset(AnswerRows):
+    """The examples of an algorithm; a word that the closed vocabulary ``dictionary`` lacks is an error."""
 
     def __init__(self, examples: list[Example], dictionary: Dictionary) -> None:
-        self.examples, self.dictionary = examples, dictionary
+        super().__init__(dictionary)
+        self.examples = examples
         self.items = np.array([e.length for e in examples])
         self.sizes = np.array([len(e.prompt) + len(e.answer) for e in examples])
 
     def encode(self, words: tuple[str, ...]) -> list[int]:
         return [self.dictionary.indices[word] for word in words]
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def size(self, index: int) -> int:
-        return int(self.sizes[index])
-
-    num_tokens = size
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> tuple[list[int], int]:
         example = self.examples[index]
         row = [*self.encode(example.prompt), *self.encode(example.answer), self.dictionary.eos()]
-        return {"id": index, "row": torch.tensor(row), "prompt": len(example.prompt)}
-
-    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        if not samples:
-            return {}
-        pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        source = data_utils.collate_tokens([s["row"][:-1] for s in samples], pad, eos)
-        target = data_utils.collate_tokens([s["row"][1:] for s in samples], pad, eos)
-        lengths = torch.tensor([len(s["row"]) - 1 for s in samples])
-        starts = torch.tensor([s["prompt"] - 1 for s in samples])
-        at = torch.arange(source.shape[1])
-        return {
-            "id": torch.tensor([s["id"] for s in samples]),
-            "nsentences": len(samples),
-            "ntokens": int(lengths.sum()),
-            "net_input": {"src_tokens": source, "src_lengths": lengths},
-            "target": target,
-            "answer": (at >= starts[:, None]) & (at < lengths[:, None]),
-        }
+        return row, len(example.prompt)
 
     def prompts(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Prompts (B, P) and answers with the end of the sentence (B, A) of examples with equally many items."""

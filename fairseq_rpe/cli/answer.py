@@ -1,0 +1,41 @@
+"""``answer``: a checkpoint's answers to prepared questions at several context lengths, scored as their papers do."""
+
+import argparse
+import json
+from pathlib import Path
+
+from fairseq_rpe.cli.options import add_checkpoint, int_list, least, positive_int, words
+from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.core.records import filled
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints one JSON line per set and length, with all metrics of the set; one that is in --out is not redone, and "
+        "of one that is unfinished no question is asked again."
+    )
+    add_checkpoint(parser)
+    parser.add_argument("data", type=Path, metavar="DATA", help="folder of fairseq-rpe prepare-answers")
+    about = "context lengths: most tokens of prompt, document, cue and answer together"
+    parser.add_argument("--lengths", type=int_list, required=True, metavar="N,N,...", help=about)
+    parser.add_argument("--sets", type=words, metavar="NAME,...", help="sets to answer (default: all in DATA)")
+    parser.add_argument("--subset", default="valid", help="split to answer (default: valid)")
+    about = "generation: written to the end; likelihood: the likeliest of the choices (default: %(default)s)"
+    parser.add_argument("--by", choices=("generation", "likelihood"), default="generation", help=about)
+    parser.add_argument("--beam", type=positive_int, default=1, metavar="K", help="beam width (default: 1, greedy)")
+    about = "of a beam: sums of log-probabilities are divided by answer tokens ** X (default: 1)"
+    parser.add_argument("--length-penalty", type=least, metavar="X", help=about)
+    about = "where a document that is too long is shortened (default: end)"
+    parser.add_argument("--cut", choices=("end", "start", "middle"), default="end", help=about)
+    parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="default: the checkpoint's")
+    about = "folder for the answers: SET-LENGTH.json, as id: text"
+    parser.add_argument("--predictions", type=Path, metavar="DIR", help=about)
+
+
+def run(args: argparse.Namespace) -> None:
+    from fairseq_rpe.evaluation.question_results import QuestionRequest
+    from fairseq_rpe.evaluation.questioning import answered
+
+    with Progress(args.data.name, "questions") as bar:
+        for result in answered(filled(QuestionRequest, args), bar):
+            bar.say(json.dumps(result.record()))

@@ -1,0 +1,223 @@
+"""A prepared folder of gaps: the questions of all documents, as many of them from each distance, chosen by a seed."""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from operator import attrgetter
+from pathlib import Path
+
+from ..core import UserError
+from ..core.progress import Progress
+from ..data.division import DividedDocuments
+from ..data.documents import Document
+from ..data.encoders import UNK, Encoder, load_encoder
+from ..data.folder import SPLITS
+from ..data.preparation import PrepareOptions
+from ..data.sourcefiles import Entry
+from ..data.vocabulary import given_vocabulary
+from .gaps import ANSWER_TOKENS, BINS, SENTENCES, WHERE, Gap, Passages, quotas
+from .prepared import Prepared
+from .question import Question
+from .storing import Asked, AskedSet, check_dest, store
+
+_LEAST_TOKENS = 128
+MADE_BY = "fairseq-rpe prepare-gaps"
+
+
+@dataclass(frozen=True)
+class GapOptions:
+    """Which questions to make, out of which text, and where."""
+
+    dest: Path
+    vocab_from: Path  # a prepared corpus whose tokenizer is taken
+    train: tuple[Path | Entry, ...]  # all text if the others are empty: it is divided by document then
+    tokens: int  # of a context that a passage, its question and room for the answer fill
+    valid: tuple[Path | Entry, ...] = ()
+    test: tuple[Path | Entry, ...] = ()
+    documents: int | None = None  # of training, the first ones; None takes all
+    text_field: str = "text"
+    questions: int = 4000  # of training
+    valid_questions: int = 400  # of validation, and as many of the test
+    where: str = "last"  # the question stands; one of WHERE
+    sentence: str = "next"  # which is asked for; one of SENTENCES
+    seed: int = 1
+
+    def check(self) -> None:
+        """Refuse numbers out of range, naming the option."""
+        ranges = {
+            "tokens": (_LEAST_TOKENS, 1 << 24),
+            "questions": (BINS, 1 << 32),
+            "valid_questions": (BINS, 1 << 32),
+            "seed": (0, (1 << 63) - 1),
+        }
+        for name, (least, most) in ranges.items():
+            if not least <= getattr(self, name) <= most:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} {getattr(self, name)} is out of range: use {least} to {most}")
+        for name, value, known in (("question", self.where, WHERE), ("sentence", self.sentence, SENTENCES)):
+            if value not in known:
+                raise UserError(f"--{name} {value} is none of {', '.join(known)}")
+
+    def wanted(self, split: str) -> int:
+        """How many questions a split gets."""
+        return self.questions if split == "train" else self.valid_questions
+
+
+def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepared:
+    """Make the folder unless it is there already.
+
+    Raises UserError: bad options or sources, documents that are too short, that have no names or too few questions.
+    """
+    options.check()
+    texts = PrepareOptions(
+        dest=options.dest,
+        train=options.train,
+        valid=options.valid,
+        test=options.test,
+        documents=options.documents,
+        text_field=options.text_field,
+        seed=options.seed,
+        vocab_from=options.vocab_from,
+    )
+    texts.check()
+    kind = (given_vocabulary(options.vocab_from, None) or ("", {}))[0]
+    check_dest(options.dest)
+    documents = DividedDocuments(texts)
+    choice = _Choice(options, documents, load_encoder(kind, options.vocab_from), say)
+    asked = AskedSet(
+        name=options.dest.name,
+        suite="gaps",
+        title=f"which name fills the gap, in {options.tokens} tokens",
+        metrics=("f1", "em"),
+        published="f1",
+        answer_tokens=ANSWER_TOKENS,
+        splits={split: partial(choice.asked, split) for split in SPLITS},
+    )
+    names = ("tokens", "documents", "text_field", "questions", "valid_questions", "where", "sentence", "seed")
+    source = {"texts": documents.digest, "options": {name: getattr(options, name) for name in names}}
+    return store(options.dest, [asked], options.vocab_from, MADE_BY, source, say)
+
+
+@dataclass
+class _Looked:
+    """What was found in the documents of a split."""
+
+    documents: int = 0
+    longest: int = 0  # document, in tokens
+    names: int = 0
+
+
+class _Choice:
+    """The questions of each split that a hash of seed, document and place chooses, as many of each bin of distance."""
+
+    def __init__(
+        self, options: GapOptions, documents: DividedDocuments, encoder: Encoder, say: Callable[[str], None]
+    ) -> None:
+        self._options, self._documents, self._encoder, self._say = options, documents, encoder, say
+        # by split: by the number of its document
+        self._chosen: dict[str, dict[int, list[Gap]]] = {}
+
+    def asked(self, split: str) -> Iterator[Asked]:
+        """The chosen questions of a split, in the order of the documents."""
+        if not self._chosen:
+            self._choose()
+        left = dict(self._chosen[split])
+        for number, document in enumerate(d for s, d in self._documents if s == split):
+            gaps = left.pop(number, [])
+            text = _text(document) if gaps else ""
+            for gap in sorted(gaps, key=attrgetter("place", "end")):
+                yield Asked(_question(number, text, gap), partial(str, document.place), gap.guesses)
+            if not left:
+                break
+        self._documents.check_unchanged()
+
+    def _choose(self) -> None:
+        options, looked = self._options, {split: _Looked() for split in SPLITS}
+        heaps: dict[tuple[str, int], list[tuple[int, int, Gap]]] = defaultdict(list)
+        with Progress("looking for questions", "documents", self._count()) as progress:
+            for split, document in self._documents:
+                there = looked[split]
+                passages = Passages(_text(document), self._encoder.encode, self._can_be_answer)
+                for gap in passages.gaps(options.tokens, options.where, options.sentence):
+                    heap = heaps[split, gap.bin]
+                    # A heap gives up its smallest first: the one of the highest rank.
+                    full = len(heap) == quotas(options.wanted(split))[gap.bin]
+                    (heapq.heappushpop if full else heapq.heappush)(
+                        heap, (-self._rank(document, gap), there.documents, gap)
+                    )
+                there.documents += 1
+                there.longest = max(there.longest, passages.tokens)
+                there.names += len(passages.names)
+                progress.update()
+        for split in SPLITS:
+            self._check(split, looked[split], [len(heaps[split, number]) for number in range(BINS)])
+            chosen: dict[int, list[Gap]] = defaultdict(list)
+            for number in range(BINS):
+                for _, document_number, gap in heaps[split, number]:
+                    chosen[document_number].append(gap)
+            self._chosen[split] = chosen
+
+    def _count(self) -> int:
+        """How many documents there are; where a split got none of few, they are divided otherwise."""
+        counts, splits = Counter[str](), dict[str, str]()
+        for split, document in self._documents:
+            counts[split] += 1
+            if (other := splits.setdefault(document.digest, split)) != split:
+                both = f"{document.place} has a document that the {other} split has, too"
+                raise UserError(f"the {split} split: {both}: leave it out of one of them")
+        empty = [split for split in SPLITS if not counts[split]]
+        if empty:
+            if (how := self._documents.divide_few()) is None:
+                raise UserError(
+                    f"the {empty[0]} split has no document: give more texts, or --train, --valid and --test"
+                )
+            self._say(how)
+            return sum(1 for _ in self._documents)
+        return counts.total()
+
+    def _can_be_answer(self, name: str) -> bool:
+        ids = self._encoder.encode(f" {name}")
+        return len(ids) < ANSWER_TOKENS and UNK not in ids
+
+    def _rank(self, document: Document, gap: Gap) -> int:
+        name = f"{self._options.seed}\0{document.digest}\0{gap.place}\0{gap.end}"
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
+
+    def _check(self, split: str, looked: _Looked, found: list[int]) -> None:
+        """Refuse a split that has fewer questions of some distance than wanted."""
+        tokens, wanted = self._options.tokens, self._options.wanted(split)
+        short = [number for number, (n, quota) in enumerate(zip(found, quotas(wanted), strict=True)) if n < quota]
+        if not short:
+            return
+        if looked.longest < tokens:
+            longest = f"its longest document has {looked.longest} tokens"
+            raise UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer --tokens")
+        if not looked.names:
+            what = "of words that are capitalised within sentences and hardly ever in lower case"
+            raise UserError(f"the {split} split has no names, {what}: give other texts, such as novels")
+        worst = min(short, key=lambda number: found[number])
+        back = " to ".join(f"{100 * edge / BINS:g}" for edge in (worst, worst + 1))
+        few = f"has {found[worst]} questions with the answer {back} % of the passage back, not {quotas(wanted)[worst]}"
+        flag = "--questions" if split == "train" else "--valid-questions"
+        least = BINS * found[worst]
+        remedy = f"use {flag} {least} or give it more text" if least else "give it more text or use fewer --tokens"
+        raise UserError(f"the {split} split {few}: {remedy}")
+
+
+def _text(document: Document) -> str:
+    return "".join(document.blocks())
+
+
+def _question(number: int, text: str, gap: Gap) -> Question:
+    return Question(
+        id=f"{number}-{gap.place}-{gap.end}",
+        prompt=gap.prompt,
+        answers=(gap.answer,),
+        document=text[gap.begin : gap.end],
+        cue=gap.cue,
+        choices=gap.choices,
+        distance=gap.distance,
+    )

@@ -1,0 +1,224 @@
+"""A prepared folder of questions: fairseq's binaries with each different text once, and a line for each question.
+
+``answers.json`` says what it holds and how it was made; ``SPLIT.bin`` and ``SPLIT.idx`` hold texts as tokens, without
+end symbol, numbered from 0: the items; ``SPLIT.rows.jsonl`` names the items of each question.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from ..core import UserError, records
+from ..core.files import file_digest, json_object, read_json
+from ..core.records import Count, Natural, Words
+from ..data.encoders import load_decoder
+from ..data.folder import BINARIES, SPLITS, check_folder, describe_files, map_split
+from ..data.vocabulary import VOCABULARY_FILES
+
+ANSWERS = "answers.json"
+MADE_BY = ("fairseq-rpe prepare-answers", "fairseq-rpe prepare-gaps")
+ROWS = tuple(f"{split}.rows.jsonl" for split in SPLITS)
+_AGAIN = "prepare it again"
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """What a set has in a split."""
+
+    questions: Count
+    answers: Count
+    documents: Natural = 0  # different ones
+    tokens: Natural = 0  # of prompt, document and cue of all questions
+    longest: Natural = 0  # question, in tokens of prompt, document and cue
+    cut_answers: Natural = 0  # which with their end symbol have more than answer_tokens tokens
+    unknown: Natural = 0  # tokens <unk> in prompts, documents and cues, of whole words only
+    # Simple ways to answer without any model, by their names: percent of the questions that they answer right.
+    guesses: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """A set of questions: where it is from and how it is scored."""
+
+    suite: str  # "scrolls", "glue", "superglue"; "own" and "gaps" for others
+    metrics: Words  # all that it is scored with
+    published: str  # the one of them that counts
+    answer_tokens: Count  # most tokens of an answer, its end symbol included
+    splits: Mapping[str, SplitInfo]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    kind: str
+
+
+@dataclass(frozen=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What is read of ``answers.json``."""
+
+    made_by: str
+    tokenizer: _Tokenizer
+    sets: Mapping[str, SetInfo]
+    files: Mapping[str, _File]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A question; texts are items, whose tokens and text :class:`Rows` has.
+
+    A model reads ``prompt + document + cue``, as they are, and writes one of ``answers``. Where that text does not end
+    with white space, answers and choices begin with a blank, as words do within a line: strip what is compared.
+    """
+
+    id: str
+    set: str
+    group: str = ""  # what is scored together, by itself where it is empty
+    prompt: int | None = None
+    document: int | None = None
+    cue: int | None = None
+    answers: tuple[int, ...] = ()
+    choices: tuple[int, ...] = ()
+    distance: int | None = None  # words between the place that answers it and the document's end
+    guesses: Mapping[str, int] = field(default_factory=dict)  # answers without any model, by the way to guess
+
+
+_ROW = {one.name for one in fields(Row)}
+
+
+class Rows(Sequence[Row]):
+    """The questions of a split. Neither they nor their texts are in memory before they are asked for."""
+
+    def __init__(self, folder: Path, split: str, kind: str) -> None:
+        self._path, self._folder, self._kind = folder / f"{split}.rows.jsonl", folder, kind
+        self._ids, sizes = map_split(folder, split)
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self.sizes = sizes  # tokens of each item, (items,)
+        self._lines = np.asarray(np.memmap(self._path, np.uint8, "r"))
+        self._breaks = np.flatnonzero(self._lines == ord("\n"))
+
+    def __len__(self) -> int:
+        return len(self._breaks)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]  # counted from the end where it is negative
+        start = self._breaks[number - 1] + 1 if number else 0
+        row = json_object(self._lines[start : self._breaks[number]].tobytes(), self._path, _AGAIN, number + 1)
+        given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key in _ROW}
+        return Row(**given)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def tokens(self, item: int | None) -> np.ndarray:
+        """(tokens,) ids of an item, none of ``None``; they lie on the disk and cannot be written to."""
+        if item is None:
+            return self._ids[:0]
+        end = self._ends[item]
+        return self._ids[end - self.sizes[item] : end]
+
+    def text(self, item: int | None) -> str:
+        """An item as it was before it became tokens; of whole words their white space is one blank or line end."""
+        return "" if item is None else self.decode(self.tokens(item).tolist())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, e.g. of an answer that a model wrote; half a character becomes U+FFFD."""
+        text = self._decoder(ids).decode(errors="replace")
+        if self._kind != "words":
+            return text
+        return text.replace("\ufffd", "\ufffd ").replace(" \n", "\n").removesuffix(" ")
+
+    @cached_property
+    def _decoder(self) -> Any:
+        return load_decoder(self._kind, self._folder)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder of questions."""
+
+    folder: Path
+    sets: Mapping[str, SetInfo]
+    kind: str  # of its tokenizer
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Those that it has, of train, valid and test."""
+        return tuple(split for split in SPLITS if any(split in info.splits for info in self.sets.values()))
+
+    def split(self, name: str) -> Rows:
+        """The questions of a split. Raises UserError: there is none, or its files are damaged or changed."""
+        if name not in self.splits:
+            raise UserError(f"{self.folder} has no split '{name}': it has {', '.join(self.splits)}")
+        check_folder(self.folder, name)
+        rows = f"{name}.rows.jsonl"
+        _check_files(self.folder, (f"{name}.bin", f"{name}.idx", rows))
+        return Rows(self.folder, name, self.kind)
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a folder is one of questions."""
+    return (path / ANSWERS).is_file()
+
+
+def load(path: Path) -> Prepared:
+    """Raises UserError: it is none, or damaged."""
+    if not is_prepared(path):
+        raise UserError(f"{path} has no {ANSWERS}: make such a folder with fairseq-rpe prepare-answers")
+    manifest = _manifest(path)
+    kind = manifest.tokenizer.kind
+    if kind not in VOCABULARY_FILES:
+        raise UserError(f"{path / ANSWERS} names the tokenizer '{kind}', which is unknown: {_AGAIN}")
+    _check_files(path, ("dict.txt", *VOCABULARY_FILES[kind]))
+    return Prepared(path, manifest.sets, kind)
+
+
+def read_answers(folder: Path) -> dict[str, Any]:
+    """What ``answers.json`` says, nothing unless it is there and was written by one of these commands."""
+    if not is_prepared(folder):
+        return {}
+    manifest = read_json(folder / ANSWERS)
+    return manifest if manifest.get("made_by") in MADE_BY else {}
+
+
+def _manifest(folder: Path) -> _Manifest:
+    path = folder / ANSWERS
+    return records.read(_Manifest, read_json(path), str(path), "the folder", strict=False, remedy=_AGAIN)
+
+
+def _check_files(folder: Path, names: Sequence[str]) -> None:
+    """Refuse files that are not there, or others than ``answers.json`` describes."""
+    made = _manifest(folder).files
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} has no {name}: {_AGAIN}")
+        described = describe_files(folder, [name])[name]
+        if name not in made or records.write(made[name]) != described:
+            raise UserError(f"{folder}/{name} is not the one that {ANSWERS} describes: {_AGAIN}")
+
+
+def digest(path: Path) -> str:
+    """One digest of all that decides numbers: equal digests mean equal questions, tokens and scores."""
+    manifest = _manifest(path)
+    names = ("dict.txt", *VOCABULARY_FILES.get(manifest.tokenizer.kind, ()), *BINARIES, *ROWS)
+    sets = json.dumps({name: records.write(info) for name, info in manifest.sets.items()}, sort_keys=True)
+    files = file_digest(*(path / name for name in names if (path / name).is_file()))
+    return hashlib.sha256(f"{sets}\0{files}".encode()).hexdigest()

@@ -1,0 +1,37 @@
+"""What a training reads is looked at before it starts: a generated task, a text, or a folder of questions."""
+
+from pathlib import Path
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.questions import prepared
+from fairseq_rpe.questions.layout import room
+from fairseq_rpe.runs.settings import Plan, Request, plan
+
+
+def asks(data: Path | None) -> bool:
+    """Whether what is trained on is a folder of questions."""
+    return data is not None and prepared.is_prepared(data)
+
+
+def digest(data: Path) -> str:
+    """Of all in a folder that decides numbers."""
+    return prepared.digest(data) if prepared.is_prepared(data) else corpus.digest(data)
+
+
+def checked(request: Request) -> Plan:
+    """The plan of a run. Raises UserError: neither or both of data and task are named, or the data cannot be used."""
+    if (request.data is None) == (request.algorithm is None):
+        raise UserError("name what to train on: either a DATA folder or --algorithm SPEC")
+    if request.data is None:
+        return plan(request, "")
+    corpus.check_folder(request.data, "train", "valid")
+    wanted = plan(request, digest(request.data))
+    tokens = wanted.settings.tokens
+    if asks(request.data):
+        for name, info in prepared.load(request.data).sets.items():
+            room(tokens, info.answer_tokens, name)
+    else:
+        for split in ("train", "valid"):
+            corpus.check_block(request.data, split, tokens)
+    return wanted

@@ -1,0 +1,269 @@
+"""What is written with the cache, in batches and beams, against full passes over one row, fairseq and plain search."""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+
+import pytest
+import torch
+from conftest import make_model
+from test_decoding import liven
+from test_model import EOS, FIRST, PAD, logits
+
+from fairseq_rpe.core import UserError
+from fairseq_rpe.modules.generation import Writing, beam, continued, greedy, likelihoods, padded, settled
+
+SPECS = [
+    *("alibi", "rope", "fire", "kerple_log", "nope", "shaw:clip=5", "cope:max_positions=5", "forgetting"),
+    *("t5_bias:init_std=1", "sinusoidal", "bipe:ends=</s>+w1+w2", "transformer_xl", "self_extend:group=4,window=8"),
+]
+PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5], [30, 31, 32, 2, 33, 34, 35, 36, 37, 38, 39]]
+MOST = 9
+
+
+def loud(task, spec, seed=0, **changes):
+    """A model that has a clear opinion of what comes next, and of when to end."""
+    model = make_model(task, spec, seed, **changes)
+    liven(model.decoder.encodings)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for part in (model.decoder.embed_tokens, model.decoder.output_projection):
+            part.weight.mul_(6)
+        # the end is likely sooner or later, and not at once
+        model.decoder.output_projection.weight[EOS] += 2 * torch.randn(32, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def log_probs(model, row):
+    """Of what follows each token of a row, by one full pass; padding is impossible."""
+    scores = torch.log_softmax(logits(model, torch.tensor([row]))[0].float(), -1)
+    scores[:, PAD] = -torch.inf
+    return scores
+
+
+def one_by_one(model, prompt, most=MOST):
+    """The likeliest next tokens by full passes over one row."""
+    written: list[int] = []
+    while len(written) < most - 1:
+        token = int(log_probs(model, prompt + written)[-1].argmax())
+        if token == EOS:
+            break
+        written.append(token)
+    return written
+
+
+def sum_of(model, prompt, written):
+    """log p of what was written and its end, by a full pass."""
+    row = [*prompt, *written, EOS]
+    return float(log_probs(model, row)[len(prompt) - 1 : -1].gather(1, torch.tensor(row[len(prompt) :])[:, None]).sum())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_prompts_of_all_lengths_together_and_alone(task, spec):
+    model = loud(task, spec)
+    found = greedy(model, PROMPTS, MOST)
+    assert found == [one_by_one(model, prompt) for prompt in PROMPTS]
+    assert found == [greedy(model, [prompt], MOST)[0] for prompt in PROMPTS]
+    assert all(EOS not in row and PAD not in row and len(row) < MOST for row in found)
+
+
+def test_rows_end_at_different_places(task):
+    """So that the tests here see rows leave the batch one after the other."""
+    lengths = {len(row) for spec in SPECS for row in greedy(loud(task, spec), PROMPTS, MOST)}
+    assert lengths == set(range(MOST))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_scores_in_a_batch_are_those_of_full_passes(task, spec):
+    """Step by step, while rows leave the batch and come back in another order."""
+    model, more = loud(task, spec), torch.randint(FIRST, 60, (4, 6), generator=torch.Generator().manual_seed(2))
+    rows = [[*prompt, *more[n].tolist()] for n, prompt in enumerate(PROMPTS)]
+    order, step = [0, 1, 2, 3], 0
+    with torch.no_grad():
+        writing = Writing(model, padded(PROMPTS, PAD))
+        for keep in ([0, 1, 2, 3], [1, 0, 2, 3], [0, 1, 3], [2, 0], [1], [0, 0]):
+            found = writing.read()
+            for place, n in enumerate(order):
+                wanted = log_probs(model, rows[n][: len(PROMPTS[n]) + step])[-1]
+                torch.testing.assert_close(found[place], wanted, rtol=1e-5, atol=1e-5)
+            order = [order[place] for place in keep]
+            writing.keep(torch.tensor(keep))
+            writing.add(more[order, step][:, None])
+            step += 1
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_likelihoods_are_those_of_full_passes(task, spec):
+    model = loud(task, spec)
+    choices = [[[5, 6], [9]], [[], [40, 41, 42, 43, 44]], [[7]], [[8, 8, 8], [4, 5], [50]]]
+    found = likelihoods(model, PROMPTS, choices)
+    for prompt, own, values in zip(PROMPTS, choices, found, strict=True):
+        assert values == pytest.approx([sum_of(model, prompt, choice) for choice in own], abs=1e-4)
+    assert likelihoods(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx(
+        [sum_of(model, PROMPTS[0], [])] * 2, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("spec", ["rope", "fire", "bipe:ends=</s>+w1+w2", "cope:max_positions=5"])
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_beams(task, spec, penalty):
+    """A beam of 1 is greedy; scores are those of full passes, the best first; a batch is its rows."""
+    model = loud(task, spec)
+    assert [own[0].tokens for own in beam(model, PROMPTS, MOST, 1, penalty)] == greedy(model, PROMPTS, MOST)
+    found = beam(model, PROMPTS, MOST, 3, penalty)
+    alone = [beam(model, [prompt], MOST, 3, penalty)[0] for prompt in PROMPTS]
+    for prompt, own, single in zip(PROMPTS, found, alone, strict=True):
+        assert [one.tokens for one in own] == [one.tokens for one in single] and 1 <= len(own) <= 3
+        for one in own:
+            wanted = sum_of(model, prompt, one.tokens) / (len(one.tokens) + 1) ** penalty
+            assert one.score == pytest.approx(wanted, abs=1e-4)
+        assert [one.score for one in own] == sorted((one.score for one in own), reverse=True)
+
+
+@pytest.fixture(scope="module")
+def few():
+    """A task of two words."""
+    from fairseq.data import Dictionary
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    dictionary = Dictionary()
+    for word in ("yes", "no"):
+        dictionary.add_symbol(word)
+    return LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
+
+
+@pytest.mark.parametrize("spec", ["rope", "alibi"])
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_a_wide_beam_is_exhaustive_search(few, spec, penalty):
+    model, most = loud(few, spec), 4
+    words = [n for n in range(len(few.source_dictionary)) if n not in (PAD, EOS)]
+    prompts = [[4, 5, 4], [5]]
+    for prompt, own in zip(prompts, beam(model, prompts, most, 300, penalty), strict=True):
+        every = {
+            written: sum_of(model, prompt, list(written)) / (n + 1) ** penalty
+            for n in range(most)
+            for written in itertools.product(words, repeat=n)
+        }
+        assert len(own) == len(every) == 1 + 4 + 16 + 64
+        assert {tuple(one.tokens): one.score for one in own} == pytest.approx(every, abs=1e-4)
+        assert tuple(own[0].tokens) == max(every, key=every.__getitem__)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_beam_search_of_fairseq(task, penalty):
+    """From one token, with which fairseq begins, and from a prefix, whose tokens it counts where it divides."""
+    from fairseq.sequence_generator import SequenceGenerator
+
+    model = loud(task, "rope")
+
+    def theirs(most, start, prefix=None):
+        options = {"beam_size": 3, "min_len": 0, "max_len_a": 0, "max_len_b": most - 1, "len_penalty": penalty}
+        generator = SequenceGenerator([model], task.target_dictionary, normalize_scores=prefix is None, **options)
+        net = {"src_tokens": torch.tensor([[start]]), "src_lengths": torch.tensor([1])}
+        return generator.generate([model], {"net_input": net}, prefix_tokens=prefix, bos_token=start)[0]
+
+    several = 0
+    for start in range(FIRST, FIRST + 12):
+        own = beam(model, [[start]], MOST, 3, penalty)[0]
+        found = theirs(MOST, start)
+        assert [one.tokens for one in own] == [one["tokens"][:-1].tolist() for one in found]
+        assert [one.score for one in own] == pytest.approx([float(one["score"]) for one in found], abs=1e-4)
+        several += len({len(one.tokens) for one in own}) > 1
+    assert several > 3
+    if penalty == 0:
+        for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3][4:]):
+            own = beam(model, [prompt], MOST, 3, 0)[0]
+            found = theirs(len(prompt) - 1 + MOST, prompt[0], torch.tensor([prompt[1:]]))
+            assert [one.tokens for one in own] == [one["tokens"][len(prompt) - 1 : -1].tolist() for one in found]
+            sums = [float(one["positional_scores"][len(prompt) - 1 :].sum()) for one in found]
+            assert [one.score for one in own] == pytest.approx(sums, abs=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["rope", "alibi", "cope:max_positions=5"])
+def test_half_precision(task, spec):
+    """Of matrix products, or of the whole model: answers of rows together are those of rows alone, or close."""
+    for model in (loud(task, spec, compute_dtype="bf16"), loud(task, spec).bfloat16()):
+        found = likelihoods(model, PROMPTS, [[[5, 6], [9]]] * 4)
+        for prompt, values in zip(PROMPTS, found, strict=True):
+            wanted = [sum_of(model, prompt, choice) for choice in ([5, 6], [9])]
+            assert values == pytest.approx(wanted, rel=0.05, abs=0.3)
+        assert all(len(row) < MOST for row in greedy(model, PROMPTS, MOST))
+        assert all(beam(model, PROMPTS, MOST, 2))
+
+
+@torch.no_grad()
+def test_past_the_end(task):
+    """As algorithmic tasks ask for it: so many tokens, whichever they are."""
+    model, prompts = loud(task, "kerple_log"), torch.tensor([[9, 10, 11], [40, 41, 42]])
+    found = continued(model, prompts, 7)
+    rows = prompts
+    for _ in range(7):
+        scores = logits(model, rows)[:, -1]
+        scores[:, PAD] = -torch.inf
+        rows = torch.cat([rows, scores.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, rows[:, 3:])
+
+
+@pytest.mark.parametrize("evaluation", ["interpolate:train=6", "interpolate:ratio=1/2", "offset:by=3"])
+def test_positions_of_the_whole_text(task, evaluation):
+    """Where positions follow the length, a row has from its first token on those of the text when it is finished."""
+    model = loud(task, "rope", positions_eval=evaluation)
+    moves = model.decoder.moves
+    before = moves.evaluation
+    choices = [[[5, 6], [9]]] * 4
+    for whole in (None, 24):
+        written, several = greedy(model, PROMPTS, MOST, whole), beam(model, PROMPTS, MOST, 2, 0, whole)
+        values = likelihoods(model, PROMPTS, choices, whole)
+        assert moves.evaluation is before
+        for n, prompt in enumerate(PROMPTS):
+            with settled(model, [prompt], [whole or len(prompt) + MOST]):
+                assert written[n] == one_by_one(model, prompt)
+                best = several[n][0]
+                assert best.score == pytest.approx(sum_of(model, prompt, best.tokens), abs=1e-4)
+            with settled(model, [prompt], [whole or len(prompt) + 3]):
+                assert values[n] == pytest.approx([sum_of(model, prompt, c) for c in choices[n]], abs=1e-4)
+
+
+def test_random_positions_are_drawn_from_the_prompt(task):
+    model = loud(task, "fire", positions_eval="randomized:max=99")
+    together, alone = greedy(model, PROMPTS, MOST), [greedy(model, [prompt], MOST)[0] for prompt in PROMPTS]
+    assert together == alone == greedy(model, PROMPTS, MOST)
+    choices = [[[5, 6], [9, 9, 9]]] * 4
+    values = likelihoods(model, PROMPTS, choices)
+    for prompt, own in zip(PROMPTS, values, strict=True):
+        assert own == pytest.approx(likelihoods(model, [prompt], choices[:1])[0], abs=1e-4)
+    model.decoder.moves.draw = 1
+    others = likelihoods(model, PROMPTS, choices)
+    assert all(abs(one[0] - other[0]) > 1e-3 for one, other in zip(values, others, strict=True))
+    model.decoder.moves.draw = 0
+    best = [own[0].tokens for own in beam(model, PROMPTS, MOST, 2)]
+    assert best == [beam(model, [prompt], MOST, 2)[0][0].tokens for prompt in PROMPTS]
+    with pytest.raises(UserError, match="raise max to at least 120"):
+        greedy(model, PROMPTS, MOST, whole=120)
+
+
+@pytest.mark.parametrize("spec", ["rope:scaling=dynamic_ntk,original_length=8", "clex:original_length=64"])
+def test_what_follows_the_length_is_refused(task, spec):
+    model = make_model(task, spec)
+    for way in (
+        lambda: greedy(model, PROMPTS, MOST),
+        lambda: beam(model, PROMPTS, MOST, 2),
+        lambda: likelihoods(model, PROMPTS, [[[5]]] * 4),
+    ):
+        with pytest.raises(UserError, match="follows the length of the text, .*: give a fixed factor") as caught:
+            way()
+        assert "\n" not in str(caught.value)
+
+
+def test_what_makes_no_sense(task):
+    model = make_model(task, "nope")
+    for prompts, most in (([], 3), ([[4], []], 3), ([[4]], 0)):
+        with pytest.raises(ValueError, match="something to read in every prompt"):
+            greedy(model, prompts, most)
+    assert greedy(model, [[4]], 1) == [[]]
+    with torch.no_grad():
+        model.decoder.output_projection.weight[7] = torch.nan
+    with pytest.raises(UserError, match="are not numbers"):
+        greedy(model, [[4]], 3)

@@ -1,0 +1,483 @@
+"""The task rpe_answers: rows, batches, loss, mixtures, training from a checkpoint, answers in validation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model, run_here
+from fairseq.trainer import Trainer
+from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
+from training import train
+
+import fairseq_rpe.models  # noqa: F401  (registers)
+from fairseq_rpe.attention.layer import counted
+from fairseq_rpe.core import UserError
+from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+from fairseq_rpe.data.folder import count_tokens
+from fairseq_rpe.questions import prepared
+from fairseq_rpe.questions.question import Question
+from fairseq_rpe.runs.view import Summary
+from fairseq_rpe.tasks.answering import AnswersConfig, AnswersTask
+
+PAD, EOS = 1, 2
+
+
+def task_of(folder: Path, length: int = 128, **changes) -> AnswersTask:
+    cfg = AnswersConfig()
+    cfg.data, cfg.tokens_per_sample, cfg.seed, cfg.train_subset = str(folder), length, 1, "train"
+    cfg.finetune_from_model = None
+    for name, value in changes.items():
+        setattr(cfg, name, value)
+    return AnswersTask.setup_task(cfg)
+
+
+def rows_of(folder: Path, split: str = "train", length: int = 128, **changes):
+    task = task_of(folder, length, **changes)
+    task.load_dataset(split)
+    return task.dataset(split)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """One set: 8 questions to learn from, 11 answers to them, and 4 to be asked."""
+    folder = tmp_path_factory.mktemp("made") / "questions"
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory) -> Path:
+    """Three sets of different sizes: means over questions, over groups, and of ROUGE."""
+    folder = tmp_path_factory.mktemp("several") / "questions"
+    parts = {"large": (30, ("f1",)), "small": (4, ("group_em", "accuracy")), "middle": (10, ("rgm",))}
+    sets = [
+        asked_set(name, {"train": questions(number), "valid": questions(5, start=number)}, metrics, 12)
+        for name, (number, metrics) in parts.items()
+    ]
+    make_sets(folder, sets)
+    return folder
+
+
+def test_a_row_is_question_answer_and_end(made):
+    data, folder = rows_of(made, length=512), prepared.load(made)
+    rows = folder.split("train")
+    assert len(data) == sum(len(row.answers) for row in rows) > len(rows)
+    at = 0
+    for question in rows:
+        for answer in question.answers:
+            row, prompt = data.row(at)
+            read = rows.text(question.prompt) + rows.text(question.document) + rows.text(question.cue)
+            assert rows.decode(row[:prompt].tolist()) == read
+            assert rows.decode(row[prompt:-1].tolist()) == rows.text(answer) and row[-1] == EOS
+            assert data.size(at) == len(row) - 1 and data.question(at) == question
+            at += 1
+    valid = rows_of(made, "valid")
+    assert len(valid) == len(folder.split("valid"))
+    assert valid.ordered_indices().tolist() == np.argsort(valid.sizes, kind="stable").tolist()
+
+
+def test_a_batch_marks_the_answer(made):
+    data = rows_of(made)
+    batch = data.collater([data[i] for i in range(len(data))])
+    tokens, target = batch["net_input"]["src_tokens"], batch["target"]
+    for i in range(len(data)):
+        row, prompt = data.row(i)
+        answer = batch["answer"][i]
+        assert target[i][answer].tolist() == row[prompt:].tolist()
+        assert tokens[i, : len(row) - 1].tolist() == row[:-1].tolist() and (tokens[i, len(row) - 1 :] == PAD).all()
+    assert batch["ntokens"] == data.sizes.sum() and data.collater([]) == {}
+
+
+@pytest.mark.parametrize("cut", ["end", "start", "middle"])
+def test_no_row_is_longer_than_it_may_be(made, cut, caplog):
+    with caplog.at_level("INFO"):
+        data = rows_of(made, length=64, cut=cut, eval_answers=False)
+    [said] = [record.message for record in caplog.records if record.message.startswith("train: ")]
+    whole = rows_of(made, length=512)
+    questions_, cut_ones, lost = data.rows, 0, 0
+    for i in range(len(data)):
+        (row, prompt), (before, prompt_before) = data.row(i), whole.row(i)
+        question = data.question(i)
+        assert len(row) <= 64 and data.size(i) == len(row) - 1
+        assert prompt == min(prompt_before, 64 - 16)
+        text = questions_.decode(row[:prompt].tolist())
+        assert text.startswith("Who mended the wheel?\n\n") and text.endswith("\n\nAnswer:")
+        assert row[prompt:].tolist() == before[prompt_before:].tolist()
+        if question.answers[0] == question.answers[int(data._asked[i, 1])]:
+            cut_ones, lost = cut_ones + (prompt < prompt_before), lost + prompt_before - prompt
+    assert 0 < cut_ones < len(questions_)
+    share = 100 * cut_ones / len(questions_)
+    assert said == (
+        f"train: {len(data)} rows of {len(questions_)} questions, at most 64 tokens each; {cut_ones} questions "
+        f"({share:.1f} %) are cut at the document's {cut} and lose {lost} tokens"
+    )
+
+
+def test_what_does_not_fit_is_refused(made, tmp_path):
+    with pytest.raises(UserError, match="16 tokens leave no room for a question: answers of made take up to 16"):
+        rows_of(made, length=16)
+    with pytest.raises(UserError, match=r"question 'q0' takes \d+ tokens without its document, where 4 may be read"):
+        rows_of(made, length=20)
+    with pytest.raises(UserError, match="has no split 'test': it has train, valid"):
+        rows_of(made, "test")
+    with pytest.raises(UserError, match="--cut top is not one of"):
+        task_of(made, cut="top")
+    with pytest.raises(UserError, match="--add-bos-token has no effect"):
+        task_of(made, add_bos_token=True)
+    with pytest.raises(UserError, match=r"data \S+: no dict\.txt there"):
+        task_of(tmp_path)
+    with pytest.raises(UserError, match=r"has no answers\.json: make such a folder with fairseq-rpe prepare-answers"):
+        rows_of(vocabulary(tmp_path / "text"))
+
+
+def test_long_answers_are_learned_as_far_as_their_set_allows(tmp_path, caplog):
+    long = Question("q0", "Who?\n", ("Old Tamsin mended the wheel in March, said Bren.",))
+    make_folder(tmp_path / "q", {"train": [long, *questions(2, 1)], "valid": questions(2, 3)}, answer_tokens=6)
+    with caplog.at_level("INFO"):
+        data = rows_of(tmp_path / "q")
+    assert "of 1 answers that are longer than their set allows the beginning is taken" in caplog.text
+    row, prompt = data.row(0)
+    answer = data.rows.tokens(data.rows[0].answers[0])
+    assert row[prompt:].tolist() == [*answer[:5].tolist(), EOS] and data.size(0) == len(row) - 1
+
+
+def losses(model, data, indices, task) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Loss, sample size and gradients of one batch."""
+    model.zero_grad()
+    loss, size, _ = AnswerCrossEntropy(task)(model, data.collater([data[i] for i in indices]))
+    loss.backward()
+    return loss.item(), size, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("spec", ["alibi", "rope", "fire", "nope", "rope:scaling=dynamic_ntk,original_length=64"])
+def test_the_loss_of_a_padded_batch_is_that_of_its_rows(made, spec):
+    """And so are its gradients, in whatever parts the rows come: they count by their answers' tokens."""
+    task = task_of(made)
+    task.load_dataset("train")
+    data, model = task.dataset("train"), make_model(task, spec)
+    every = range(len(data))
+    loss, size, gradients = losses(model, data, every, task)
+    assert size == sum(len(row) - prompt for row, prompt in map(data.row, every))
+    for parts in ([[i] for i in every], [[0, 5], [1, 2, 3, 4], list(every)[6:]]):
+        found = [losses(model, data, part, task) for part in parts]
+        assert loss == pytest.approx(sum(one[0] for one in found), rel=1e-6)
+        assert size == sum(one[1] for one in found)
+        for name, gradient in gradients.items():
+            total = sum(one[2][name] for one in found)
+            torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_needs_no_mask(made):
+    """So attention is as fast as without: rows are padded at their end alone, which causality hides."""
+    data = rows_of(made)
+    batch = data.collater([data[i] for i in range(len(data))])["net_input"]["src_tokens"]
+    assert batch.eq(PAD).any()
+    positions, padding = counted(batch.eq(PAD), batch.shape[1], reads_length=False)
+    assert padding is None and positions.contiguous
+
+
+def epoch_of(folder: Path, epoch: int = 1, split: str = "train", seed: int = 1, **given) -> list[list[int]]:
+    """The rows of an epoch, batch by batch, as a trainer gets them."""
+    sizes = {name: given.pop(name) for name in ("max_tokens", "max_sentences") if name in given}
+    task = task_of(folder, **given)
+    task.load_dataset(split)
+    iterator = task.get_batch_iterator(task.dataset(split), seed=seed, epoch=epoch, max_positions=2**31 - 1, **sizes)
+    return [batch["id"].tolist() for batch in iterator.next_epoch_itr(shuffle=split == "train")]
+
+
+def test_batches_are_full_and_of_similar_length(several):
+    sizes = rows_of(several).sizes
+    batches = epoch_of(several, max_tokens=400)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))  # each row once
+    filled = [len(batch) * sizes[batch].max() for batch in batches]
+    assert max(filled) <= 400
+    padding = 1 - sizes.sum() / sum(filled)
+    shuffled = np.random.default_rng(0).permutation(len(sizes)).reshape(-1, 5)
+    assert padding < 0.1 < 1 - sizes.sum() / (5 * sizes[shuffled].max(1)).sum()
+    assert [sizes[batch].max() for batch in batches] != sorted(sizes[batch].max() for batch in batches)
+    assert all(len(batch) <= 3 for batch in epoch_of(several, max_tokens=400, max_sentences=3))
+    valid = epoch_of(several, split="valid", max_sentences=4)
+    assert sorted(i for batch in valid for i in batch) == list(range(15))
+    with pytest.raises(UserError, match=r"--max-tokens 60 is less than a row of \d+ tokens: raise it"):
+        epoch_of(several, max_tokens=60)
+
+
+def test_an_epoch_follows_from_the_seed(several):
+    first, again, second = (epoch_of(several, epoch, max_tokens=400) for epoch in (1, 1, 2))
+    assert first == again and {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}
+    assert epoch_of(several, 1, max_tokens=400, seed=2) != first
+    assert {frozenset(batch) for batch in epoch_of(several, 1, max_tokens=400)} == {frozenset(batch) for batch in first}
+
+
+def test_a_mixture_is_stated_and_kept(several, caplog):
+    with caplog.at_level("INFO"):
+        data = rows_of(several, mixture="large=1,small=1,middle=2")
+    there = {name: sum(row.set == name for row in map(data.question, range(len(data)))) for name in data.sets}
+    total, parts = sum(there.values()), {"large": 0.25, "small": 0.25, "middle": 0.5}
+    wanted = {name: round(total * share) for name, share in parts.items()}
+    told = ", ".join(
+        f"{name} {count} rows ({100 * count / sum(wanted.values()):.2f} %, each {count / there[name]:.3g} times)"
+        for name, count in wanted.items()
+    )
+    assert f"mixture large=1,small=1,middle=2: an epoch has {told}" in caplog.messages
+    seen = []
+    for epoch in (1, 2, 3):
+        data.set_epoch(epoch)
+        chosen = data.ordered_indices()
+        names = [data.question(i).set for i in chosen]
+        assert {name: names.count(name) for name in parts} == wanted
+        seen.append(chosen)
+    assert not data.can_reuse_epoch_itr_across_epochs
+    large = [i for i in np.concatenate(seen) if data.question(i).set == "large"]
+    assert len(set(large[: there["large"]])) >= min(there["large"], wanted["large"])
+    with pytest.raises(UserError, match="--mixture names 'other'"):
+        rows_of(several, mixture="other=1")
+    left_out = rows_of(several, mixture="large=0,small=1,middle=1")
+    assert {left_out.question(i).set for i in left_out.ordered_indices()} == {"small", "middle"}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path)["model"]
+
+
+def test_training_learns_the_answers_and_goes_on_where_it_was(several, tmp_path):
+    """In parts it is the same bit by bit, over the end of an epoch whose rows are drawn anew."""
+    flags = {"mixture": "equal", "dropout": 0.1, "max_tokens": 800, "disable_validation": True}
+    said: list[str] = []
+    whole = weights(train(several, tmp_path / "whole", 14, said=said, **flags))
+    assert sum("begin training epoch" in line or "Start iterating" in line for line in said) >= 2
+    last = train(several, tmp_path / "parts", 3, **flags)
+    for updates in (8, 14):
+        last = train(several, tmp_path / "parts", updates, **flags)
+    assert all(torch.equal(value, whole[name]) for name, value in weights(last).items())
+
+
+def test_batches_that_are_added_up_are_one_batch(made, tmp_path):
+    """Of rows with different numbers of answer tokens, in three parts, the update is that of all together."""
+    flags = {"max_tokens": None, "optimizer": "nag", "lr": 0.2, "disable_validation": True, "clip_norm": 0.0}
+    one = weights(train(made, tmp_path / "one", 1, batch_size=20, **flags))
+    two = weights(train(made, tmp_path / "two", 1, batch_size=4, update_freq=3, **flags))
+    begun = weights(train(made, tmp_path / "begun", 1, batch_size=20, **{**flags, "lr": 1e-9}))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-6)
+    assert any((one[name] - begun[name]).abs().max() > 1e-3 for name in one)
+
+
+@pytest.fixture
+def one_thread():
+    """A copy of a process has none of its threads, and would wait for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_sigkill_and_resume_is_bit_equal(several, tmp_path, monkeypatch):
+    """A copy of this process is killed in the second epoch, after an update that no checkpoint has."""
+    flags = {"mixture": "capped:6", "dropout": 0.1, "max_tokens": 800, "disable_validation": True}
+    flags |= {"save_interval_updates": 2, "keep_interval_updates": 1}
+    whole = weights(train(several, tmp_path / "whole", 14, **flags))
+    step = Trainer.train_step
+
+    def killed(self, *args, **kwargs):
+        if self.get_num_updates() == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, *args, **kwargs)
+
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            monkeypatch.setattr(Trainer, "train_step", killed)
+            train(several, tmp_path / "killed", 14, **flags)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    left = torch.load(tmp_path / "killed" / "checkpoint_last.pt")
+    assert left["optimizer_history"][-1]["num_updates"] == 10 and left["extra_state"]["train_iterator"]["epoch"] == 2
+    resumed = weights(train(several, tmp_path / "killed", 14, **flags))
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+@pytest.fixture(scope="module")
+def begun(made, tmp_path_factory) -> Path:
+    """A checkpoint to begin with, of the same vocabulary, trained at 96 tokens."""
+    return train(made, tmp_path_factory.mktemp("begun"), 2, tokens_per_sample=96, share_decoder_input_output_embed=True)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """Questions in another vocabulary of the same size."""
+    folder = tmp_path_factory.mktemp("other")
+    vocabulary(folder / "v")
+    lines = (folder / "v" / "dict.txt").read_text().splitlines()
+    make_folder(folder / "q", vocab=vocabulary(folder / "w", size=299))
+    assert len(lines) == len((folder / "q" / "dict.txt").read_text().splitlines()) + 1
+    return folder / "q"
+
+
+def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
+    said: list[str] = []
+    flags = {"share_decoder_input_output_embed": True, "disable_validation": True, "lr": 1e-12}
+    found = weights(train(made, tmp_path / "a", 1, begun, said, rpe_train_length=96, **flags))
+    for name, value in weights(begun).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+    assert not any("was trained at" in line for line in said)
+    train(made, tmp_path / "b", 1, begun, said, **flags)
+    wanted = f"{begun} was trained at 96 tokens; encodings that go by the training length now go by 128: give"
+    assert any(line.startswith(wanted) for line in said)
+
+
+def test_the_tuned_model_reads_text_too(made, begun, capsys):
+    """Here the texts of the questions, one after the other, as a text of its own."""
+    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu")
+    [row] = map(json.loads, done.stdout.splitlines())
+    assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
+
+
+def test_a_text_is_extended_and_questions_are_not(made, begun, tmp_path):
+    done = run_here("extend", begun, made, "--tokens", "256", "--subset", "valid", "--out", tmp_path / "out", ok=False)
+    assert done.returncode == 2 and f"use fairseq-rpe train {made} --init-from {begun}" in done.stderr
+
+
+def test_another_dictionary_is_refused(other, begun, tmp_path):
+    why = "was trained with another vocabulary than"
+    with pytest.raises(UserError, match=why):
+        train(other, tmp_path / "a", 1, begun)
+    done = run_here("train", other, "--init-from", begun, "--rpe", "alibi", "--save-dir", tmp_path / "b", ok=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and why in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_is_shown_of_a_validation_names_the_answers(tmp_path, capsys):
+    view = Summary("alibi", tmp_path, 12, 0)
+    view.hear('x | valid | {"valid_loss": "1.5", "valid_answers": "22.619", "valid_num_updates": "12"}')
+    assert "update 12: validation loss 1.500 bits per token, answers 22.62" in "".join(capsys.readouterr())
+
+
+def flag(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_the_command_takes_a_folder_of_questions(made, tmp_path):
+    common = ["--rpe", "rope", "--save-dir", tmp_path / "run", "--dry-run", "--tokens", "128"]
+    done = run_here("train", made, *common, "--", "--cut", "middle", "--mixture", "equal", "--max-tokens", "4096")
+    words = shlex.split(done.stdout)
+    assert flag(words, "--task") == "rpe_answers" and flag(words, "--criterion") == "answer_cross_entropy"
+    assert flag(words, "--tokens-per-sample") == "128" and "--sample-break-mode" not in words
+    assert [flag(words, name) for name in ("--cut", "--mixture", "--max-tokens")] == ["middle", "equal", "4096"]
+    done = run_here("train", made, *common[:-1], "16", ok=False)
+    assert "16 tokens leave no room for a question: answers of made take up to 16" in done.stderr
+
+
+def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
+    common = ["--save-dir", tmp_path / "run", "--dry-run", "--tokens", "512", "--init-from", begun]
+    done = run_here("train", made, *common, "--rpe", "rope:scaling=linear,factor=4", "--dropout", "0.2")
+    words = shlex.split(done.stdout)
+    assert flag(words, "--finetune-from-model") == str(begun) and flag(words, "--rpe-train-length") == "96"
+    assert flag(words, "--rpe") == "rope:scaling=linear,factor=4" and flag(words, "--dropout") == "0.2"
+    assert flag(words, "--decoder-embed-dim") == "32" and flag(words, "--decoder-layers") == "1"
+    assert "--share-decoder-input-output-embed" in words and flag(words, "--tokens-per-sample") == "512"
+    done = run_here("train", made, *common, "--rpe", "alibi", "--", "--rpe-train-length", "300")
+    words = shlex.split(done.stdout)
+    assert words.count("--rpe-train-length") == 1 and flag(words, "--rpe-train-length") == "300"
+    assert flag(words, "--decoder-layers") == "1" and flag(words, "--arch") == "transformer_rpe_lm_tiny"
+    again = run_here("train", made, *common, "--rpe", "alibi", "--arch", "tiny", "--", "--rpe-train-length", "300")
+    assert shlex.split(again.stdout) == words
+    own = ["--decoder-embed-dim", "32", "--decoder-layers", "2"]
+    words = shlex.split(run_here("train", made, *common, "--rpe", "alibi", "--", *own).stdout)
+    assert flag(words, "--decoder-layers") == "2" and "--decoder-ffn-embed-dim" not in words
+    done = run_here("train", made, *common, "--rpe", "kerple_log", ok=False)
+    assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in done.stderr
+    done = run_here("train", made, *common[:-1], tmp_path / "none.pt", "--rpe", "alibi", ok=False)
+    assert done.returncode == 2 and "none.pt" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_positions_are_the_checkpoints_unless_said(made, tmp_path):
+    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max=9", positions_eval="offset:by=3")
+    common = ["--save-dir", tmp_path / "run", "--dry-run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
+    words = shlex.split(run_here("train", made, *common).stdout)
+    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=3"]
+    words = shlex.split(run_here("train", made, *common, "--positions-train", "identity").stdout)
+    assert flag(words, "--positions-train") == "identity" and "--positions-eval" not in words
+    words = shlex.split(run_here("train", made, *common, "--positions-eval", "offset:by=5").stdout)
+    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=5"]
+
+
+def test_answers_choose_the_best_checkpoint(several, tmp_path):
+    said: list[str] = []
+    flags = {"eval_answers": True, "best_checkpoint_metric": "answers", "maximize_best_checkpoint_metric": True}
+    train(several, tmp_path, 4, said=said, save_interval_updates=2, batch_size_valid=2, **flags)
+    logged = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line]
+    assert logged
+    found = {name: [float(re.search(rf"\| {name} ([\d.]+)", line)[1]) for line in logged] for name in ANSWERS}
+    for mean, *each in zip(*found.values(), strict=True):
+        assert mean == pytest.approx(sum(each) / 3, abs=2e-3)
+    best = torch.load(tmp_path / "checkpoint_best.pt")["extra_state"]
+    assert best["best"] == pytest.approx(max(found["answers"]), abs=2e-3)
+
+
+ANSWERS = ("answers", "answers_large", "answers_small", "answers_middle")
+
+
+def test_a_model_that_knows_its_answers_is_told_so(tmp_path):
+    """All are the same here, so that a few updates teach it."""
+    same = [Question(f"q{i}", "Who mended the wheel?\n", ("Tamsin",), f"Day {i}.", group="g") for i in range(6)]
+    splits = {"train": same, "valid": same}
+    make_sets(tmp_path / "q", [asked_set(metric, splits, (metric,), 8) for metric in ("f1", "group_em", "accuracy")])
+    said: list[str] = []
+    train(tmp_path / "q", tmp_path / "run", 25, said=said, lr=0.02, eval_answers=True, max_tokens=300)
+    last = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line][-1]
+    values = dict(re.findall(r"\| (answers\w*|exact) ([\d.]+)", last))
+    assert values == dict.fromkeys(("exact", "answers", "answers_f1", "answers_group_em", "answers_accuracy"), "100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"rpe": "rope:scaling=dynamic_ntk,original_length=64"}, "follows the length of the text"),
+        ({"max_tokens": 100}, "--max-tokens 100 is less than a row of"),
+        ({"mixture": "often"}, "--mixture often is not one of"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(several, tmp_path, flags, why):
+    with pytest.raises(UserError, match=why):
+        train(several, tmp_path, 1, eval_answers=True, **flags)
+
+
+def test_scores_that_do_not_add_up_are_left_out(tmp_path):
+    splits = {"train": questions(4), "valid": questions(4, start=4)}
+    make_sets(tmp_path / "q", [asked_set(metric, splits, (metric,), 8) for metric in ("matthews", "f1")])
+    said: list[str] = []
+    train(tmp_path / "q", tmp_path / "run", 1, said=said, eval_answers=True)
+    assert "matthews is scored by matthews, which is no mean over questions: 'answers' leaves it out" in said
+    [last] = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line]
+    assert "answers_f1" in last and "answers_matthews" not in last
+    make_folder(tmp_path / "p", splits, metrics=("matthews",))
+    with pytest.raises(UserError, match="--eval-answers: no set of the data is scored by a mean over questions"):
+        train(tmp_path / "p", tmp_path / "other", 1, eval_answers=True)
+
+
+def test_a_process_with_nothing_left_logs_the_same_sums(several):
+    """fairseq gives it rows of the training, whose sets and groups may be others; it counts none of them."""
+    task = task_of(several, eval_answers=True)
+    for split in ("train", "valid"):
+        task.load_dataset(split)
+    task.get_batch_iterator(task.dataset("valid"), max_sentences=4)
+    model, criterion = make_model(task, "alibi"), AnswerCrossEntropy(task)
+    logs = []
+    for split in ("valid", "train"):
+        data = task.dataset(split)
+        logs.append(task.valid_step(data.collater([data[i] for i in range(4)]), model, criterion)[2])
+    real, idle = ({k: v for k, v in log.items() if k.startswith("_answers_")} for log in logs)
+    assert {name: value.shape for name, value in real.items()} == {name: value.shape for name, value in idle.items()}
+    assert len(real) == 3 and sum(v.sum() for v in real.values()) > 0 and not any(v.any() for v in idle.values())

@@ -1,0 +1,204 @@
+"""Gaps in a text: which names there are, what is asked, how far back the answer stands, what a guess gets."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from prepared_folder import vocabulary
+
+from fairseq_rpe.core import UserError
+from fairseq_rpe.data.encoders import load_encoder
+from fairseq_rpe.questions import gaps
+from fairseq_rpe.questions.gap_folder import GapOptions, make_gaps
+from fairseq_rpe.questions.gaps import BINS, BLANK, Passages
+
+NAMES = ("Tamsin", "Bren", "Ula", "Ivo", "Sela", "Nils", "Oda", "Quill", "Orrin", "Marten", "Petra", "Hob")
+SENTENCES = (
+    "In the morning {} walked slowly down to the old mill by the river.",
+    "“I have never seen the sea,” said {}, and nobody answered for a long while.",
+    "Then {} and {} carried the grain up the hill before the rain came.",
+    "The door of the barn, which {} had painted red,\nstood open all night.",
+    "Nobody knew why Mrs. {} kept the lamp burning in the upper room.",
+    "They talked of the harvest and of the price of bread until it was dark.",
+)
+WORDS = sorted({w for s in SENTENCES for w in s.replace("{}", "").split()} | set(NAMES) | {f"{n}," for n in NAMES})
+
+
+def story(seed, sentences=400):
+    draw = random.Random(seed)
+    told = [draw.choice(SENTENCES) for _ in range(sentences)]
+    # a few names at a time, so that others come back after a while
+    casts = [draw.sample(NAMES, 5) for _ in range(1 + sentences // 40)]
+    return " ".join(
+        s.format(*draw.sample(casts[i // 40], 2)) + ("\n\n" if i % 7 == 6 else "") for i, s in enumerate(told)
+    ).replace("\n\n ", "\n\n")
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    return vocabulary(tmp_path_factory.mktemp("vocabulary"), "words", [*WORDS, BLANK, "="])
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for split, seeds in {"train": (1, 2), "valid": (3,), "test": (4,)}.items():
+        rows = "".join(json.dumps({"text": story(seed)}) + "\n" for seed in seeds)
+        (folder / f"{split}.jsonl").write_text(rows)
+    return folder
+
+
+def options(texts, vocab, dest, **more):
+    files = {split: (texts / f"{split}.jsonl",) for split in ("train", "valid", "test")}
+    given = {"tokens": 256, "questions": 40, "valid_questions": 16, **files, **more}
+    return GapOptions(dest=dest, vocab_from=vocab, **given)
+
+
+def quiet(line):
+    pass
+
+
+def encode(text):
+    return np.zeros(len(text.split()), np.uint16)
+
+
+def test_names_are_capitalised_within_sentences_and_never_written_small():
+    text = (
+        "But Ivo saw Mr. Quill there. Hope is rare, said Quill, and Lady Sela agreed. Hope failed Ivo too, in hope. "
+        "But on Monday old Lady Oda met Quill and Ivo again, as Lady Petra wished. Sela sat by New Orrin. "
+    ) * 6
+    found = Passages(text + "Mr. Hob, Mr. Ula. " * 6, encode, lambda name: name != "Petra").names
+    # never within a sentence, or small as well, or before another name, or one that cannot be an answer
+    assert not {"But", "Hope", "Lady", "New", "Petra"} & set(found) and {"Ivo", "Quill", "Sela", "Oda"} <= set(found)
+
+
+@pytest.mark.parametrize("where", gaps.WHERE)
+@pytest.mark.parametrize("sentence", gaps.SENTENCES)
+def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where):
+    text, encode = story(7, 250), load_encoder("words", vocab).encode
+    passages = Passages(text, encode, lambda name: True)
+    assert set(passages.names) == set(NAMES)
+    found = list(passages.gaps(256, where, sentence))
+    assert len(found) > 100 and {gap.bin for gap in found} == set(range(BINS))
+    for gap in found:
+        passage = text[gap.begin : gap.end]
+        length = sum(len(encode(part)) for part in (gap.prompt, passage, gap.cue))
+        assert 256 - gaps.ANSWER_TOKENS - 2 <= length <= 256 - gaps.ANSWER_TOKENS
+        assert BLANK not in passage and passage == passage.strip()
+        assert bool(gap.prompt) == (where != "last") and (len(gap.cue) < 10) == (where == "first")
+        assert gap.cue.endswith(f"\n\n{BLANK} =")
+        asked = (gap.prompt or gap.cue.removesuffix(f"\n\n{BLANK} =")).strip()
+        whole = asked.replace(BLANK, gap.answer)
+        flat = " ".join(passage.split())
+        following = " ".join(text[gap.end :].split())
+        assert (whole in flat) if sentence == "earlier" else following.startswith(whole)
+        assert gap.answer not in asked and text[gap.place :].startswith(gap.answer)
+
+        # the same by a plain look at the words
+        words = passage.split()
+        named = [(i, name) for i, word in enumerate(words) for name in NAMES if name in word]
+        lasts = {name: i for i, name in named}
+        counts = {name: sum(n == name for _, n in named) for name in lasts}
+        place = lasts[gap.answer]
+        if sentence == "earlier":
+            place = len(text[gap.begin : gap.place].split())
+        assert gap.distance == len(words) - 1 - place
+        assert gap.choices == tuple(dict.fromkeys(name for _, name in named))
+        others = [name for name in lasts if name not in asked and name != gap.answer]
+        answer = gap.answer
+        assert sum(lasts[n] > lasts[answer] or counts[n] >= counts[answer] for n in others) >= 3
+        guesses = dict(gap.guesses)
+        assert guesses.pop(gaps.RANDOM) in {*others, answer}
+        assert guesses == {
+            gaps.RECENT: max({*others, answer}, key=lasts.__getitem__),
+            gaps.FREQUENT: max({*others, answer}, key=lambda n: (counts[n], lasts[n])),
+        }
+
+
+def test_words_beside_a_name_do_not_tell_it(vocab):
+    text = story(8).replace("Ula ", "Ula Orrin ").replace("Nils", "Great Nils")
+    found = list(Passages(text, encode, lambda name: True).gaps(256, "last", "next"))
+    asked = {gap.answer for gap in found}
+    assert "Nils" not in asked and "Tamsin" in asked
+    assert not any(re.search(f"{BLANK} [A-Z]|Great {BLANK}", gap.cue) for gap in found)
+
+
+def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts, vocab, tmp_path):
+    encode = load_encoder("words", vocab).encode
+    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps"), quiet)
+    info = prepared.sets["gaps"]
+    assert (info.suite, info.metrics, info.published) == ("gaps", ("f1", "em"), "f1")
+    stories = {split: [json.loads(line)["text"] for line in open(texts / f"{split}.jsonl")] for split in info.splits}
+    for split, wanted in {"train": 40, "valid": 16, "test": 16}.items():
+        rows = prepared.split(split)
+        assert len(rows) == wanted == info.splits[split].questions
+        bins = [0] * BINS
+        for row in rows:
+            number, place, end = map(int, row.id.split("-"))
+            name = rows.text(row.answers[0])
+            words = re.findall(r"[ \n]*[^ \n]+", stories[split][number][:end])
+            back = len(encode("".join(words[len(words) - row.distance :])))
+            bins[BINS * back // (256 - gaps.ANSWER_TOKENS - len(rows.tokens(row.cue)))] += 1
+            assert stories[split][number][place:].startswith(name)
+            assert " ".join(rows.text(row.document).split()) in " ".join(stories[split][number].split())
+        assert bins == [wanted // BINS] * BINS
+        for guess, percent in info.splits[split].guesses.items():
+            right = sum(row.guesses[guess] in row.answers for row in rows)
+            assert percent == 100 * right / wanted
+
+
+def test_the_seed_alone_decides_and_more_questions_have_the_fewer_among_them(texts, vocab, tmp_path):
+    def ids(name, **more):
+        return [row.id for row in make_gaps(options(texts, vocab, tmp_path / name, **more), quiet).split("train")]
+
+    first = ids("a")
+    assert ids("b", seed=2) != first
+    assert set(first) < set(ids("c", questions=64))
+
+
+def test_documents_of_one_source_are_divided(vocab, tmp_path):
+    source = tmp_path / "all.jsonl"
+    source.write_text("".join(json.dumps({"text": story(seed, 120)}) + "\n" for seed in range(8)))
+    given = options(
+        tmp_path, vocab, tmp_path / "gaps", train=(source,), valid=(), test=(), valid_questions=8, seed=2, tokens=128
+    )
+    said = []
+    prepared = make_gaps(given, said.append)
+    assert prepared.splits == ("train", "valid", "test") and said[0].startswith("few documents (8)")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            {"tokens": 20000},
+            r"the train split has no passage of 20000 tokens, its longest document has \d+ tokens: use",
+        ),
+        (
+            {"questions": 10**5},
+            r"the train split has \d+ questions with the answer .* % of the passage back, not 12500",
+        ),
+        ({"valid_questions": 10**5}, "the valid split has .*: use --valid-questions"),
+        ({"test": "valid"}, "the test split: valid.jsonl has a document that the valid split has, too: leave it out"),
+        ({"tokens": 100}, "--tokens 100 is out of range: use 128 to"),
+        ({"questions": 7}, "--questions 7 is out of range"),
+        ({"where": "middle"}, "--question middle is none of last, first, both"),
+        ({"valid": ()}, "--test is given without --valid"),
+        ({"text_field": "texts"}, "line 1 has no field 'texts' but text"),
+    ],
+)
+def test_refusals(texts, vocab, tmp_path, more, words):
+    if "test" in more:
+        more = {"test": (texts / "valid.jsonl",)}
+    with pytest.raises(UserError, match=words):
+        make_gaps(options(texts, vocab, tmp_path / "new" / "gaps", **more), quiet)
+    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_text_without_names(texts, vocab, tmp_path):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("they talked of the harvest and of bread until it was dark. " * 100)
+    with pytest.raises(UserError, match="the train split has no names, of words that are capitalised within"):
+        make_gaps(options(texts, vocab, tmp_path / "gaps", train=(plain,)), quiet)

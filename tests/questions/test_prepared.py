@@ -1,0 +1,142 @@
+"""Prepared folders of questions: what goes in comes out, each text once, damage is told, failure leaves nothing."""
+
+import numpy as np
+import pytest
+from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
+
+from fairseq_rpe.core import UserError
+from fairseq_rpe.data.folder import check_folder, read_split
+from fairseq_rpe.questions.prepared import digest, is_prepared, load
+from fairseq_rpe.questions.question import Question
+
+
+@pytest.mark.parametrize("kind", ["bpe", "words"])
+def test_what_goes_in_comes_out(tmp_path, kind):
+    words = (
+        "Who",
+        "mended",
+        "the",
+        "wheel?",
+        "Day",
+        "The",
+        "river",
+        "rose.",
+        "Old",
+        "wheel.",
+        "Answer:",
+        "Tamsin",
+        "Bren",
+    )
+    given = {"train": questions(8), "valid": questions(4, start=8)}
+    prepared = make_folder(tmp_path / "made", given, vocabulary(tmp_path / "v", kind, words))
+    assert is_prepared(tmp_path / "made") and prepared.splits == ("train", "valid")
+    check_folder(tmp_path / "made", "train", "valid")
+    for split, asked in given.items():
+        rows = prepared.split(split)
+        assert len(rows) == len(asked)
+        for row, question in zip(rows, asked, strict=True):
+            assert (row.id, row.set, row.group, row.distance) == (question.id, "made", question.group, None)
+            texts = [rows.text(item) for item in (row.prompt, row.document, row.cue)]
+            if kind == "words":
+                assert texts[1].split()[2:] == question.document.split()[2:] and texts[1].startswith("Day \ufffd ")
+            else:
+                assert texts == [question.prompt, question.document, question.cue]
+            # the cue ends within a line
+            assert [rows.text(item).strip() for item in row.answers] == list(question.answers)
+            assert [rows.text(item).strip() for item in row.choices] == list(question.choices)
+            assert kind == "words" or all(rows.text(item)[0] == " " for item in row.answers)
+            assert rows.tokens(row.document).dtype == np.uint16
+    info = prepared.sets["made"]
+    assert (info.metrics, info.published, info.answer_tokens) == (("f1", "em"), "f1", 16)
+    assert (info.splits["train"].questions, info.splits["train"].answers) == (8, 11)
+    assert bool(info.splits["train"].unknown) == (kind == "words")
+
+
+def one(ident="a", prompt="Who?\n", answers=("Bren",), **more):
+    return Question(ident, prompt, answers, **more)
+
+
+def test_each_text_is_stored_once_and_all_but_it_may_be_missing(tmp_path):
+    long = "The river rose in March. " * 50
+    asked = [one(f"q{i}", document=long, distance=i) for i in range(5)] + [Question("x", "", ("Bren",), cue="Who?\n")]
+    prepared = make_folder(tmp_path / "made", {"train": asked, "valid": asked[:1]})
+    rows = prepared.split("train")
+    assert len({row.document for row in rows[:5]}) == 1 and len(rows.sizes) == 3  # the cue is one of the prompts
+    assert len(read_split(tmp_path / "made", "train")[0]) == rows.sizes.sum()
+    assert [row.distance for row in rows] == [0, 1, 2, 3, 4, None]
+    assert (rows[-1].prompt, rows[-1].document, rows[-1].cue) == (None, None, rows[0].prompt)
+    assert rows.text(None) == "" and len(rows.tokens(None)) == 0 and rows.decode(rows.tokens(0).tolist()) == "Who?\n"
+    # after a line end a word begins without a blank
+    assert rows.text(rows[0].answers[0]) == "Bren"
+    info = prepared.sets["made"].splits["train"]
+    assert (info.documents, info.longest) == (1, rows.sizes[rows[0].prompt] + rows.sizes[rows[0].document])
+    with pytest.raises(IndexError):
+        rows[6]
+
+
+def test_white_space_of_answers_and_copies_of_choices(tmp_path):
+    asked = [one(answers=("Old  Bren\n said", "Bren"), choices=("Bren", "Old  Bren\n said", "Old Bren said"))]
+    rows = make_folder(tmp_path / "made", {"train": asked, "valid": asked}).split("valid")
+    assert [rows.text(item) for item in rows[0].answers] == ["Old Bren said", "Bren"]
+    assert rows[0].choices == (rows[0].answers[1], rows[0].answers[0])
+
+
+def test_several_sets_and_the_digest(tmp_path):
+    given = {"train": questions(3), "valid": questions(3, start=3)}
+    both = make_sets(tmp_path / "both", [asked_set("a", given), asked_set("b", given, ("accuracy",))])
+    assert list(both.sets) == ["a", "b"] and both.sets["b"].published == "accuracy"
+    rows = both.split("valid")
+    assert [(row.set, row.id) for row in rows] == [(name, f"q{i}") for name in "ab" for i in (3, 4, 5)]
+    assert rows[0].document == rows[3].document
+    again = make_sets(tmp_path / "again", [asked_set("a", given), asked_set("b", given, ("accuracy",))])
+    other = make_sets(tmp_path / "other", [asked_set("a", given), asked_set("b", given, ("em",))])
+    assert digest(both.folder) == digest(again.folder) != digest(other.folder)
+
+
+def test_a_split_that_is_not_there_and_changed_files(tmp_path):
+    folder = make_folder(tmp_path / "made").folder
+    with pytest.raises(UserError, match="has no split 'test': it has train, valid"):
+        load(folder).split("test")
+    with pytest.raises(UserError, match="has no answers.json: make such a folder"):
+        load(tmp_path)
+    rows = folder / "valid.rows.jsonl"
+    rows.write_text(rows.read_text().replace('"q8"', '"q7"'))
+    with pytest.raises(
+        UserError, match="valid.rows.jsonl is not the one that answers.json describes: prepare it again"
+    ):
+        load(folder).split("valid")
+    (folder / "dict.txt").unlink()
+    with pytest.raises(UserError, match=r"has no dict.txt: prepare it again"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ([one(), one()], "id 'a' is there a second time in the train split of made"),
+        ([], "the train split of made has no question"),
+        ([one(prompt="x\udc80")], "the prompt of 'a' has half a surrogate pair at character 1"),
+    ],
+)
+def test_a_failure_leaves_nothing(tmp_path, asked, words):
+    vocab = vocabulary(tmp_path / "v")
+    with pytest.raises(UserError, match=words):
+        make_folder(tmp_path / "new" / "made", {"train": asked, "valid": questions(1)}, vocab)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_text_that_does_not_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("fairseq_rpe.questions.storing.load_decoder", lambda *_: lambda ids: b"Who")
+    with pytest.raises(
+        UserError, match="train.jsonl: the tokenizer of --vocab-from cannot give back the prompt of 'q0'"
+    ):
+        make_folder(tmp_path / "new" / "made", None, vocabulary(tmp_path / "v"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_folder_of_others_stays(tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and was not made by this command"):
+        make_folder(tmp_path / "made")
+    assert (tmp_path / "made" / "thesis.txt").read_text() == "mine"
