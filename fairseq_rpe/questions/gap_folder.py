@@ -41,6 +41,7 @@ class GapOptions:
     text_field: str = "text"
     questions: int = 4000  # of training
     valid_questions: int = 400  # of validation, and as many of the test
+    valid_tokens: int | None = None  # of their contexts; None: as in training
     where: str = "last"  # the question stands; one of WHERE
     sentence: str = "next"  # which is asked for; one of SENTENCES
     seed: int = 1
@@ -51,12 +52,14 @@ class GapOptions:
             "tokens": (_LEAST_TOKENS, 1 << 24),
             "questions": (BINS, 1 << 32),
             "valid_questions": (BINS, 1 << 32),
+            "valid_tokens": (_LEAST_TOKENS, 1 << 24),
             "seed": (0, (1 << 63) - 1),
         }
         for name, (least, most) in ranges.items():
-            if not least <= getattr(self, name) <= most:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
                 flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} {getattr(self, name)} is out of range: use {least} to {most}")
+                raise UserError(f"{flag} {value} is out of range: use {least} to {most}")
         for name, value, known in (("question", self.where, WHERE), ("sentence", self.sentence, SENTENCES)):
             if value not in known:
                 raise UserError(f"--{name} {value} is none of {', '.join(known)}")
@@ -64,6 +67,10 @@ class GapOptions:
     def wanted(self, split: str) -> int:
         """How many questions a split gets."""
         return self.questions if split == "train" else self.valid_questions
+
+    def length(self, split: str) -> int:
+        """The tokens of a context of a split."""
+        return self.tokens if split == "train" else self.valid_tokens or self.tokens
 
 
 def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepared:
@@ -87,17 +94,19 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     check_dest(options.dest)
     documents = DividedDocuments(texts)
     choice = _Choice(options, documents, load_encoder(kind, options.vocab_from), say)
+    lengths = dict.fromkeys(map(options.length, SPLITS))
     asked = AskedSet(
         name=options.dest.name,
         suite="gaps",
-        title=f"which name fills the gap, in {options.tokens} tokens",
+        title=f"which name fills the gap, in {' and '.join(map(str, lengths))} tokens",
         metrics=("f1", "em"),
         published="f1",
         answer_tokens=ANSWER_TOKENS,
         splits={split: partial(choice.asked, split) for split in SPLITS},
     )
     names = ("tokens", "documents", "text_field", "questions", "valid_questions", "where", "sentence", "seed")
-    source = {"texts": documents.digest, "options": {name: getattr(options, name) for name in names}}
+    chosen = {name: getattr(options, name) for name in (*names, "valid_tokens")}
+    source = {"texts": documents.digest, "options": chosen}
     return store(options.dest, [asked], options.vocab_from, MADE_BY, source, say)
 
 
@@ -141,7 +150,7 @@ class _Choice:
             for split, document in self._documents:
                 there = looked[split]
                 passages = Passages(_text(document), self._encoder.encode, self._can_be_answer)
-                for gap in passages.gaps(options.tokens, options.where, options.sentence):
+                for gap in passages.gaps(options.length(split), options.where, options.sentence):
                     heap = heaps[split, gap.bin]
                     # A heap gives up its smallest first: the one of the highest rank.
                     full = len(heap) == quotas(options.wanted(split))[gap.bin]
@@ -188,13 +197,14 @@ class _Choice:
 
     def _check(self, split: str, looked: _Looked, found: list[int]) -> None:
         """Refuse a split that has fewer questions of some distance than wanted."""
-        tokens, wanted = self._options.tokens, self._options.wanted(split)
+        tokens, wanted = self._options.length(split), self._options.wanted(split)
         short = [number for number, (n, quota) in enumerate(zip(found, quotas(wanted), strict=True)) if n < quota]
         if not short:
             return
+        less = "--tokens" if split == "train" or self._options.valid_tokens is None else "--valid-tokens"
         if looked.longest < tokens:
             longest = f"its longest document has {looked.longest} tokens"
-            raise UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer --tokens")
+            raise UserError(f"the {split} split has no passage of {tokens} tokens, {longest}: use fewer {less}")
         if not looked.names:
             what = "of words that are capitalised within sentences and hardly ever in lower case"
             raise UserError(f"the {split} split has no names, {what}: give other texts, such as novels")
@@ -203,7 +213,7 @@ class _Choice:
         few = f"has {found[worst]} questions with the answer {back} % of the passage back, not {quotas(wanted)[worst]}"
         flag = "--questions" if split == "train" else "--valid-questions"
         least = BINS * found[worst]
-        remedy = f"use {flag} {least} or give it more text" if least else "give it more text or use fewer --tokens"
+        remedy = f"use {flag} {least} or give it more text" if least else f"give it more text or use fewer {less}"
         raise UserError(f"the {split} split {few}: {remedy}")
 
 

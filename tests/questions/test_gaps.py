@@ -149,6 +149,16 @@ def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts,
             assert percent == 100 * right / wanted
 
 
+def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
+    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", valid_tokens=512), quiet)
+    longest = {split: info.longest for split, info in prepared.sets["gaps"].splits.items()}
+    assert (
+        longest["train"] <= 256 - gaps.ANSWER_TOKENS < longest["valid"] <= 512 - gaps.ANSWER_TOKENS >= longest["test"]
+    )
+    assert max(row.distance for row in prepared.split("test")) > 256
+    assert prepared.sets["gaps"].title == "which name fills the gap, in 256 and 512 tokens"
+
+
 def test_the_seed_alone_decides_and_more_questions_have_the_fewer_among_them(texts, vocab, tmp_path):
     def ids(name, **more):
         return [row.id for row in make_gaps(options(texts, vocab, tmp_path / name, **more), quiet).split("train")]
@@ -182,6 +192,7 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ),
         ({"valid_questions": 10**5}, "the valid split has .*: use --valid-questions"),
         ({"test": "valid"}, "the test split: valid.jsonl has a document that the valid split has, too: leave it out"),
+        ({"valid_tokens": 20000}, "the valid split has no passage of 20000 tokens, .*: use fewer --valid-tokens"),
         ({"tokens": 100}, "--tokens 100 is out of range: use 128 to"),
         ({"questions": 7}, "--questions 7 is out of range"),
         ({"where": "middle"}, "--question middle is none of last, first, both"),
