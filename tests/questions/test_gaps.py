@@ -150,7 +150,7 @@ def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts,
 
 
 def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
-    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", valid_tokens=512), quiet)
+    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", valid_tokens=512, sentence="earlier"), quiet)
     longest = {split: info.longest for split, info in prepared.sets["gaps"].splits.items()}
     assert (
         longest["train"] <= 256 - gaps.ANSWER_TOKENS < longest["valid"] <= 512 - gaps.ANSWER_TOKENS >= longest["test"]
