@@ -1,7 +1,7 @@
 """What a model writes after prompts: the likeliest tokens, a beam, or how likely given choices are. With the cache.
 
 All of these read the prompts once, in one pass over the batch, and then only what is new. Prompts of different lengths
-are padded on the left; a row's numbers are those of the same row alone.
+are padded; a row's numbers are those of the same row alone.
 """
 
 import contextlib
@@ -40,8 +40,9 @@ def check_fixed(model: Any) -> None:
 class Writing:
     """Rows of text that are being written, with the cache of what has been read.
 
-    ``rows`` (R, m) int64: padding, prompt and what has been written; ``model``: a ``transformer_rpe_lm`` in evaluation
-    mode whose positions stay where they are while rows grow (see :func:`settled`).
+    ``rows`` (R, m) int64: prompts as :func:`padded` gives them; once they are read, padding, prompt and what has been
+    written. ``model``: a ``transformer_rpe_lm`` in evaluation mode whose positions stay where they are while rows grow
+    (see :func:`settled`).
     """
 
     def __init__(self, model: Any, rows: Tensor) -> None:
@@ -50,7 +51,25 @@ class Writing:
 
     def read(self) -> Tensor:
         """Read what has not been read yet: log-probabilities (R, V) of the next token, float32; never padding."""
-        return self._scores(self._features()[:, -1:])
+        features = self._features()
+        if features.shape[1] == self.rows.shape[1]:  # nothing was read before
+            lengths = self.rows.ne(self.model.decoder.padding_idx).sum(1)
+            features = features[torch.arange(len(lengths), device=lengths.device), lengths - 1][:, None]
+            self._move_padding(lengths)
+        return self._scores(features[:, -1:])
+
+    def _move_padding(self, lengths: Tensor) -> None:
+        """From the end of prompts, where attention need not know of it, to before them, so that more can follow."""
+        size = self.rows.shape[1]
+        if bool((lengths == size).all()):
+            return
+        order = torch.arange(size, device=lengths.device)
+        order = (order + lengths[:, None]) % size
+        self.rows = self.rows.gather(1, order)
+        for layer in self.model.decoder.layers:
+            held = layer.self_attn._get_input_buffer(self._state)
+            moved = {name: x.gather(2, order[:, None, :, None].expand_as(x)) for name, x in held.items()}
+            layer.self_attn._set_input_buffer(self._state, moved)
 
     def chances(self, next_ones: Tensor) -> Tensor:
         """The same of the tokens next_ones (R, n) int64 that follow the last n tokens of what is read: (R, n)."""
@@ -86,12 +105,11 @@ class Writing:
             moves.evaluation = moves.evaluation.of_rows(order)
 
 
-def padded(prompts: Sequence[Sequence[int]], pad: int, left: bool = True) -> Tensor:
-    """Rows of different lengths as (B, P) int64, padded on the left, or else on the right."""
-    width = max(map(len, prompts))
-    rows = torch.full((len(prompts), width), pad)
+def padded(prompts: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Rows of different lengths as (B, P) int64, padded at their end."""
+    rows = torch.full((len(prompts), max(map(len, prompts))), pad)
     for row, prompt in zip(rows, prompts, strict=True):
-        row[width - len(prompt) if left else 0 :][: len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+        row[: len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
     return rows
 
 
@@ -276,7 +294,7 @@ def likelihoods(
     _check(prompts, most)
     dictionary, device = model.decoder.dictionary, next(model.parameters()).device
     pad = dictionary.pad()
-    wanted = padded([[*choice, dictionary.eos()] for choice in flat], pad, left=False).to(device)
+    wanted = padded([[*choice, dictionary.eos()] for choice in flat], pad).to(device)
     with settled(model, prompts, _whole(prompts, most, whole)):
         writing = Writing(model, padded(prompts, pad).to(device))
         first = writing.read()
