@@ -12,7 +12,7 @@ from fairseq_rpe.core.files import check_folder, lock, read_json_lines
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.reports import kept
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps import carry, cells, recipes, slurm
+from fairseq_rpe.sweeps import carry, cells, recipes, slurm, tuned_cells
 from fairseq_rpe.sweeps.request import Sweep, resolve
 from fairseq_rpe.sweeps.state import SweepFolder
 
@@ -33,9 +33,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--lengths", type=int_list, metavar="N,N,...", help="tokens, the training length is always added; or items"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/RECIPE-SCALE)")
-    about = "also evaluate on this text, which has DATA's vocabulary (may be repeated)"
+    about = "also evaluate on this text, or ask these questions, with DATA's vocabulary (may be repeated)"
     parser.add_argument("--eval-data", type=_text, action="append", default=[], metavar="NAME=DIR", help=about)
-    parser.add_argument("--subset", default="test", help="split to score (default: test)")
+    parser.add_argument("--subset", help="split to score (default: test; valid of questions)")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="evaluation batch in tokens")
     parser.add_argument("--seeds", type=seed_list, metavar="N,N,...", help="default: 1")
     parser.add_argument("--jobs", type=processes, metavar="J", help="runs at a time (default: GPUs, or cores)")
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         from fairseq_rpe.sweeps import methods
 
         unseen = methods.without_bias(sweep)
-    made = cells.make(sweep, digest, unseen)
+    made = (tuned_cells if sweep.questions else cells).make(sweep, digest, unseen)
     carry.check_lengths(sweep, made)
     if args.launcher == "dry-run":
         print("\n".join(carry.commands(sweep, made, on_slurm)))

@@ -22,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR", help="folder for checkpoints")
     about = "begin with the weights of this checkpoint; optimiser, schedule and updates are new (fine-tuning)"
+    about += "; for questions its architecture, dropout, positions and training length are taken too"
     parser.add_argument("--finetune-from", "--init-from", type=Path, metavar="CHECKPOINT", help=about)
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard's event files")
     parser.add_argument(

@@ -25,8 +25,9 @@ class AnswerCrossEntropy(FairseqCriterion):
     def forward(self, model, sample, reduce=True):
         """Returns the summed loss (or one per answer token), the number of answer tokens and what to log."""
         if "answer" not in sample:
-            raise UserError("answer_cross_entropy needs examples with answers: use it with --task rpe_answers or "
-                "rpe_algorithmic")
+            raise UserError(
+                "answer_cross_entropy needs examples with answers: use it with --task rpe_algorithmic or rpe_answers"
+            )
         if model.decoder.adaptive_softmax is not None:
             raise UserError("answer_cross_entropy does not support an adaptive softmax: drop --adaptive-softmax-cutoff")
         features = model(**sample["net_input"], features_only=True)[0]

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from fairseq_rpe import compat  # before fairseq, which then starts quicker
@@ -17,6 +18,7 @@ import torch
 from fairseq import options
 from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
 from fairseq_rpe.core import devices
@@ -107,7 +109,9 @@ def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> 
     )
     examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
     serial = {"num_workers": 0, "data_buffer_size": 0}
-    for sample in task.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
+    # a model that was fine-tuned on questions reads text as one that was trained on text
+    reading = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
+    for sample in reading.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
         yield sample["net_input"]["src_tokens"], sample["target"]
 
 

@@ -64,9 +64,16 @@ class QuestionRequest(Overrides):
     def keys(self) -> list[QuestionKey]:
         """A measurement for each set and length.
 
-        Raises UserError: the checkpoint, the data, a set or a length cannot be used, or answers cannot be scored.
+        Raises UserError: the checkpoint cannot be used, or what :meth:`keys_of` says.
         """
         checkpoint_file.check(self.checkpoint)
+        return self.keys_of(files.file_digest(self.checkpoint))
+
+    def keys_of(self, checkpoint: str) -> list[QuestionKey]:
+        """The same for a checkpoint of which the digest is known.
+
+        Raises UserError: the data, a set or a length cannot be used, or answers cannot be scored.
+        """
         known = prepared.load(self.data).sets
         if len(set(self.sets or ())) < len(self.sets or ()):
             raise UserError(f"--sets {','.join(self.sets or ())} names a set twice: leave one out")
@@ -88,7 +95,7 @@ class QuestionRequest(Overrides):
             raise UserError("--beam is of --by generation: drop it, choices are all compared")
         if self.length_penalty is not None and self.beam == 1:
             raise UserError("--length-penalty is of a beam: give --beam K above 1, or drop it")
-        of = {"checkpoint": files.file_digest(self.checkpoint), "data": prepared.digest(self.data)}
+        of = {"checkpoint": checkpoint, "data": prepared.digest(self.data)}
         penalty = 1.0 if self.beam > 1 and self.length_penalty is None else self.length_penalty
         own = {**of, "length_penalty": penalty, "draws": draws_of(self.positions)}
         return [filled(QuestionKey, self, **own, set=name, length=n) for name in sets for n in self.lengths]

@@ -25,24 +25,24 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
     are squashed, a second panel shows the ratios up to the largest of the others, with a ▲ where a curve leaves it.
     """
     known = {label: points for label, points in ratios.items() if points}
-    top = _top({label: _means(points) for label, points in known.items()}) if len(known) == len(curves) else None
+    top = _top({label: means_of(points) for label, points in known.items()}) if len(known) == len(curves) else None
     height = max(2.4, 0.5 + 0.19 * len(curves))
     figure, made = panels(1 if top is None else 2, 1, (COLUMN, 0.5 + height * (1 if top is None else 2)), sharex=True)
     shown = looks(list(curves))
     drawn = [curves] if top is None else [curves, known]
     for axes, of in zip(made, drawn, strict=True):
         for label, points in of.items():
-            _band(axes, points, label, shown[label])
+            draw_band(axes, points, label, shown[label])
         mark_training(axes, trained_at, named=axes is made[0])
     lengths = sorted({n for points in curves.values() for n in points})
     lengths_along(made[-1], lengths)
     made[-1].set_xlabel("evaluation length (tokens)")
     made[0].set_ylabel(f"perplexity per token{', ' * bool(text)}{text}")
-    means = [value for points in curves.values() for value in _means(points).values()]
+    means = [value for points in curves.values() for value in means_of(points).values()]
     if max(means) > _WIDE * min(means):
         decades(made[0], narrow=max(means) < _DECADE * min(means))
         made[0].set_ylabel(f"{made[0].get_ylabel()}, logarithmic")
-    titled(made[0], _seeds(curves.values()))
+    titled(made[0], seeds_said(curves.values()))
     if top is not None:
         _enlarge(made[1], known, shown, top)
         made[1].set_ylabel(f"perplexity / that at {trained_at}")
@@ -70,7 +70,7 @@ def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int
     if max(means.values()) > _WIDE * min(means.values()):
         decades(axes, "x")
     axes.margins(x=0.2)
-    seeds = _seeds([{0: seeds} for seeds in values.values()])
+    seeds = seeds_said([{0: seeds} for seeds in values.values()])
     titled(axes, "\n".join(filter(None, (f"{len(lengths)} lengths, {lengths[0]} to {lengths[-1]} tokens", seeds))))
     return figure
 
@@ -94,10 +94,10 @@ def exact_match(
         for label, points in of_task.items():
             # markers of lines that lie on each other stand beside each other
             every = max(1, len(points) // 10)
-            _band(axes, points, label, shown[label], markevery=(every * names.index(label) // len(names), every))
+            draw_band(axes, points, label, shown[label], markevery=(every * names.index(label) // len(names), every))
         axes.set(xlabel=(units or {}).get(task, "items"), ylim=(-3, 103))
         axes.xaxis.get_major_locator().set_params(integer=True)
-        titled(axes, "\n".join(filter(None, (task, _seeds(of_task.values())))))
+        titled(axes, "\n".join(filter(None, (task, seeds_said(of_task.values())))))
     for axes in made[::columns]:
         axes.set_ylabel("exact match (%)")
     for axes in made[len(curves) :]:
@@ -142,11 +142,12 @@ def positions(curves: Mapping[str, Mapping[int, float]]) -> Figure:
     return figure
 
 
-def _means(points: Band) -> dict[int, float]:
+def means_of(points: Band) -> dict[int, float]:
+    """The mean over seeds, by length."""
     return {n: sum(values) / len(values) for n, values in points.items()}
 
 
-def _seeds(bands: Collection[Band]) -> str:
+def seeds_said(bands: Collection[Band]) -> str:
     """What error bars say, where there are any."""
     counts = sorted({len(values) for points in bands for values in points.values()})
     if not counts or counts[-1] == 1:
@@ -177,7 +178,7 @@ def _enlarge(axes: Axes, ratios: Mapping[str, Band], shown: Mapping[str, Look], 
     high = top + pad
     axes.set_ylim(min(values) - pad, high)
     for label, points in ratios.items():
-        means = _means(points)
+        means = means_of(points)
         x, y = np.log2(list(means)), np.array(list(means.values()))
         leaves = np.flatnonzero((y[:-1] > high) != (y[1:] > high))
         for k in leaves:
@@ -192,12 +193,12 @@ def _end(label: str, points: Mapping[int, float], look: Look) -> End:
 
 
 def _ends(curves: Mapping[str, Band], shown: Mapping[str, Look]) -> list[End]:
-    return [_end(label, _means(points), shown[label]) for label, points in curves.items()]
+    return [_end(label, means_of(points), shown[label]) for label, points in curves.items()]
 
 
-def _band(axes: Axes, points: Band, label: str, look: Look, **how: Any) -> None:
+def draw_band(axes: Axes, points: Band, label: str, look: Look, **how: Any) -> None:
     """The mean over seeds; from the least of them to the largest an error bar, or a shade where points are many."""
-    x, means = list(points), list(_means(points).values())
+    x, means = list(points), list(means_of(points).values())
     axes.plot(x, means, **look.drawn(), **how, label=label)
     if all(len(values) == 1 for values in points.values()):
         return

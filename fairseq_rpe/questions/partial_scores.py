@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core import UserError
 from .metrics import Scored, score
 
 # of a metric, the means over questions that it is made of
@@ -13,13 +12,9 @@ _MEANS["rgm"] = ("rouge1", "rouge2", "rougeL")
 _GROUPED = "group_em"
 
 
-def check_addable(metric: str, name: str) -> None:
-    """Refuse the metric of a set ``name`` that is no mean over its questions, as correlations and F1 of classes are."""
-    if metric != _GROUPED and metric not in _MEANS:
-        raise UserError(
-            f"--eval-answers: {name} is scored by {metric}, which is no mean over questions and is not computed while "
-            "a model is trained: drop the flag, and score its checkpoints with fairseq-rpe answer"
-        )
+def adds_up(metric: str) -> bool:
+    """Whether it is made of means over questions or groups of them, as correlations and F1 of classes are not."""
+    return metric == _GROUPED or metric in _MEANS
 
 
 def part(metric: str, items: Sequence[Scored], groups: Sequence[int], count: int) -> np.ndarray:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from fairseq_rpe.core.table import Row, Table, number, words
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import DELTA, NONE, Judged, Prediction
-from fairseq_rpe.reports.findings import HELD, ExactAnswers, Perplexities, collect
+from fairseq_rpe.reports.findings import HELD, ExactAnswers, Perplexities
 from fairseq_rpe.reports.page import Block, Part, Section, Text, markdown
+from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.sweeps.state import Method, SweepFolder
 
 TOO_FEW = "no verdict"  # already at trained lengths
@@ -40,7 +41,7 @@ def sections(folders: Sequence[SweepFolder]) -> list[Section]:
     Raises UserError: a folder holds no finished evaluation.
     """
     states = {folder: folder.state() for folder in folders}
-    if len({bool(state.algorithms) for state in states.values()}) < 2:
+    if not {"text", "algorithms"} <= {state.kind for state in states.values()}:
         return []
     found = [(folder.path.resolve().name, state, collect(folder, state)) for folder, state in states.items()]
     texts = [(name, state, one) for name, state, one in found if isinstance(one, Perplexities)]

@@ -91,8 +91,9 @@ def of_sweep(
     Raises UserError: it is not about text, has no finished run of ``seed``, or not as many heads.
     """
     state = folder.state()
-    if state.algorithms:
-        raise UserError(f"{folder.path} is a sweep of algorithmic tasks: these figures are for text")
+    if state.kind != "text":
+        what = "algorithmic tasks" if state.algorithms else "questions"
+        raise UserError(f"{folder.path} is a sweep of {what}: these figures are for text")
     paths = {name: folder.run_of(state.method(name), seed).checkpoints.last for name in state.encodings}
     found = {name: checkpoints.load(path).learned() for name, path in paths.items() if path.is_file()}
     if not found:

@@ -8,27 +8,33 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.evaluation.reach import most_items
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
-Found = TypeVar("Found", TextResult, AnswerResult)
+Found = TypeVar("Found", TextResult, AnswerResult, QuestionResult)
 HELD = 90.0  # per cent of exact answers at every depth from which a method is said to find what is asked for
 
 
 @dataclass(frozen=True)
 class Finding(Generic[Found]):
-    """A result of a method; ``ratio``: of a perplexity over that of the same run at the training length, if known."""
+    """A result of a method; ``ratio``: of a perplexity over that of the same run at the training length, if known.
+
+    ``folder``: the name of the questions that it is about.
+    """
 
     method: str
     seed: int
     result: Found
     ratio: float | None = None
+    folder: str | None = None
 
     @property
     def task(self) -> str | None:
-        return self.result.algorithm if isinstance(self.result, AnswerResult) else None
+        """What its run is trained on, of several things."""
+        return self.result.algorithm if isinstance(self.result, AnswerResult) else self.folder
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Perplexities:
 
     def of(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed."""
-        return _by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
+        return by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
 
     def seeds(self, encoding: str) -> list[dict[int, float]]:
         """The perplexity by length of each seed that was evaluated at its training length and beyond it."""
@@ -67,7 +73,7 @@ class Perplexities:
     def ratios(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed over that of the same run at the training length."""
         own = [row for row in self.rows if row.method == encoding]
-        return _by_length((row.result.length, row.ratio) for row in own if row.ratio is not None)
+        return by_length((row.result.length, row.ratio) for row in own if row.ratio is not None)
 
     def means(self, encoding: str) -> dict[int, float]:
         """By length, the mean over seeds."""
@@ -128,7 +134,7 @@ class ExactAnswers:
         for row in self.rows:
             if (row.task, row.method) == (task, method):
                 runs.setdefault((row.result.length, row.seed), []).append(100 * row.result.accuracy)
-        return _by_length((length, sum(values) / len(values)) for (length, _), values in runs.items())
+        return by_length((length, sum(values) / len(values)) for (length, _), values in runs.items())
 
     @property
     def deep(self) -> list[str]:
@@ -189,7 +195,7 @@ class ExactAnswers:
         return csv_text((*head, "depth"), ((*line, r.depth) for line, (r, _) in zip(lines, own, strict=True)))
 
 
-def _by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+def by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
     values: dict[int, list[float]] = {}
     for length, value in found:
         values.setdefault(length, []).append(value)
@@ -203,21 +209,10 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def asked(folder: SweepFolder, state: State) -> Iterator[tuple[str | None, Method, int, RunFolder]]:
     """Task, if it is over tasks, method, seed and run of everything that a sweep compares."""
-    for task in state.algorithms or (None,):
+    for task in state.tasks or (None,):
         for method in map(state.method, state.encodings):
             for seed in state.seeds:
                 yield task, method, seed, folder.run_of(method, seed, task)
-
-
-def collect(folder: SweepFolder, state: State) -> Perplexities | ExactAnswers:
-    """The results of the runs that are finished.
-
-    Raises UserError: there are none.
-    """
-    found = exact_answers(folder, state) if state.algorithms else perplexities(folder, state)
-    if not found.rows:
-        raise UserError(f"{folder.path} holds no finished evaluation yet: run its sweep first")
-    return found
 
 
 def perplexities(folder: SweepFolder, state: State) -> Perplexities:
@@ -228,7 +223,7 @@ def perplexities(folder: SweepFolder, state: State) -> Perplexities:
     rows: dict[str | None, list[Finding[TextResult]]] = {None: [], **{name: [] for name in state.evaluate}}
     for _, method, seed, run in asked(folder, state):
         by_length: dict[str | None, dict[int, TextResult]] = {}
-        for one in _measured(TextResult, run, method):
+        for one in measured(TextResult, run, method):
             if one.subset == state.settings.subset:
                 by_length.setdefault(named.get(one.data), {})[one.length] = one
         for name, found in by_length.items():
@@ -245,7 +240,7 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
     """Of a sweep over algorithmic tasks, by task, method, seed and number of items."""
     split, rows = state.settings.subset, []
     for task, method, seed, run in asked(folder, state):
-        found = _measured(AnswerResult, run, method)
+        found = measured(AnswerResult, run, method)
         own = [one for one in found if (one.algorithm, one.split, one.unit) == (task, split, "items")]
         rows += [Finding(method.name, seed, one) for one in sorted(own, key=lambda one: (one.length, one.depth or 0))]
     built = {task: build(task) for task in state.algorithms}
@@ -256,7 +251,7 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
     return ExactAnswers(rows, longest["train"], longest[split], ends)
 
 
-def _measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
+def measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
     """A method's results that belong to the finished checkpoint of its run, with nothing else of it changed."""
     record = run.checkpoints.record()
     if record is None:

@@ -1,8 +1,11 @@
 """Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, collect
+from fairseq_rpe.reports.findings import ExactAnswers, Perplexities
+from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
+
+_NAMES = {"text": ("results", "ppl"), "algorithms": ("accuracy", "accuracy"), "answers": ("scores", "scores")}
 
 
 class Places:
@@ -13,14 +16,14 @@ class Places:
     """
 
     def __init__(self, folder: SweepFolder, state: State) -> None:
-        results, figure = ("accuracy", "accuracy") if state.algorithms else ("results", "ppl")
+        results, figure = _NAMES[state.kind]
         self.results = folder.path / f"{results}.csv"
         self.table = folder.path / f"{results}.md"
         self.figures = [folder.path / f"{figure}.{ending}" for ending in ("png", "pdf")]
         self.page = folder.path / "report.html"
         self.tensorboard = folder.tensorboard
         self.evaluation = folder.tensorboard / "evaluation"
-        self.others = [] if state.algorithms else [folder.path / "extrapolation.csv"]
+        self.others = [folder.path / "extrapolation.csv"] if state.kind == "text" else []
         deep = any(build(task).depths(state.settings.subset or "test") for task in state.algorithms)
         # figures beside the first, by name
         self.drawn = {"depths": [folder.path / f"depths.{ending}" for ending in ("png", "pdf")]} if deep else {}

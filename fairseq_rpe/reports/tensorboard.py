@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, asked
+from fairseq_rpe.reports.scored_answers import Scores
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.settings import IDENTITY
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, slug
@@ -24,11 +25,14 @@ _LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
 Chosen = dict[str, str | float]
 
 
-def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers, target: Path) -> None:
+def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers | Scores, target: Path) -> None:
     """Replace the folder ``target`` by a sweep's evaluations."""
     if isinstance(found, Perplexities):
         names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in found.lengths}
         tag, title = "ppl_by_length", "perplexity over evaluation length (step = tokens)"
+    elif isinstance(found, Scores):
+        names = {f"score_at/{n}": f"mean score (%) at {n} tokens" for n in found.lengths}
+        tag, title = "score_by_length", "mean score in % over context length (step = tokens)"
     else:
         names = {f"exact/{part}": f"exact match (%), {part}" for part in ("trained", "beyond", "all")}
         tag, title = "exact_by_items", "exact match in % over items (step = items)"
@@ -52,12 +56,15 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers,
 
 
 def _measured(
-    own: Perplexities | ExactAnswers, label: str, task: str | None
+    own: Perplexities | ExactAnswers | Scores, label: str, task: str | None
 ) -> tuple[dict[str, float], dict[int, float]]:
     """Of one run, the metrics by tag and the curve by step."""
     if isinstance(own, Perplexities):
         curve = {row.result.length: row.result.ppl for row in own.rows}
         return {f"ppl_at/{length}": ppl for length, ppl in curve.items()}, curve
+    if isinstance(own, Scores):
+        curve = {length: seeds[0] for length, seeds in own.over_sets(label).items()}
+        return {f"score_at/{length}": value for length, value in curve.items()}, curve
     metrics = {f"exact/{part}": mean for part, mean in own.means(task, label).items() if mean is not None}
     return metrics, {items: values[0] for items, values in own.of(task, label).items()}
 

@@ -4,22 +4,24 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.figures import style
 from fairseq_rpe.reports import definition, page, tensorboard
-from fairseq_rpe.reports.chapters import exact_match, literature, perplexities, training
+from fairseq_rpe.reports.chapters import asked_questions, exact_match, literature, perplexities, training
 from fairseq_rpe.reports.definition import DELTA
-from fairseq_rpe.reports.findings import Perplexities, collect
+from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.kept import Places
 from fairseq_rpe.reports.page import Part, Section
+from fairseq_rpe.reports.scored_answers import Scores, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
 
 def check(folder: SweepFolder, delta: float | None) -> State:
     """What is on record of a sweep that ``delta`` can be asked of.
 
-    Raises UserError: the folder holds no sweep, or one over tasks and ``delta`` is given.
+    Raises UserError: the folder holds no sweep, or one that is not on text and ``delta`` is given.
     """
     state = folder.state()
-    if delta is not None and state.algorithms:
-        raise UserError(f"--delta is about perplexity and {folder.path} counts exact answers: drop it")
+    if delta is not None and state.kind != "text":
+        what = "counts exact answers" if state.kind == "algorithms" else "scores answers"
+        raise UserError(f"--delta is about perplexity and {folder.path} {what}: drop it")
     return state
 
 
@@ -35,6 +37,8 @@ def write(folder: SweepFolder, delta: float | None = None) -> Section:
         judged = definition.judge(found, definition.predict(folder, state))
         others.append(definition.csv(judged, delta or DELTA))
         made = perplexities.findings(state, runs, found, definition.blocks(judged, found.trained_at, delta or DELTA))
+    elif isinstance(found, Scores):
+        made = asked_questions.findings(state, runs, found)
     else:
         made = exact_match.findings(state, runs, found)
     parts = [*made.parts, *training.parts(state, runs), Part("measurements", "Every measurement", [made.every])]

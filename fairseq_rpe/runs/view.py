@@ -58,4 +58,5 @@ class Summary(View):
         words = [f"validation loss {found['valid_loss']:.3f} bits per token"]
         words += [f"perplexity {found['valid_ppl']:.2f}"] if "valid_ppl" in found else []
         words += [f"{found['valid_exact']:.2f} % exact"] if "valid_exact" in found else []
+        words += [f"answers {found['valid_answers']:.2f}"] if "valid_answers" in found else []
         return words

@@ -10,12 +10,14 @@ from typing import Any
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.question_results import QuestionKey
 from fairseq_rpe.evaluation.results import TextKey
+from fairseq_rpe.questions import prepared
 from fairseq_rpe.runs import launch
 from fairseq_rpe.sweeps import local, slurm
 from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Stage
 from fairseq_rpe.sweeps.request import Sweep
-from fairseq_rpe.sweeps.state import Scored, State, SweepFolder, SweepSettings
+from fairseq_rpe.sweeps.state import Asking, Questions, Scored, State, SweepFolder, SweepSettings
 
 Slurm = Sequence[tuple[str, str]] | None
 
@@ -33,11 +35,12 @@ def check_data(sweep: Sweep, dry: bool = False) -> str | None:
             return None
         how = shlex.join(("fairseq-rpe", *sweep.preparation))
         raise UserError(f"data folder {sweep.data} does not exist: make it with {how}")
-    corpus.check_folder(sweep.data, "train", "valid", sweep.subset)
+    corpus.check_folder(sweep.data, "train", "valid", *([] if sweep.questions else [sweep.subset]))
     if sweep.scale is not None:
         sweep.scale.check(sweep.data)
     digest = corpus.digest(sweep.data)
     _check_others(sweep, sweep.data, digest, dry)
+    _check_questions(sweep, sweep.data, dry)
     return digest
 
 
@@ -58,14 +61,30 @@ def _check_others(sweep: Sweep, data: Path, digest: str, dry: bool) -> None:
         seen[same] = name
 
 
+def _check_questions(sweep: Sweep, data: Path, dry: bool) -> None:
+    """Refuse folders of questions that are not there, cannot be learned from and asked, or have another vocabulary."""
+    symbols = corpus.read_dictionary(data / "dict.txt")
+    for name, folder in sweep.questions.items():
+        place, how = Path(folder.data), shlex.join(("fairseq-rpe", *sweep.preparing_questions(name)))
+        if not place.is_dir():
+            if dry and folder.prepare:
+                continue
+            raise UserError(f"data folder {place} does not exist: make it with {how}")
+        if not prepared.is_prepared(place):
+            raise UserError(f"{place} holds no questions: make another folder, e.g. with {how}")
+        corpus.check_folder(place, "train", "valid")
+        if corpus.read_dictionary(place / "dict.txt") != symbols:
+            raise UserError(f"{place} has another vocabulary than {data}: prepare another folder, e.g. {how}")
+
+
 def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
     """Refuse a text that does not fill the blocks of training and evaluation."""
     if sweep.data is None or not sweep.data.is_dir():
         return
-    tokens = max(cell.plan.settings.tokens for cell in cells)
+    tokens = max(cell.plan.settings.tokens for cell in cells if cell.kind != "answers")
     for split in ("train", "valid"):
         corpus.check_block(sweep.data, split, tokens)
-    for data in filter(Path.is_dir, (sweep.data, *sweep.evaluate.values())):
+    for data in filter(Path.is_dir, () if sweep.questions else (sweep.data, *sweep.evaluate.values())):
         corpus.check_block(data, sweep.subset, max(tokens, *sweep.lengths))
 
 
@@ -73,6 +92,7 @@ def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
     """Every command as a line, and as comments what is started in turn."""
     made = [sweep.preparation] if sweep.preparation else []
     made += [sweep.preparing(name) for name in sweep.evaluate if name in sweep.prepared]
+    made += [sweep.preparing_questions(name) for name, one in sweep.questions.items() if one.prepare]
     lines = [shlex.join((*PROGRAM, *words)) for words in made]
     if on_slurm is not None:
         given = ", ".join(f"{key}={value}" for key, value in slurm.settings(sweep, on_slurm).items())
@@ -122,11 +142,19 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
     # what the runs do not share
     own: dict[str, Any] = dict.fromkeys(("rpe", "seed", "positions_train", "positions_eval", *of_tasks))
     settings = SweepSettings(**{**vars(plan.settings), **own}, updates=plan.updates, subset=sweep.subset)
+    last = cells[-1].plan
+    further: dict[str, Any] = {**vars(last.settings), **own, "data": None, "finetune_from": None}
+    tuned = SweepSettings(**further, updates=last.updates, subset=sweep.subset) if sweep.questions else None
+    asking = ((sweep.scale and sweep.scale.asking) or Asking()) if sweep.questions else None
     if before is not None:
         if other := settings.difference(replace(before.settings, **own)):
             raise UserError(f"{sweep.out} holds another sweep ({other}): choose another --out")
-        if bool(before.algorithms) != bool(sweep.algorithms):
+        if before.kind != ("algorithms" if sweep.algorithms else "answers" if sweep.questions else "text"):
             raise UserError(f"{sweep.out} holds a sweep of another kind: choose another --out")
+        if before.tuned and tuned and (other := tuned.difference(before.tuned)):
+            raise UserError(f"{sweep.out} holds a sweep with another fine-tuning ({other}): choose another --out")
+        if before.asking != asking:
+            raise UserError(f"{sweep.out} holds answers asked for in another way: choose another --out")
     known = dict(before.methods) if before else {}
     for method in sweep.methods:
         if known.get(method.name, method) != method:
@@ -141,6 +169,9 @@ def state(sweep: Sweep, cells: list[Cell]) -> State:
         encodings=_added(old.encodings, (m.name for m in sweep.methods)),
         methods=known,
         evaluate=_evaluated(sweep, old, cells),
+        questions=_on_questions(sweep, old, cells),
+        tuned=tuned,
+        asking=asking,
         seeds=tuple(sorted({*old.seeds, *sweep.seeds})),
         lengths=tuple(sorted({*old.lengths, *(n for cell in cells for n in cell.lengths)})),
         # what is carried out, by run: nothing is known of the runs of an older version
@@ -159,6 +190,20 @@ def _evaluated(sweep: Sweep, old: State, cells: list[Cell]) -> dict[str, Scored]
         if one.corpus in found and found[one.corpus].digest != one.keys[0].data:
             raise UserError(f"{sweep.out} holds another text '{one.corpus}': choose another name or --out")
         found[one.corpus] = Scored(str(one.data), one.keys[0].data)
+    return found
+
+
+def _on_questions(sweep: Sweep, old: State, cells: list[Cell]) -> dict[str, Questions]:
+    """The folders of questions on record and those that are asked for now, with the sets that were asked."""
+    found = dict(old.questions)
+    for name, folder in sweep.questions.items():
+        place, names = Path(folder.data), [m.run_name(seed, name) for m in sweep.methods for seed in sweep.seeds]
+        keys = [key for cell in cells if cell.name in names for one in cell.evaluations for key in one.keys]
+        sets = dict.fromkeys(key.set for key in keys if isinstance(key, QuestionKey))
+        made = Questions(str(place), prepared.digest(place), tuple(sets))
+        if name in found and found[name].digest != made.digest:
+            raise UserError(f"{sweep.out} holds other questions '{name}': choose another name or --out")
+        found[name] = replace(made, sets=_added(found[name].sets if name in found else (), made.sets))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionResult
 from fairseq_rpe.evaluation.reach import longest_row, most_items
-from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult, TextKey, TextResult
+from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult, Result, TextKey, TextResult
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import Plan, Request, plan
 from fairseq_rpe.sweeps.recipes import divided
 from fairseq_rpe.sweeps.request import Sweep
-from fairseq_rpe.sweeps.state import Method, SweepFolder
+from fairseq_rpe.sweeps.state import Kind, Method, SweepFolder
 
 TRAINING, EVALUATING = "training", "evaluating"
+RESULTS: dict[Kind, type[Result]] = {"text": TextResult, "algorithms": AnswerResult, "answers": QuestionResult}
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 
 
@@ -42,7 +44,7 @@ class Evaluation:
     """
 
     command: list[str]
-    keys: tuple[TextKey | AnswerKey, ...]
+    keys: tuple[TextKey | AnswerKey | QuestionKey, ...]
     data: Path | None = None
     corpus: str | None = None
     left_out: str = ""  # which lengths the method cannot be evaluated at, and why
@@ -50,13 +52,17 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Cell:
-    """One training run, with the evaluations that it is good for; ``parent``: the run that it continues."""
+    """One training run, with the evaluations that it is good for; ``parent``: the run that it continues.
+
+    ``kind``: of its evaluations.
+    """
 
     folder: RunFolder
     request: Request
     plan: Plan
     parent: Cell | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
+    kind: Kind = "text"
 
     @property
     def name(self) -> str:
@@ -95,8 +101,7 @@ class Cell:
         if digest is None:
             training = Stage(TRAINING, self.train_command, self.folder.train_log)
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
-        kind = AnswerResult if self.request.algorithm else TextResult
-        known = {result.key for result in results.read(kind, self.folder.results)}
+        known = {result.key for result in results.read(RESULTS[self.kind], self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)
             for evaluation in self.evaluations
@@ -124,9 +129,10 @@ def make(sweep: Sweep, data_digest: str | None, unseen: Collection[str] = ()) ->
                 name = method.run_name(seed, algorithm)
                 if name not in cells:
                     first = cells[by_name[method.continues].run_name(seed, algorithm)] if method.continues else None
-                    request = _request(sweep, method, seed, algorithm, first, method.rpe not in unseen)
+                    request = request_of(sweep, method, seed, algorithm, first, method.rpe not in unseen)
                     folder = SweepFolder(sweep.out).run_of(method, seed, algorithm)
-                    cells[name] = Cell(folder, request, plan(request, data_digest or ""), first)
+                    kind: Kind = "algorithms" if algorithm else "text"
+                    cells[name] = Cell(folder, request, plan(request, data_digest or ""), first, kind=kind)
                 if method in sweep.methods:
                     cells[name].evaluations += _evaluations(sweep, cells[name], method, texts)
     return list(cells.values())
@@ -142,9 +148,10 @@ def _texts(sweep: Sweep, data_digest: str | None) -> dict[str | None, tuple[Path
     return found
 
 
-def _request(
+def request_of(
     sweep: Sweep, method: Method, seed: int, algorithm: str | None, first: Cell | None, inspected: bool
 ) -> Request:
+    """What the training of a cell is asked to be; ``first``: the one that it continues."""
     place = SweepFolder(sweep.out)
     folder = place.run_of(method, seed, algorithm)
     own: dict[str, Any] = {**method.own.given()}
@@ -169,26 +176,9 @@ def _request(
 def _evaluations(
     sweep: Sweep, cell: Cell, method: Method, texts: Mapping[str | None, tuple[Path, str]]
 ) -> list[Evaluation]:
-    lengths = _lengths(sweep, cell)
-    limit = _limit(cell, method, sweep.subset)
-    beyond = [n for n in lengths if limit is not None and n > limit]
-    left_out, unit = "", build(cell.request.algorithm).unit if cell.request.algorithm else "tokens"
-    if beyond:
-        left_out = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
-        left_out += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
-        lengths = [n for n in lengths if n not in beyond]
-    if not lengths:
-        raise UserError(f"{left_out}: give smaller --lengths, or leave the method out")
-    common = ["--out", str(cell.folder.results), "--log", str(cell.folder.eval_log)]
-    common += ["--device", "cpu" if cell.request.device == "cpu" else "auto"]
-    if sweep.lengths or beyond:
-        common += ["--lengths", ",".join(map(str, lengths))]
-    if cell.request.rpe_module:
-        common += ["--rpe-module", str(cell.request.rpe_module)]
-    if method.positions_eval:
-        common += ["--positions", method.positions_eval]
-    if method.rpe_eval:
-        common += ["--rpe", method.rpe_eval]
+    wanted, unit = _lengths(sweep, cell), build(cell.request.algorithm).unit if cell.request.algorithm else "tokens"
+    lengths, left_out = within(_limit(cell, method, sweep.subset), wanted, method, unit)
+    common = common_words(cell, method, lengths if sweep.lengths or left_out else ())
     of: dict[str, Any] = {"rpe": method.rpe_eval, "positions": method.positions_eval}
     of["draws"] = results.draws_of(method.positions_eval)
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
@@ -210,6 +200,31 @@ def _evaluations(
         )
         for name, (data, digest) in texts.items()
     ]
+
+
+def within(limit: int | None, lengths: Sequence[int], method: Method, unit: str) -> tuple[list[int], str]:
+    """The lengths up to a limit, and in words which are left out.
+
+    Raises UserError: all of them are.
+    """
+    beyond = [n for n in lengths if limit is not None and n > limit]
+    if not beyond:
+        return list(lengths), ""
+    left_out = f"{method.name}: its positions end at {limit} {unit}, so it is not evaluated at"
+    left_out += f" {beyond[0]}" if len(beyond) == 1 else f" {len(beyond)} lengths from {beyond[0]} to {beyond[-1]}"
+    if len(beyond) == len(lengths):
+        raise UserError(f"{left_out}: give smaller --lengths, or leave the method out")
+    return [n for n in lengths if n not in beyond], left_out
+
+
+def common_words(cell: Cell, method: Method, lengths: Sequence[int]) -> list[str]:
+    """What every command that evaluates a method is told, at ``lengths`` if they are said."""
+    words = ["--out", str(cell.folder.results), "--log", str(cell.folder.eval_log)]
+    words += ["--device", "cpu" if cell.request.device == "cpu" else "auto"]
+    words += ["--lengths", ",".join(map(str, lengths))] if lengths else []
+    words += ["--rpe-module", str(cell.request.rpe_module)] if cell.request.rpe_module else []
+    words += ["--positions", method.positions_eval] if method.positions_eval else []
+    return words + (["--rpe", method.rpe_eval] if method.rpe_eval else [])
 
 
 def _limit(cell: Cell, method: Method, subset: str) -> int | None:

@@ -1,8 +1,12 @@
 """What a run costs, roughly, in tokens that a model reads with little context: what a sweep's bar goes by."""
 
+from pathlib import Path
+
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.evaluation.question_results import QuestionKey
 from fairseq_rpe.evaluation.results import AnswerKey
+from fairseq_rpe.questions import prepared
 from fairseq_rpe.sweeps.cells import Cell
 
 _BACKWARD = 3  # a forward and a backward pass, over a forward one
@@ -23,6 +27,8 @@ def evaluations(cell: Cell) -> list[float]:
         for key in one.keys:
             if isinstance(key, AnswerKey):
                 found.append(_answers(key))
+            elif isinstance(key, QuestionKey):
+                found.append(_questions(key, one.data))
             elif one.data is not None:
                 if key.subset not in tokens:
                     tokens[key.subset] = corpus.count_tokens(one.data, key.subset)
@@ -34,6 +40,11 @@ def _answers(key: AnswerKey) -> float:
     task = build(key.algorithm)
     size = task.tokens(key.length)
     return _reading(task.share(key.split) * size, size)
+
+
+def _questions(key: QuestionKey, data: Path | None) -> float:
+    info = prepared.load(data).sets[key.set].splits[key.subset] if data and data.is_dir() else None
+    return _reading((info.questions if info else 1) * key.length, key.length)
 
 
 def _reading(tokens: float, context: int) -> float:

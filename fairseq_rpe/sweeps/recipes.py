@@ -1,5 +1,6 @@
 """Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
+import difflib
 import os
 import re
 import shlex
@@ -17,11 +18,13 @@ from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.data import folder
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps.state import Further, Method, Published, Training, read_published
+from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
+from fairseq_rpe.sweeps.state import Asking, Further, Kind, Method, Published, Training, read_published
 
 FOLDER = PACKAGE / "recipes"
 # in a method's specs, the training length of the scale, perhaps times a number
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
+_SHOWN = 8
 _SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
 _OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype")
 
@@ -49,6 +52,9 @@ class Scale(Training):
     that ``data`` is made of, with the given ``tokenizer`` or its usual one; a folder whose dictionary has not as many
     symbols as ``vocabulary`` is refused. ``evaluate``: by name, folders of other texts to evaluate on. ``further``: by
     method, the training of those that continue another one, in place of what the method itself says of it.
+
+    A recipe for answers is trained on ``data`` first, unless the folder ``pretrained`` of another sweep has finished
+    runs of the same training; then fine-tuned, as ``tuning`` says, on each of ``questions``, by name; then asked.
     """
 
     data: str | None = None
@@ -64,6 +70,10 @@ class Scale(Training):
     seeds: Counts | None = None
     evaluate: Mapping[str, str] = field(default_factory=dict)
     further: Mapping[str, Further] = field(default_factory=dict)
+    pretrained: str | None = None
+    questions: Mapping[str, Folder] = field(default_factory=dict)
+    tuning: Tuning | None = None
+    asking: Asking | None = None
     extra: Words = ()
 
     def under(self, request: Request) -> Request:
@@ -124,7 +134,7 @@ class Recipe:
     name: str
     title: str
     paper: str
-    kind: str
+    kind: Kind
     methods: tuple[Method, ...]
     scales: Mapping[str, Scale]
     published: Published | None = None
@@ -158,7 +168,7 @@ class _Text:
 
     title: str
     paper: str
-    kind: Literal["text", "algorithms"]
+    kind: Kind
     methods: dict[str, object]
     scales: dict[str, object]
     published: dict[str, object] | None = None
@@ -188,8 +198,19 @@ def load(name: str) -> Recipe:
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     _check_continued(methods, scales, source)
+    _check_questions(text.kind, scales, source)
     published = read_published(text.published, source, methods) if text.published else None
     return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), scales, published)
+
+
+def _check_questions(kind: Kind, scales: Mapping[str, Scale], source: str) -> None:
+    """Refuse a recipe for answers without questions, and what is about questions in another one."""
+    for size, scale in scales.items():
+        if kind == "answers" and not scale.questions:
+            raise UserError(f"{source}: scale '{size}' lacks questions: name a prepared folder of them")
+        own = ("pretrained", "questions", "tuning", "asking")
+        if kind != "answers" and (given := [name for name in own if getattr(scale, name)]):
+            raise UserError(f"{source}: {given[0]} of scale '{size}' is for kind answers, this recipe is for {kind}")
 
 
 def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale], source: str) -> None:
@@ -211,13 +232,21 @@ def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale],
                 raise UserError(f"{source}: further of scale '{size}' names '{name}', which continues no method")
 
 
+def _some(name: str) -> str:
+    """As many recipes as fit into a line, those first whose names are alike."""
+    near = difflib.get_close_matches(name, names(), n=_SHOWN, cutoff=0.5)
+    found = list(dict.fromkeys([*near, *names()]))
+    more = f" … ({len(found)} in all: fairseq-rpe sweep --help)" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
 def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
     """The text of a recipe with what it takes over from its base; ``above``: those that it is a base of."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
             raise UserError(f"--recipe {name} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
-        raise UserError(f"unknown recipe '{name}'{nearest(name, names())}; known: {', '.join(names())}, or FILE.toml")
+        raise UserError(f"unknown recipe '{name}'{nearest(name, names())}; known: {_some(name)}, or FILE.toml")
     if (place := path.resolve()) in above:
         raise UserError(f"recipe {path} is its own base: drop one of the base lines")
     try:

@@ -1,7 +1,7 @@
 """What a sweep is asked to be, and what that comes to: a recipe's settings filled in, methods and tasks named."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.preparation import KNOWN
 from fairseq_rpe.runs.settings import IDENTITY, Request
 from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.fine_tuned import Folder
 from fairseq_rpe.sweeps.recipes import Recipe, Scale
 from fairseq_rpe.sweeps.state import Method
 
@@ -23,7 +24,8 @@ class Sweep:
     ``lengths``: in tokens, or items of the ``algorithms`` (none: all there are). ``jobs`` runs at a time.
     ``preparation``: what makes ``data``, where the recipe says so and the folder is its own or not there yet.
     ``needed``: methods that others continue and that are not compared themselves. ``evaluate``: by name, other texts
-    to evaluate on; those of ``prepared`` are made as the recipe says.
+    to evaluate on; those of ``prepared`` are made as the recipe says. ``questions``: by name, folders to fine-tune on
+    and to ask; ``lengths`` are then of contexts.
     """
 
     out: Path
@@ -43,6 +45,7 @@ class Sweep:
     needed: tuple[Method, ...] = ()
     evaluate: Mapping[str, Path] = field(default_factory=dict)
     prepared: frozenset[str] = frozenset()
+    questions: Mapping[str, Folder] = field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[Method, ...]:
@@ -53,6 +56,11 @@ class Sweep:
         """The words after ``fairseq-rpe`` that make a text to evaluate on, with the vocabulary of the training."""
         what = ("prepare-known", name) if name in KNOWN else ("prepare", "SOURCE")
         return (*what, "--dest", str(self.evaluate[name]), "--vocab-from", str(self.data))
+
+    def preparing_questions(self, name: str) -> tuple[str, ...]:
+        """The words after ``fairseq-rpe`` that make a folder of questions, with the vocabulary of the training."""
+        folder = self.questions[name]
+        return (*(folder.prepare or ("prepare-answers", "NAME")), "--dest", folder.data, "--vocab-from", str(self.data))
 
 
 def resolve(
@@ -66,7 +74,7 @@ def resolve(
     methods: tuple[str, ...] | None,
     lengths: tuple[int, ...] | None,
     out: Path | None,
-    subset: str,
+    subset: str | None,
     max_tokens: int | None,
     seeds: tuple[int, ...] | None,
     jobs: int | None,
@@ -83,14 +91,14 @@ def resolve(
     found = size = None
     preparation: tuple[str, ...] = ()
     needed: list[Method] = []
-    evaluate = _named(eval_data)
+    evaluate, questions = _named(eval_data), dict[str, Folder]()
     if recipe is not None:
         if base.positions_train or base.positions_eval:
             raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
         found = recipes.load(recipe)
         size = found.scale(scale)
         compared = found.choose(methods if methods is not None else size.methods or ("all",))
-        if found.kind == "text" and algorithms is not None:
+        if found.kind != "algorithms" and algorithms is not None:
             raise UserError(f"recipe '{found.name}' compares on text: drop --algorithms")
         if found.kind == "algorithms" and data is not None:
             raise UserError(f"recipe '{found.name}' generates its data: drop {data}")
@@ -103,8 +111,13 @@ def resolve(
         lengths, seeds = lengths or size.lengths, seeds or size.seeds
         out = out or Path("runs") / f"{found.name}-{scale}"
         base = size.under(base)
+        if found.kind == "answers":
+            questions, evaluate = _questions(size, evaluate), {}
+            lengths = lengths or ((size.tuning and size.tuning.tokens) or base.tokens or base.defaults.tokens,)
+            if max_tokens is not None:
+                raise UserError(f"recipe '{found.name}' asks questions: drop --max-tokens, which is about perplexity")
         evaluate = {**{name: Path(place) for name, place in size.evaluate.items()}, **evaluate}
-        _check_names(evaluate)
+        _check_names({**evaluate, **questions})
         tokens = base.tokens or base.defaults.tokens
         named, continued = {one.name for one in compared}, {one.continues for one in compared}
         needed = [size.settled(one, tokens) for one in found.methods if one.name in continued - named]
@@ -118,6 +131,7 @@ def resolve(
         raise UserError('--encodings is empty: name at least one, e.g. --encodings "alibi type1"')
     if len({m.name for m in compared}) < len(compared):
         raise UserError("--encodings names one twice: leave one out")
+    subset = subset or ("valid" if questions else "test")
     if (data is None) == (algorithms is None):
         raise UserError('name what to train on: either a DATA folder or --algorithms "SPEC ..."')
     if lengths is None and algorithms is None:
@@ -145,6 +159,7 @@ def resolve(
         needed=tuple(needed),
         evaluate=evaluate,
         prepared=frozenset(name for name, place in evaluate.items() if _is_made(size, name, place)),
+        questions=questions,
     )
 
 
@@ -155,7 +170,14 @@ def _named(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
     return named
 
 
-def _check_names(evaluate: Mapping[str, Path]) -> None:
+def _questions(size: Scale, given: Mapping[str, Path]) -> dict[str, Folder]:
+    """The folders of a scale, or those given by name in their place, of which the scale may know how they are made."""
+    if not given:
+        return dict(size.questions)
+    return {name: replace(size.questions.get(name, Folder("")), data=str(place)) for name, place in given.items()}
+
+
+def _check_names(evaluate: Iterable[str]) -> None:
     for name in evaluate:
         if not _NAME.fullmatch(name):
             raise UserError(f"--eval-data {name}: a text is named with letters, digits and . _ - alone, e.g. arxiv")

@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import RESTORE, read_json, write_json
-from fairseq_rpe.core.records import Betas, Count, Fraction, FromZero, Natural, Rate, Rule
+from fairseq_rpe.core.records import Betas, Count, Fraction, FromZero, Natural, Rate, Rule, Words
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import IDENTITY, Settings
 
+Kind = Literal["text", "algorithms", "answers"]
 _LONGEST_NAME = 80
 Url = Annotated[str, Rule(lambda text: text.startswith("https://"), "an address that begins with https://")]
 
@@ -117,13 +118,14 @@ class Published:
     """Published results: where they are from, what is known of the runs, and the values by method.
 
     ``values``: by length for text (perplexities, or their natural logarithms where ``measure`` is ``log_ppl``), by
-    task for algorithms (exact answers in per cent).
+    task for algorithms (exact answers in per cent), by set or by length for answers to questions (``score``, a metric
+    in per cent; ``mean``: what alone is printed of them).
     """
 
     source: str
     url: Url | None = None
     settings: PublishedSettings | None = None
-    measure: Literal["ppl", "log_ppl"] = "ppl"
+    measure: Literal["ppl", "log_ppl", "score"] = "ppl"
     values: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
 
     @property
@@ -176,11 +178,32 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Questions(Scored):
+    """A prepared folder of questions that models are fine-tuned on and then asked, of its ``sets``."""
+
+    sets: Words = ()
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How questions are answered.
+
+    ``by``: freely written, or the likeliest of the choices; ``beam``: its width, 1 is greedy; ``cut``: where a document
+    that is too long is shortened, in training too.
+    """
+
+    by: Literal["generation", "likelihood"] = "generation"
+    beam: Count = 1
+    cut: Literal["end", "start", "middle"] = "end"
+
+
+@dataclass(frozen=True)
 class State:
     """What is on record of a sweep. ``encodings`` are the names of its methods, in the order asked for.
 
     ``commands``: run -> stage -> command lines. ``algorithms``: its generated tasks; none for a sweep on text.
-    ``evaluate``: by name, the other texts that its runs are evaluated on.
+    ``evaluate``: by name, the other texts that its runs are evaluated on. ``questions``: by name, the folders that a
+    sweep over questions fine-tunes on; ``settings`` are then of the training before, ``tuned`` of the fine-tuning.
     """
 
     settings: SweepSettings
@@ -196,6 +219,19 @@ class State:
     data: str | None = None
     algorithms: tuple[str, ...] = ()
     evaluate: Mapping[str, Scored] = field(default_factory=dict)
+    questions: Mapping[str, Questions] = field(default_factory=dict)
+    tuned: SweepSettings | None = None
+    asking: Asking | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What its runs do."""
+        return "algorithms" if self.algorithms else "answers" if self.questions else "text"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What each method is trained on one by one: generated tasks, or folders of questions; none on text."""
+        return self.algorithms or tuple(self.questions)
 
     def method(self, name: str) -> Method:
         """What a label stands for; a plain encoding stands for itself."""
@@ -236,6 +272,6 @@ class SweepFolder:
         given["settings"] = state.settings.record()
         given["methods"] = {name: method.record() for name, method in state.methods.items()}
         given["published"] = state.published.record() if state.published else None
-        write_json(
-            self.state_path, {k: v for k, v in given.items() if v or k not in ("data", "algorithms", "evaluate")}
-        )
+        given["tuned"] = state.tuned.record() if state.tuned else None
+        some = ("data", "algorithms", "evaluate", "questions", "tuned", "asking")
+        write_json(self.state_path, {k: v for k, v in given.items() if v or k not in some})

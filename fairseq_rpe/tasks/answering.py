@@ -1,6 +1,7 @@
 """The fairseq task ``rpe_answers``: questions about texts, of which only the answers are to be learned."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..questions import prepared
 from ..questions.layout import CUTS, check_cut
 from ..questions.metrics import Scored, check
 from ..questions.mixture import FORMS
-from ..questions.partial_scores import check_addable, part, whole
+from ..questions.partial_scores import adds_up, part, whole
 from .question_rows import QuestionRows, group_of
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,11 @@ def _mean(found: meters.MetersDict) -> float:
     return round(sum(asked) / len(asked), 4) if asked else 0.0
 
 
+def _judged(sets: Mapping[str, prepared.SetInfo]) -> list[str]:
+    """The sets whose score adds up over batches."""
+    return [name for name, info in sets.items() if adds_up(info.published)]
+
+
 @register_task("rpe_answers", dataclass=AnswersConfig)
 class AnswersTask(FairseqTask):
     """Learn to answer questions about texts. The splits are those of a prepared folder.
@@ -99,6 +105,7 @@ class AnswersTask(FairseqTask):
     def __init__(self, cfg: AnswersConfig, dictionary: Dictionary) -> None:
         super().__init__(cfg)
         self._dictionary = dictionary
+        self._validated: Optional[QuestionRows] = None
 
     @classmethod
     def setup_task(cls, cfg: AnswersConfig, **kwargs: Any) -> "AnswersTask":
@@ -140,10 +147,25 @@ class AnswersTask(FairseqTask):
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.eval_answers and not from_checkpoint:
             check_fixed(model)
-            for name, info in self.prepared.sets.items():
-                check_addable(info.published, name)
-                check(info.published)
+            self._check_scores()
         return model
+
+    def _check_scores(self) -> None:
+        sets = self.prepared.sets
+        judged = _judged(sets)
+        check(*(sets[name].published for name in judged))
+        for name in (name for name in sets if name not in judged):
+            logger.warning(
+                f"{name} is scored by {sets[name].published}, which is no mean over questions: 'answers' leaves it out"
+            )
+        if not judged:
+            raise UserError("--eval-answers: no set of the data is scored by a mean over questions: drop the flag")
+
+    def get_batch_iterator(self, dataset: QuestionRows, *args: Any, **kwargs: Any) -> Any:
+        """Of fairseq's trainer, which asks for one before every validation."""
+        if dataset.mixture is None:
+            self._validated = dataset
+        return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def _check_first(self, first: checkpoint_state.State, length: Optional[int]) -> None:
         checkpoint_state.check_vocabulary(first, self._dictionary.symbols, self.cfg.data)
@@ -160,22 +182,26 @@ class AnswersTask(FairseqTask):
         return loss, size, {**log, **self._answered(sample, model)} if self.cfg.eval_answers else log
 
     def _answered(self, sample: Any, model: Any) -> dict[str, Any]:
-        data: QuestionRows = self.datasets[sample["split"]]
-        asked: dict[str, list[int]] = {name: [] for name in data.sets}
-        for index in sample["id"].tolist():
-            asked[data.question(index).set].append(index)
+        data = self._validated
+        assert data is not None
+        asked: dict[str, list[int]] = {name: [] for name in _judged(data.sets)}
+        # of several processes one that has nothing left is given rows of the training, and what it logs is not counted
+        for index in sample["id"].tolist() if sample["split"] == data.split else ():
+            asked.get(data.question(index).set, []).append(index)
         found = {}
-        for name, info in data.sets.items():
-            prompts = [row[:prompt].tolist() for row, prompt in map(data.row, asked[name])]
-            written = greedy(model, prompts, info.answer_tokens, self.cfg.tokens_per_sample) if prompts else []
-            items, groups = [], []
-            for row, tokens in zip(map(data.question, asked[name]), written, strict=True):
+        for name, indices in asked.items():
+            info, groups = data.sets[name], data.groups[name]
+            prompts = [row[:prompt].tolist() for row, prompt in map(data.row, indices)]
+            most, length = info.answer_tokens, self.cfg.tokens_per_sample
+            written = greedy(model, prompts, most, length) if prompts else []
+            items, belongs = [], []
+            for row, tokens in zip(map(data.question, indices), written, strict=True):
                 answers, choices = (
                     tuple(data.rows.text(i).strip() for i in some) for some in (row.answers, row.choices)
                 )
                 items.append(Scored(data.rows.decode(tokens).strip(), answers, row.group, choices))
-                groups.append(data.groups[name][group_of(row)])
-            found[_SUMS + name] = torch.from_numpy(part(info.published, items, groups, len(data.groups[name])))
+                belongs.append(groups[group_of(row)])
+            found[_SUMS + name] = torch.from_numpy(part(info.published, items, belongs, len(groups)))
         return found
 
     def reduce_metrics(self, logging_outputs: Any, criterion: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -21,8 +22,10 @@ import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.attention.layer import counted
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+from fairseq_rpe.data.folder import count_tokens
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.question import Question
+from fairseq_rpe.runs.view import Summary
 from fairseq_rpe.tasks.answering import AnswersConfig, AnswersTask
 
 PAD, EOS = 1, 2
@@ -163,6 +166,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(made, spec):
     data, model = task.dataset("train"), make_model(task, spec)
     every = range(len(data))
     loss, size, gradients = losses(model, data, every, task)
+    assert size == sum(len(row) - prompt for row, prompt in map(data.row, every))
     for parts in ([[i] for i in every], [[0, 5], [1, 2, 3, 4], list(every)[6:]]):
         found = [losses(model, data, part, task) for part in parts]
         assert loss == pytest.approx(sum(one[0] for one in found), rel=1e-6)
@@ -258,7 +262,7 @@ def test_training_learns_the_answers_and_goes_on_where_it_was(several, tmp_path)
 
 
 def test_batches_that_are_added_up_are_one_batch(made, tmp_path):
-    """Two of four rows each, with different numbers of answer tokens, make the update of all eight."""
+    """Of rows with different numbers of answer tokens, in three parts, the update is that of all together."""
     flags = {"max_tokens": None, "optimizer": "nag", "lr": 0.2, "disable_validation": True, "clip_norm": 0.0}
     one = weights(train(made, tmp_path / "one", 1, batch_size=20, **flags))
     two = weights(train(made, tmp_path / "two", 1, batch_size=4, update_freq=3, **flags))
@@ -268,6 +272,16 @@ def test_batches_that_are_added_up_are_one_batch(made, tmp_path):
     assert any((one[name] - begun[name]).abs().max() > 1e-3 for name in one)
 
 
+@pytest.fixture
+def one_thread():
+    """A copy of a process has none of its threads, and would wait for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_sigkill_and_resume_is_bit_equal(several, tmp_path, monkeypatch):
     """A copy of this process is killed in the second epoch, after an update that no checkpoint has."""
     flags = {"mixture": "capped:6", "dropout": 0.1, "max_tokens": 800, "disable_validation": True}
@@ -323,6 +337,18 @@ def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
     assert any(line.startswith(wanted) for line in said)
 
 
+def test_the_tuned_model_reads_text_too(made, begun, capsys):
+    """Here the texts of the questions, one after the other, as a text of its own."""
+    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu")
+    [row] = map(json.loads, done.stdout.splitlines())
+    assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
+
+
+def test_a_text_is_extended_and_questions_are_not(made, begun, tmp_path):
+    done = run_here("extend", begun, made, "--tokens", "256", "--subset", "valid", "--out", tmp_path / "out", ok=False)
+    assert done.returncode == 2 and f"use fairseq-rpe train {made} --init-from {begun}" in done.stderr
+
+
 def test_another_dictionary_is_refused(other, begun, tmp_path):
     why = "was trained with another vocabulary than"
     with pytest.raises(UserError, match=why):
@@ -330,6 +356,12 @@ def test_another_dictionary_is_refused(other, begun, tmp_path):
     done = run_here("train", other, "--init-from", begun, "--rpe", "alibi", "--save-dir", tmp_path / "b", ok=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and why in done.stderr
     assert not (tmp_path / "b").exists()
+
+
+def test_what_is_shown_of_a_validation_names_the_answers(tmp_path, capsys):
+    view = Summary("alibi", tmp_path, 12, 0)
+    view.hear('x | valid | {"valid_loss": "1.5", "valid_answers": "22.619", "valid_num_updates": "12"}')
+    assert "update 12: validation loss 1.500 bits per token, answers 22.62" in "".join(capsys.readouterr())
 
 
 def flag(words: list[str], name: str) -> str:
@@ -358,6 +390,27 @@ def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
     done = run_here("train", made, *common, "--rpe", "alibi", "--", "--rpe-train-length", "300")
     words = shlex.split(done.stdout)
     assert words.count("--rpe-train-length") == 1 and flag(words, "--rpe-train-length") == "300"
+    assert flag(words, "--decoder-layers") == "1" and flag(words, "--arch") == "transformer_rpe_lm_tiny"
+    again = run_here("train", made, *common, "--rpe", "alibi", "--arch", "tiny", "--", "--rpe-train-length", "300")
+    assert shlex.split(again.stdout) == words
+    own = ["--decoder-embed-dim", "32", "--decoder-layers", "2"]
+    words = shlex.split(run_here("train", made, *common, "--rpe", "alibi", "--", *own).stdout)
+    assert flag(words, "--decoder-layers") == "2" and "--decoder-ffn-embed-dim" not in words
+    done = run_here("train", made, *common, "--rpe", "kerple_log", ok=False)
+    assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in done.stderr
+    done = run_here("train", made, *common[:-1], tmp_path / "none.pt", "--rpe", "alibi", ok=False)
+    assert done.returncode == 2 and "none.pt" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_positions_are_the_checkpoints_unless_said(made, tmp_path):
+    moved = train(made, tmp_path / "moved", 1, positions_train="shape:max=9", positions_eval="offset:by=3")
+    common = ["--save-dir", tmp_path / "run", "--dry-run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
+    words = shlex.split(run_here("train", made, *common).stdout)
+    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=3"]
+    words = shlex.split(run_here("train", made, *common, "--positions-train", "identity").stdout)
+    assert flag(words, "--positions-train") == "identity" and "--positions-eval" not in words
+    words = shlex.split(run_here("train", made, *common, "--positions-eval", "offset:by=5").stdout)
+    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=5"]
 
 
 def test_answers_choose_the_best_checkpoint(several, tmp_path):
@@ -401,7 +454,30 @@ def test_what_cannot_be_trained_is_refused(several, tmp_path, flags, why):
         train(several, tmp_path, 1, eval_answers=True, **flags)
 
 
-def test_scores_that_do_not_add_up_are_refused_at_once(tmp_path):
-    make_folder(tmp_path / "q", metrics=("matthews",))
-    with pytest.raises(UserError, match="--eval-answers: made is scored by matthews"):
-        train(tmp_path / "q", tmp_path / "run", 1, eval_answers=True)
+def test_scores_that_do_not_add_up_are_left_out(tmp_path):
+    splits = {"train": questions(4), "valid": questions(4, start=4)}
+    make_sets(tmp_path / "q", [asked_set(metric, splits, (metric,), 8) for metric in ("matthews", "f1")])
+    said: list[str] = []
+    train(tmp_path / "q", tmp_path / "run", 1, said=said, eval_answers=True)
+    assert "matthews is scored by matthews, which is no mean over questions: 'answers' leaves it out" in said
+    [last] = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line]
+    assert "answers_f1" in last and "answers_matthews" not in last
+    make_folder(tmp_path / "p", splits, metrics=("matthews",))
+    with pytest.raises(UserError, match="--eval-answers: no set of the data is scored by a mean over questions"):
+        train(tmp_path / "p", tmp_path / "other", 1, eval_answers=True)
+
+
+def test_a_process_with_nothing_left_logs_the_same_sums(several):
+    """fairseq gives it rows of the training, whose sets and groups may be others; it counts none of them."""
+    task = task_of(several, eval_answers=True)
+    for split in ("train", "valid"):
+        task.load_dataset(split)
+    task.get_batch_iterator(task.dataset("valid"), max_sentences=4)
+    model, criterion = make_model(task, "alibi"), AnswerCrossEntropy(task)
+    logs = []
+    for split in ("valid", "train"):
+        data = task.dataset(split)
+        logs.append(task.valid_step(data.collater([data[i] for i in range(4)]), model, criterion)[2])
+    real, idle = ({k: v for k, v in log.items() if k.startswith("_answers_")} for log in logs)
+    assert {name: value.shape for name, value in real.items()} == {name: value.shape for name, value in idle.items()}
+    assert len(real) == 3 and sum(v.sum() for v in real.values()) > 0 and not any(v.any() for v in idle.values())

@@ -125,6 +125,15 @@ def test_a_failure_leaves_nothing(tmp_path, asked, words):
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_a_text_that_does_not_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("fairseq_rpe.questions.storing.load_decoder", lambda *_: lambda ids: b"Who")
+    with pytest.raises(
+        UserError, match="train.jsonl: the tokenizer of --vocab-from cannot give back the prompt of 'q0'"
+    ):
+        make_folder(tmp_path / "new" / "made", None, vocabulary(tmp_path / "v"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_a_folder_of_others_stays(tmp_path):
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "thesis.txt").write_text("mine")

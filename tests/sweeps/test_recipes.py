@@ -97,7 +97,7 @@ def flag(command: list[str], name: str) -> str:
 def training_lengths(scale: Scale) -> list[tuple[int, int]]:
     """Tokens in training and tokens of the longest test row, for every task of a scale."""
     if scale.tokens:
-        return [(scale.tokens, max(scale.lengths))]
+        return [(scale.tokens, max(scale.tokens, *scale.lengths))]
     tasks = [algorithms.build(spec) for spec in scale.algorithms]
     return [(t.tokens(t.longest("train")), t.tokens(t.longest("test"))) for t in tasks]
 
@@ -168,7 +168,10 @@ def test_published_values_are_of_methods(name):
     assert name not in WARPING or {m.name for m in recipe.methods} - set(values) <= {"head-only", "tail-only"}
     for method, row in values.items():
         assert all(isinstance(v, float) and v > 0 for v in row.values())
-        if recipe.kind == "algorithms":
+        if recipe.kind == "answers":
+            asked = {name for folder in recipe.scale("paper").questions.values() for name in folder.sets}
+            assert set(row) <= {*asked, "mean"} or set(map(int, row)) == set(recipe.scale("paper").lengths)
+        elif recipe.kind == "algorithms":
             assert set(row) <= set(recipe.scale("paper").algorithms) and max(row.values()) <= 100
         else:
             wanted = recipe.scale("paper").lengths[: 2 if method == "randomized-2x" else None]
@@ -579,7 +582,7 @@ def test_a_good_recipe_is_read(tmp_path):
         (changed("scales", "laptop", "updates", to=True), "updates of scale 'laptop' must be a whole number above 0"),
         (changed("scales", "laptop", "algorithms", to="copy"), "algorithms of scale 'laptop' must be a list"),
         (changed("scales", "laptop", to=3), "scale 'laptop' is not a table"),
-        (changed("kind", to="algorithm"), "kind of the recipe must be text or algorithms, not 'algorithm'"),
+        (changed("kind", to="algorithm"), "kind of the recipe must be text or algorithms or answers, not 'algorithm'"),
         (changed("methods", to={}), "at least one method and one scale"),
         (changed("scales", to={}), "at least one method and one scale"),
         (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has a blank or comma"),
@@ -606,7 +609,7 @@ def test_malformed_recipes_are_refused(recipe, words, tmp_path):
         ({"source": "Table 9", "settings": {"token": 512}}, "did you mean 'tokens'"),
         ({"source": "Table 9", "settings": {"updates": 0}}, "updates"),
         ({"source": "Table 9", "settings": 3}, "settings"),
-        ({"source": "Table 9", "measure": "bits"}, "ppl or log_ppl, not 'bits'"),
+        ({"source": "Table 9", "measure": "bits"}, "ppl or log_ppl or score, not 'bits'"),
     ],
 )
 def test_malformed_published_values_are_refused(published, culprit, tmp_path):

@@ -24,7 +24,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.reports import kept
 from fairseq_rpe.reports.definition import _predicted
-from fairseq_rpe.reports.findings import collect
+from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps import carry, cells, local

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Cell, Row, Table, number, words
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import sweep_curves
 from fairseq_rpe.reports.findings import asked
@@ -15,6 +17,7 @@ from fairseq_rpe.runs import log
 from fairseq_rpe.runs.further import LATER, known
 from fairseq_rpe.runs.log import TrainLog
 from fairseq_rpe.runs.run_folder import Start
+from fairseq_rpe.sweeps.cells import RESULTS
 from fairseq_rpe.sweeps.state import PublishedSettings, State, SweepFolder
 
 _DIGITS = 12  # of a digest: enough to tell checkpoints apart
@@ -37,18 +40,18 @@ class Run:
     checkpoint: str | None
     starts: Sequence[Start]
     log: TrainLog
-    rows: Sequence[TextResult | AnswerResult]
+    rows: Sequence[TextResult | AnswerResult | QuestionResult]
 
 
 def runs(folder: SweepFolder, state: State) -> list[Run]:
     """The runs of a sweep that were started, each once, in the order in which they were asked for."""
     found: dict[str, Run] = {}
-    for task, method, _, place in asked(folder, state):
+    for _, method, _, place in asked(folder, state):
         record = place.checkpoints.record()
         if place.name in found or record is None:
             continue
         checkpoint = record.finished.checkpoint
-        kept = results.read(AnswerResult if task else TextResult, place.results)
+        kept: Sequence[Any] = results.read(RESULTS[state.kind], place.results)
         rows = [row for row in kept if row.checkpoint == checkpoint]
         own = (place.checkpoints.starts(), log.read(place.train_log), rows)
         found[place.name] = Run(place.name, method.name, checkpoint, *own)
@@ -56,8 +59,8 @@ def runs(folder: SweepFolder, state: State) -> list[Run]:
 
 
 def here(state: State, made: Sequence[Run]) -> PublishedSettings:
-    """The setting of a sweep, as far as it or a training log has it on record."""
-    own = state.settings
+    """The setting of a sweep, of questions that of its fine-tuning, as far as it or a log has it on record."""
+    own = state.tuned or state.settings
     named = _portable(state.data or next((run.log.data for run in made if run.log.data), None) or "", made) or None
     sizes = [run.log.parameters for run in made if run.log.parameters]
     flags = {word.partition("=")[0] for word in own.extra or ()}
@@ -67,7 +70,7 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
     found = filled(
         PublishedSettings,
         own,
-        data=None if state.algorithms else named,
+        data=None if state.algorithms else ", ".join(state.questions) or named,
         model=own.arch,
         vocabulary=next((run.log.vocabulary for run in made if run.log.vocabulary), None),
         parameters=max(sizes, default=None),
@@ -75,7 +78,7 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
         batch_sentences=(own.batch_sentences or 0) * (own.update_freq or 1) * (own.nproc or 1) or None,
         schedule=schedule,
         optimiser=OPTIMISER if own.arch and "--optimizer" not in flags else None,
-        context=None if state.algorithms else "across documents",
+        context="across documents" if state.kind == "text" else None,
         **later,
     )
     return found if schedule == "cosine" else replace(found, min_lr=None)
@@ -83,7 +86,7 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
 
 def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
     """What was trained and how, as far as it is on record."""
-    settings, own = state.settings, here(state, made)
+    settings, own = state.tuned or state.settings, here(state, made)
     sizes = sorted({run.log.parameters for run in made if run.log.parameters})
     shapes = {"linear": "linear to 0", "cosine": f"cosine to {own.min_lr or 0:g}"}
     falls = shapes.get(own.schedule or "", "inverse square root")
@@ -92,10 +95,12 @@ def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
         ("recipe", state.recipe),
         ("paper", state.paper),
         ("tasks", ", ".join(state.algorithms)),
+        ("questions", _questions(state, made)),
+        ("trained before", state.tuned and _before(state, made)),
         ("compared", ", ".join(state.encodings)),
         ("data", own.data),
         ("evaluated on", ", ".join(f"{name}: {_portable(one.data, made)}" for name, one in state.evaluate.items())),
-        ("data, SHA-256", None if state.algorithms else settings.data),
+        ("data, SHA-256", settings.data if state.kind == "text" else None),
         ("vocabulary", own.vocabulary and f"{own.vocabulary:,} types"),
         ("architecture", own.model),
         ("activation", own.activation_fn),
@@ -110,6 +115,18 @@ def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
         ("seeds", ", ".join(map(str, state.seeds))),
     ]
     return [(key, str(value)) for key, value in found if value]
+
+
+def _questions(state: State, made: Sequence[Run]) -> str:
+    return ", ".join(f"{name}: {_portable(one.data, made)}" for name, one in state.questions.items())
+
+
+def _before(state: State, made: Sequence[Run]) -> str:
+    """The training on text that a fine-tuning begins with."""
+    own = here(replace(state, tuned=None, questions={}), [])
+    at = f" at {own.tokens} tokens" if own.tokens else ""
+    updates = f", {own.updates:,} updates of {own.batch_sentences} sequences" if own.updates else ""
+    return f"on {_portable(state.data or 'text', made)}{at}{updates}"
 
 
 def _optimiser(own: PublishedSettings) -> str | None:

@@ -1,0 +1,83 @@
+"""Scores of answers to questions: over the context length, and set by set."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from .ends import End, name_ends
+from .style import COLUMN, PAGE, TICK, legend_of_all, lengths_along, looks, mark_training, panels, titled
+from .sweep_curves import Band, draw_band, means_of, seeds_said
+
+MEAN = "mean"
+_WIDE = 14  # sets across from which their names stand upright
+_LONG = 9999  # from which a length takes so much room that the next one has to be far away
+
+
+def over_length(curves: Mapping[str, Mapping[str, Band]], tuned_at: int, metrics: Mapping[str, str]) -> Figure:
+    """Scores against the context length, a panel per set: for each method, by tokens, a value in per cent per seed.
+
+    ``tuned_at``: tokens of the fine-tuning, where a line is drawn; ``metrics``: by set, what its score is. Source of
+    the kind of figure: "Functional Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 left.
+    """
+    columns = min(2, len(curves))
+    lines = -(-len(curves) // columns)
+    shown = looks(list(dict.fromkeys(method for of_set in curves.values() for method in of_set)))
+    height = max(2.6, 0.6 + 0.19 * len(shown))
+    figure, made = panels(lines, columns, (COLUMN if columns == 1 else PAGE, 0.4 + height * lines))
+    ends = {}
+    for (label, of_set), axes in zip(curves.items(), made, strict=False):
+        for method, points in of_set.items():
+            draw_band(axes, points, method, shown[method])
+        mark_training(axes, tuned_at, named=False)
+        lengths = sorted({n for points in of_set.values() for n in points})
+        lengths_along(axes, lengths)
+        if any(2 * one > other and other > _LONG for one, other in pairwise(lengths)):
+            axes.tick_params(axis="x", labelrotation=45)
+        axes.set(
+            xlabel=f"context length (tokens); dashed: fine-tuned at {tuned_at}",
+            ylabel=f"{metrics[label]} (%)",
+            ylim=(0, None),
+        )
+        titled(axes, "\n".join(filter(None, (label, seeds_said(of_set.values())))))
+        last = {method: means_of(points) for method, points in of_set.items() if points}
+        ends[axes] = [End(m, max(own), own[max(own)], shown[m].colour) for m, own in last.items()]
+    for axes in made[len(curves) :]:
+        axes.set_visible(False)
+    name_ends(figure, ends)
+    return figure
+
+
+def by_set(values: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
+    """Scores in per cent, set by set, and their mean: for each set or ``mean`` a value per seed of each method.
+
+    Source of the kind of figure: "Functional Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 right.
+    """
+    names, methods = list(values), list(dict.fromkeys(method for of_set in values.values() for method in of_set))
+    shown = looks(methods)
+    figure, (axes,) = panels(1, 1, (PAGE if len(names) > 3 else COLUMN, 3.4))
+    for number, method in enumerate(methods):
+        aside, look = 0.8 * ((number + 0.5) / len(methods) - 0.5), shown[method]
+        for place, name in enumerate(names):
+            if seeds := values[name].get(method):
+                axes.plot([place + aside] * 2, [min(seeds), max(seeds)], color=look.colour, linewidth=1.2)
+                mark = {**look.drawn(), "linestyle": "none", "markersize": 5}
+                axes.plot(place + aside, sum(seeds) / len(seeds), **mark)
+    upright = {"rotation": 90} if len(names) > _WIDE else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(names)), names, fontsize=TICK, **(upright if len(names) > 3 else {}))
+    for edge in range(len(names) - 1):
+        axes.axvline(edge + 0.5, color="0.9", linewidth=0.8, zorder=0)
+    if MEAN in names:
+        axes.axvspan(names.index(MEAN) - 0.5, names.index(MEAN) + 0.5, color="0.94", zorder=-1)
+    axes.grid(visible=False, axis="x")
+    axes.set(ylabel="score (%)", xlim=(-0.5, len(names) - 0.5))
+    seeds_of = seeds_said([dict(enumerate(own for own in of_set.values() if own)) for of_set in values.values()])
+    titled(axes, "\n".join(filter(None, (textwrap.fill(title, 90 if len(names) > 3 else 60), seeds_of))))
+    handles = [
+        Line2D([], [], **{**shown[method].drawn(), "linestyle": "none", "markersize": 5}, label=method)
+        for method in methods
+    ]
+    legend_of_all(figure, handles=handles, ncols=4)
+    return figure

@@ -1,0 +1,36 @@
+"""What a recipe for answers says of fine-tuning, and of the folders of questions."""
+
+from dataclasses import dataclass
+
+from fairseq_rpe.core.records import Count, Words
+from fairseq_rpe.sweeps.state import Asking, Further
+
+
+@dataclass(frozen=True)
+class Tuning(Further):
+    """How pre-trained models are fine-tuned on questions; ``None`` is: as they were trained before.
+
+    ``mixture``: of several sets in one folder; ``max_tokens``: most of a batch, padding included, which then has at
+    most ``batch_sentences`` questions.
+    """
+
+    mixture: str | None = None
+    max_tokens: Count | None = None
+
+    def flags(self, asking: Asking) -> list[str]:
+        """What the task ``rpe_answers`` is told."""
+        given = {"--cut": asking.cut if asking.cut != Asking().cut else None, "--mixture": self.mixture}
+        given["--max-tokens"] = None if self.max_tokens is None else str(self.max_tokens)
+        return [word for flag, value in given.items() if value is not None for word in (flag, value)]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A prepared folder of questions, ``data``: the words after ``fairseq-rpe`` that make it, and its ``sets`` to ask.
+
+    ``sets``: none: all of the folder.
+    """
+
+    data: str
+    prepare: Words = ()
+    sets: Words = ()

@@ -1,0 +1,513 @@
+"""Recipes for answers: the papers' tables, what is trained and asked in which order, and the report on it."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import shlex
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from conftest import with_vocabulary
+from prepared_folder import asked_set, make_folder, make_sets, questions
+
+from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.sweep import resolved
+from fairseq_rpe.core import UserError, files
+from fairseq_rpe.evaluation.question_results import QuestionResult
+from fairseq_rpe.questions import prepared
+from fairseq_rpe.reports import beside, kept
+from fairseq_rpe.reports.scored_answers import collect, published_mean
+from fairseq_rpe.reports.write import check, write
+from fairseq_rpe.runs.run_folder import Finished
+from fairseq_rpe.sweeps import carry, local, recipes, slurm, tuned_cells
+from fairseq_rpe.sweeps.cells import Cell
+from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.sweeps.state import Asking, Questions, State, SweepFolder, SweepSettings
+
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+RECIPES = [name for name in recipes.names() if recipes.load(name).kind == "answers"]
+SCROLLS = ["qasper", "contract_nli", "qmsum", "narrative_qa", "summ_screen_fd", "gov_report", "quality"]
+GLUE = ["boolq", "cb", "cola", "copa", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "wic", "wnli", "multirc", "record"]
+GLUE += ["wsc"]
+FINE_TUNED = {"updates": 25_000, "lr": 1e-5, "dropout": 0.1, "attention_dropout": 0.1}  # FIRE, Tables 10 and 12
+STATED = {
+    "fire-scrolls": {**FINE_TUNED, "tokens": 8192, "batch": 128},
+    "fire-narrativeqa": {**FINE_TUNED, "tokens": 8192, "batch": 128},
+    "fire-glue": {**FINE_TUNED, "tokens": 1024, "batch": 256},
+}
+LENGTHS = {
+    "fire-scrolls": (8192,),
+    "fire-narrativeqa": (512, 2048, 4096, 8192, 16384, 24576, 32768),
+    "fire-glue": (1024,),
+}
+METHODS = ["nope", "rope", "rope-pi", "alibi", "kerple_log", "t5_bias", "fire"]
+MEANS = {  # as FIRE prints them: Tables 1, 11, 13 and 3
+    "fire-scrolls": {"nope": 22.56, "rope": 20.38, "rope-pi": 23.23, "kerple_log": 24.11, "t5_bias": 24.14},
+    "fire-narrativeqa": {
+        "nope": 4.238,
+        "rope": 2.174,
+        "rope-pi-8192": 3.738,
+        "rope-pi-32768": 5.589,
+        "alibi": 4.135,
+        "kerple_log": 8.338,
+        "t5_bias": 4.788,
+        "fire": 8.705,
+    },
+    "fire-glue": {"fire": 71.145, "nope": 67.742, "rope": 71.152, "fire-no-log": 69.06, "fire-no-threshold": 70.42},
+}
+RECIPE = """
+title = "t"
+paper = "p"
+kind = "answers"
+[methods.rope]
+rpe = "rope"
+[methods.rope-stretched]
+rpe = "rope"
+rpe_eval = "rope:scaling=linear,factor=2"
+[methods.rope-pi]
+rpe = "rope:scaling=linear,factor=2"
+continues = "rope"
+[scales.laptop]
+tokens = 32
+updates = 3
+batch_sentences = 4
+lengths = [64, 96]
+pretrained = "before"
+methods = ["rope", "rope-stretched"]
+tuning = { tokens = 64, updates = 2, batch_sentences = 2, lr = 1e-3, warmup = 1 }
+questions = { made = { data = "made", prepare = ["prepare-answers", "qasper"] } }
+"""
+
+
+def asked(*argv: object) -> tuple[Sweep, list[Cell]]:
+    sweep = resolved(build_parser("sweep").parse_args(["sweep", *map(str, argv), "--device", "cpu"]))
+    return sweep, tuned_cells.make(sweep, carry.check_data(sweep, dry=True))
+
+
+def dry_run(capsys, *argv: object) -> list[list[str]]:
+    """The commands of a sweep, without the program, and without comments."""
+    capsys.readouterr()
+    assert main(["sweep", "--launcher", "dry-run", "--device", "cpu", *map(str, argv)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    return [shlex.split(line)[3:] for line in lines]
+
+
+parser = functools.cache(build_parser)
+
+
+def parsed(words: list[str]) -> Namespace:
+    """A command's options, with what stands after the -- as ``further``."""
+    end = words.index("--") if "--" in words else len(words)
+    return Namespace(**vars(parser().parse_args(words[:end])), further=words[end + 1 :])
+
+
+def refused(capsys, *argv: object) -> str:
+    capsys.readouterr()
+    assert main(["sweep", "--device", "cpu", *map(str, argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared text, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = [f"Day {n}. The river rose, and {n * 7 % 97} boats went to town." for n in range(1500)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    given = ["prepare", folder / "text.txt", "--dest", folder / "bin", "--vocab-size", "300"]
+    assert main(list(map(str, given))) == 0
+    return folder / "bin"
+
+
+@pytest.fixture
+def place(corpus: Path, tmp_path: Path, monkeypatch) -> Path:
+    """A folder with a recipe, ``mine.toml``, and questions in its corpus' vocabulary, in which commands are started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    make_folder(tmp_path / "made", vocab=corpus, answer_tokens=24)
+    return tmp_path
+
+
+# the papers
+
+
+def test_there_are_three():
+    assert RECIPES == sorted(STATED)
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkeypatch):
+    """Without data there: preparation, training on text as in fire-lm, fine-tuning and questions."""
+    monkeypatch.chdir(tmp_path)
+    lines = dry_run(capsys, "--recipe", name, "--scale", "paper", "--nproc", processes)
+    before = dry_run(capsys, "--recipe", "fire-lm", "--scale", "paper", "--nproc", processes)
+    folders = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue"]}[name]
+    text, *made = [line for line in lines if line[0].startswith("prepare")]
+    assert text == before[0]
+    for folder, words in zip(folders, made, strict=True):
+        sets = GLUE if folder == "glue" else [folder]
+        data = ["--dest", f"data-bin/{folder}-gpt2", "--vocab-from", "data-bin/c4-gpt2"]
+        assert words == ["prepare-answers", *sets, *data]
+
+    pi = ["rope-pi-8192", "rope-pi-32768"] if name == "fire-narrativeqa" else ["rope-pi"]
+    compared = [*METHODS[:2], *pi, *METHODS[3:]]
+    trained = [parsed(line) for line in lines if line[0] == "train"]
+    first, tuned = trained[: -len(compared) * len(folders)], trained[-len(compared) * len(folders) :]
+    usual = {line[line.index("--rpe") + 1]: parsed(line) for line in before if line[0] == "train"}
+    assert [one.rpe for one in first] == ["nope", "rope", "alibi", "kerple_log", "t5_bias:buckets=64", "fire"]
+    for one in first:
+        other, runs = vars(usual[one.rpe]), "runs/fire-lm-paper/"
+        for key, value in vars(one).items():
+            same = str(value).replace(f"runs/{name}-paper/", runs)
+            assert same == str(other[key]), key
+    for number, one in enumerate(tuned):
+        method, folder = compared[number % len(compared)], folders[number // len(compared)]
+        found = {**vars(one), "batch": one.batch_sentences * one.nproc}
+        assert {key: found[key] for key in STATED[name]} == pytest.approx(STATED[name])
+        factor = {"rope-pi": 4, "rope-pi-8192": 4, "rope-pi-32768": 16}.get(method)
+        begun = next(o for o in first if o.rpe == ("rope" if factor else recipes.load(name).choose((method,))[0].rpe))
+        assert one.rpe == (f"rope:scaling=linear,factor={factor}" if factor else begun.rpe)
+        assert one.finetune_from == begun.save_dir / "checkpoint_last.pt"
+        assert str(one.data) == f"data-bin/{folder}-gpt2" and one.arch == "base"
+        mixed = ["--mixture", "proportional"] if name == "fire-glue" else []
+        assert one.further == ["--rpe-train-length", "2048", *mixed]
+
+    answers = [parsed(line) for line in lines if line[0] == "answer"]
+    assert len(answers) == len(tuned) and len(lines) == 1 + len(made) + len(trained) + len(answers)
+    for one, model in zip(answers, tuned, strict=True):
+        assert one.checkpoint == model.save_dir / "checkpoint_last.pt" and one.data == model.data
+        assert one.lengths == LENGTHS[name] and one.subset == "valid" and (one.by, one.beam) == ("generation", 1)
+        assert list(one.sets) == (GLUE if name == "fire-glue" else [str(one.data).split("/")[1][: -len("-gpt2")]])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_published_values_are_those_printed(name):
+    known = recipes.load(name).published
+    for method, mean in MEANS[name].items():
+        assert published_mean(known, method) == pytest.approx(mean, abs=0.006 if name == "fire-scrolls" else 6e-4)
+    keys = {"fire-scrolls": SCROLLS, "fire-narrativeqa": list(map(str, LENGTHS["fire-narrativeqa"]))}.get(name, GLUE)
+    full = {method: list(row) for method, row in known.values.items() if "mean" not in row}
+    assert all(row == keys for row in full.values())
+    pi = ["rope-pi-8192", "rope-pi-32768"] if name == "fire-narrativeqa" else ["rope-pi"]
+    assert list(full) == [*METHODS[:2], *pi, *METHODS[3:]] and known.measure == "score"
+
+
+def test_some_published_values():
+    values = {name: recipes.load(name).published.values for name in RECIPES}
+    scrolls, lengths, glue = values["fire-scrolls"], values["fire-narrativeqa"], values["fire-glue"]
+    assert list(scrolls["fire"].values()) == [16.24, 82.93, 14.58, 9.55, 15.87, 16.31, 24.02]
+    assert list(scrolls["alibi"].values()) == [8.38, 67.21, 5.48, 4.24, 3.49, 6.96, 9.68]
+    assert list(lengths["fire"].values()) == [6.232, 8.076, 8.178, 9.581, 9.581, 9.868, 9.417]
+    assert [lengths["rope"][n] for n in ("8192", "32768")] == [8.737, 0.132]
+    assert [glue["alibi"][s] for s in ("boolq", "multirc", "wsc")] == [69.76, 12.70, 63.46]
+    assert sum(scrolls["fire"].values()) / 7 == pytest.approx(25.643, abs=5e-4)
+    assert published_mean(recipes.load("fire-scrolls").published, "fire", ["qasper", "quality"]) == pytest.approx(20.13)
+    assert published_mean(recipes.load("fire-scrolls").published, "fire", ["qasper", "other"]) is None
+    assert published_mean(recipes.load("fire-glue").published, "fire-no-log", ["cb"]) is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_laptop_scale_begins_with_fire_lms_models(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = dry_run(capsys, "--recipe", name)
+    trained = [parsed(line) for line in lines if line[0] == "train"]
+    assert [one.tokens for one in trained if one.finetune_from is None] == [64] * 6
+    assert {one.tokens for one in trained if one.finetune_from} == {256}
+    scale = recipes.load(name).scale("laptop")
+    assert scale.pretrained == "runs/fire-lm-laptop" and scale.data == "data-bin/stdlib"
+
+
+# what is trained and asked
+
+
+def test_methods_that_begin_alike_share_the_training(place, corpus, capsys):
+    lines = dry_run(capsys, corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x", *SMALL)
+    lines = lines[1:]  # how the questions are made
+    assert [line[0] for line in lines] == ["train", "train", "answer", "answer", "train", "answer"]
+    first, tuned, pi = (parsed(line) for line in lines if line[0] == "train")
+    assert tuned.finetune_from == pi.finetune_from == first.save_dir / "checkpoint_last.pt"
+    assert (tuned.tokens, tuned.updates, tuned.batch_sentences, tuned.lr, str(tuned.data)) == (64, 2, 2, 1e-3, "made")
+    assert tuned.further == [*SMALL[1:], "--rpe-train-length", "32"] and first.further == SMALL[1:]
+    plain, stretched, _ = (parsed(line) for line in lines if line[0] == "answer")
+    assert plain.checkpoint == stretched.checkpoint and plain.lengths == (64, 96)
+    assert (plain.rpe, stretched.rpe) == (None, "rope:scaling=linear,factor=2")
+    # a stretched method alone trains what it begins with
+    alone = dry_run(capsys, corpus, "--recipe", "mine.toml", "--methods", "rope-pi", "--out", "x")
+    assert [line[0] for line in alone[1:]] == ["train", "train", "answer"] and "--finetune-from" not in alone[1]
+
+
+def test_other_folders_of_questions_and_a_divided_batch(place, corpus, capsys):
+    shutil.copytree("made", "other")
+    given = [corpus, "--recipe", "mine.toml", "--out", "x", "--methods", "rope"]
+    lines = dry_run(capsys, *given, "--eval-data", "more=other", "--nproc", "2", "--lengths", "80")
+    assert [line[0] for line in lines] == ["train", "train", "answer"] and lines[1][1] == "other"
+    assert parsed(lines[1]).batch_sentences == 1
+    assert parsed(lines[2]).lengths == (80,)
+    both = dry_run(capsys, *given, "--eval-data", "more=other", "--eval-data", "made=made")
+    assert [line[1] for line in both if line[0] == "train"] == [str(corpus), "other", "made"]
+    assert "cannot be divided" in refused(capsys, *given, "--nproc", "4")
+
+
+def finished(cell: Cell, text: bytes = b"weights", updates: int | None = None) -> None:
+    """Leave behind what a finished training leaves."""
+    cell.folder.checkpoints.path.mkdir(parents=True)
+    cell.folder.checkpoints.last.write_bytes(text)
+    digest = files.file_digest(cell.folder.checkpoints.last)
+    cell.folder.checkpoints.write(cell.plan, Finished(updates or cell.plan.updates, digest))
+
+
+def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
+    given = [corpus, "--recipe", "mine.toml", "--methods", "rope", "--out"]
+    _, [there, _] = asked(*given, "before")
+    _, [own, tuned] = asked(*given, "x")
+    assert own.folder.path == Path("x/runs/rope-seed1") and tuned.parent is own
+    finished(there)
+    _, [taken, tuned] = asked(*given, "x")
+    assert taken.folder.path == Path("before/runs/rope-seed1") and tuned.parent is taken
+    assert taken.work_left() == [] and [stage.name for stage in tuned.work_left()] == ["training", "evaluating"]
+    assert tuned.request.finetune_from == taken.folder.checkpoints.last
+    # one that this sweep has begun stays
+    finished(own, b"others")
+    assert asked(*given, "x")[1][0].folder.path == own.folder.path
+    shutil.rmtree("x")
+    # another training is not taken, which is said
+    capsys.readouterr()
+    _, [anew, _] = asked(*given, "x", "--lr", "0.1")
+    assert anew.folder.path == own.folder.path
+    assert "before/runs/rope-seed1/checkpoints is not used: lr is " in capsys.readouterr().err
+    shutil.rmtree("before")
+    finished(there, updates=1)
+    assert asked(*given, "x")[1][0].folder.path == own.folder.path
+    assert "its training is not finished" in capsys.readouterr().err
+
+
+def test_a_fine_tuning_waits_for_the_training_before(place, corpus, capsys):
+    sweep, made = asked(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
+    first, tuned = made
+    stages = {cell: cell.work_left() for cell in made}
+    assert local._next([(tuned, stages[tuned]), (first, stages[first])], [])[0] is first
+    assert local.execute({tuned: stages[tuned]}, made, [{}]) == [
+        f"{tuned.name} was not trained: {first.name} has to be finished before"
+    ]
+    lines = carry.commands(sweep, made, [("partition", "gpu")])
+    assert any("one of 1 that wait" in line for line in lines) and slurm.settings(sweep, [])["name"] == "x"
+    assert [local.Work.of(cell).whole > 0 for cell in made] == [True, True]
+
+
+def test_a_sweep_over_questions_is_carried_out_once(place, corpus, capsys):
+    """Two trainings and two evaluations, of models that are as small as can be."""
+    given = ["sweep", corpus, "--recipe", "mine.toml", "--out", "x", "--jobs", "1", "--device", "cpu", *SMALL]
+    given = list(map(str, given))
+    assert main(given) == 0, [path.read_text()[-3000:] for path in Path("x").rglob("*.log")]
+    said = capsys.readouterr().out
+    assert "| rope " in said and "| rope-stretched " in said and "scores.csv" in said
+    run = next(path for path in Path("x/runs").iterdir() if path.name.startswith("made-"))
+    record = files.read_json(run / "checkpoints/run.json")
+    assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 2
+    assert record["settings"]["data"] == prepared.digest(Path("made"))
+    found = files.read_json_lines(run / "eval.jsonl")
+    assert [(row["rpe"], row["length"]) for row in found] == [
+        (rpe, n) for rpe in (None, "rope:scaling=linear,factor=2") for n in (64, 96)
+    ]
+    assert len(json.loads((run / "answers/rope/made-96.json").read_text())) == 4
+    with open("x/scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["length"], row["metric"]) for row in rows] == [
+        (method, length, metric)
+        for method in ("rope", "rope-stretched")
+        for length in ("64", "96")
+        for metric in ("f1", "em")
+    ]
+    kept_files = sorted(path for path in Path("x/runs").rglob("*") if path.suffix in (".pt", ".jsonl", ".log"))
+    times = [path.stat().st_mtime_ns for path in kept_files]
+    assert main(given) == 0 and capsys.readouterr().out == said
+    assert [path.stat().st_mtime_ns for path in kept_files] == times
+    # another fine-tuning, other questions, another way to ask: another sweep
+    for old, new in (("updates = 2", "updates = 9"), ("lengths = [64, 96]", 'asking = { cut = "start" }')):
+        (place / "mine.toml").write_text(RECIPE.replace(old, new))
+        assert "choose another" in refused(capsys, *given[1:])
+    (place / "mine.toml").write_text(RECIPE)
+    shutil.rmtree("made")
+    make_folder(place / "made", {"train": questions(5), "valid": questions(3, start=5)}, corpus, answer_tokens=24)
+    assert "choose another" in refused(capsys, *given[1:])
+
+
+# what is refused
+
+
+def test_folders_that_cannot_be_asked(place, corpus, capsys, tmp_path_factory):
+    given = [corpus, "--recipe", "mine.toml", "--out", "x"]
+    how = f"fairseq-rpe prepare-answers qasper --dest made --vocab-from {corpus}"
+    Path("made").rename("elsewhere")
+    assert f"data folder made does not exist: make it with {how}" in refused(capsys, *given)
+    assert dry_run(capsys, *given)[0] == shlex.split(how)[1:]
+    assert "make it with fairseq-rpe prepare-answers NAME --dest no" in refused(capsys, *given, "--eval-data", "q=no")
+    assert f"{corpus} holds no questions" in refused(capsys, *given, "--eval-data", f"q={corpus}")
+    Path("elsewhere").rename("made")
+    more = with_vocabulary(corpus, tmp_path_factory.mktemp("data"), 9_000)
+    said = refused(capsys, more, *given[1:])
+    assert f"made has another vocabulary than {more}: prepare another folder, e.g. {how[: -len(str(corpus))]}" in said
+    assert "leave no room for a question: answers of made" in refused(capsys, *given, "--lengths", "20")
+    assert "--subset test: made has no answers there" in refused(capsys, *given, "--subset", "test")
+    make_sets(place / "two", [asked_set("a", {"train": questions(4), "valid": questions(2, 4)})], corpus)
+    recipe = RECIPE.replace('data = "made"', 'data = "two", sets = ["b"]')
+    (place / "mine.toml").write_text(recipe)
+    assert "--sets b: two has a" in refused(capsys, *given)
+    assert "drop --max-tokens" in refused(capsys, *given, "--max-tokens", "9")
+    assert "compares on text: drop --algorithms" in refused(capsys, *given, "--algorithms", "copy")
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('kind = "answers"', 'kind = "text"'), "pretrained of scale 'laptop' is for kind answers"),
+        (("questions = {", "other = {"), "unknown key 'other'"),
+        (("questions = { made", "# { made"), "scale 'laptop' lacks questions"),
+        (("tuning = { tokens = 64", 'tuning = { tokens = "64"'), "tokens of tuning of scale 'laptop' must be a whole"),
+        (("tuning = { tokens", "tuning = { steps = 3, tokens"), "unknown key 'steps'"),
+        (('questions = { made = { data = "made"', 'questions = { made = { dta = "made"'), "unknown key 'dta'"),
+        (("tokens = 32", 'asking = { by = "guess" }\ntokens = 32'), "generation or likelihood, not 'guess'"),
+    ],
+)
+def test_malformed_recipes_are_refused(change, words, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE.replace(*change))
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_sweep_of_another_kind_is_not_continued(place, corpus, capsys):
+    sweep, made = asked(corpus, "--recipe", "mine.toml", "--out", "x")
+    SweepFolder(sweep.out).write(carry.state(sweep, made))
+    text = [corpus, "--encodings", "rope", "--tokens", "32", "--updates", "3", "--batch-sentences", "4"]
+    said = refused(capsys, *text, "--lengths", "64", "--out", "x", "--subset", "valid")
+    assert "holds a sweep of another kind" in said
+    state = SweepFolder(Path("x")).state()
+    assert state == carry.state(sweep, made) and state.kind == "answers" and state.tasks == ("made",)
+    assert state.questions == {"made": Questions("made", prepared.digest(Path("made")), ("made",))}
+    assert (state.settings.tokens, state.tuned.tokens, state.tuned.updates, state.asking) == (32, 64, 2, Asking())
+
+
+# the report
+
+
+def scored(
+    folder: Path, name: str, sets: dict[str, str], lengths: dict[int, float], seeds: int = 1, methods: int = 9
+) -> SweepFolder:
+    """A finished sweep of a recipe's methods: of each set by its metric, invented scores."""
+    recipe = recipes.load(name)
+    chosen = recipe.choose(recipe.scale("paper").methods)[:methods]
+    one = len(sets) > 1 and name != "fire-scrolls"
+    folders = {"glue": tuple(sets)} if one else {label: (label,) for label in sets}
+    place = SweepFolder(folder)
+    tuned = SweepSettings(tokens=256, updates=200, batch_sentences=8, lr=5e-4, subset="valid", arch="tiny")
+    place.write(
+        State(
+            SweepSettings(tokens=64, updates=400, batch_sentences=16, subset="valid", arch="tiny"),
+            tuple(method.name for method in chosen),
+            tuple(range(1, seeds + 1)),
+            tuple(lengths),
+            {method.name: method for method in chosen},
+            name,
+            recipe.title,
+            recipe.paper,
+            recipe.published,
+            data="data-bin/stdlib",
+            questions={label: Questions(f"data-bin/{label}", label, own) for label, own in folders.items()},
+            tuned=tuned,
+            asking=Asking(),
+        )
+    )
+    for label, own in folders.items():
+        for number, method in enumerate(chosen):
+            for seed in range(1, seeds + 1):
+                run = place.run_of(method, seed, label)
+                files.write_json(run.checkpoints.record_path, {"finished": {"checkpoint": "c", "updates": 200}})
+                for a_set in own:
+                    for length, share in lengths.items():
+                        metric = sets[a_set]
+                        score = 20.0 + 5 * list(sets).index(a_set) + 3 * number * share + seed
+                        result = QuestionResult(
+                            checkpoint="c", data=label, set=a_set, subset="valid", rpe=method.rpe_eval, length=length,
+                            encoding=method.rpe, suite="own", questions=400, metrics={metric: score, "em": score / 2},
+                            published=metric, score=score, cut_documents=100, lost_tokens=9, empty=1,
+                            transform="identity", seconds=2.0,
+                        )  # fmt: skip
+                        files.append_json_line(run.results, result.record())
+    return place
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_report_by_set_has_the_published_mean_beside(tmp_path):
+    sets = {name: {"contract_nli": "em", "quality": "em", "qasper": "f1"}.get(name, "rgm") for name in SCROLLS}
+    folder = scored(tmp_path, "fire-scrolls", sets, {8192: 1.0})
+    section = write(folder)
+    said = plain(section.text)
+    assert "| method | qasper | contract_nli | qmsum | narrative_qa | summ_screen_fd | gov_report | quality |" in said
+    assert "| mean | published mean |" in said and "| fire |" in said
+    [fire] = [line for line in section.text.splitlines() if plain(line).startswith("| fire |")][:1]
+    assert plain(fire).endswith("| 39.00 | 44.00 | 49.00 | 54.00 | 59.00 | 64.00 | 69.00 | 54.00 | 25.64 |")
+    assert "Published: Table 1" in said and "16.24" in said and "Documents shortened for 25.0% of all answers" in said
+    for name in ("scores.csv", "scores.md", "scores.png", "scores.pdf", "report.html"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert not (tmp_path / "extrapolation.csv").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert "trained before" in page and "What is the same and what is not" in page
+    assert kept.text(folder) == section.text and collect(folder, folder.state()).mean_sets() == SCROLLS
+    with pytest.raises(UserError, match="--delta is about perplexity"):
+        check(folder, 0.1)
+    assert beside.sections([folder]) == []
+
+
+def test_the_report_by_length_has_a_column_for_each(tmp_path):
+    lengths = dict(zip(LENGTHS["fire-narrativeqa"], (0.2, 0.5, 0.7, 1.0, 1.1, 1.0, 0.9), strict=True))
+    folder = scored(tmp_path, "fire-narrativeqa", {"narrative_qa": "f1"}, lengths, seeds=2)
+    section = write(folder)
+    said = plain(section.text)
+    assert "| method | 512 | 2048 | 4096 | 8192 | 16384 | 24576 | 32768 | mean | published mean |" in said
+    assert (
+        "| nope | 21.50 | 21.50 |" in said
+        and "| 21.50 (21.00 to 22.00) | 4.24 |" in said
+        and "| 8.70 |" in said
+        and "9.868" in said
+    )
+    assert "Published: Table 11" in said and (tmp_path / "scores.png").exists()
+    with open(tmp_path / "scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 * 7 * 2 * 2 and {row["counts"] for row in rows if row["metric"] == "f1"} == {"yes"}
+    # a result more, and the report is another
+    run = folder.run_of(folder.state().method("fire"), 1, "narrative_qa")
+    row = files.read_json_lines(run.results)[-1]
+    assert kept.text(folder) is not None
+    files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
+    assert kept.text(folder) is None
+
+
+def test_the_report_on_a_mixture_averages_the_sets_that_are_published(tmp_path):
+    sets = dict.fromkeys([*GLUE, "mnli_mismatched"], "accuracy")
+    folder = scored(tmp_path, "fire-glue", sets, {1024: 1.0})
+    section = write(folder)
+    found = collect(folder, folder.state())
+    assert found.mean_sets() == GLUE
+    said = plain(section.text)
+    assert "| 71.15 |" in said and "mnli_mismatched | mean |" in said
+    assert found.over_sets("nope")[1024] == [pytest.approx(21 + 5 * 7)]
+
+
+def test_sets_that_no_paper_has_are_all_averaged(tmp_path):
+    folder = scored(tmp_path, "fire-scrolls", {"gaps": "f1", "gaps-earlier": "f1"}, {256: 1.0, 512: 1.0}, methods=3)
+    said = write(folder).text
+    assert "published mean" not in said and said.startswith("gaps: f1 in % by context length")
+    assert collect(folder, folder.state()).mean_sets() == ["gaps", "gaps-earlier"]
