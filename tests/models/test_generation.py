@@ -12,7 +12,8 @@ from test_decoding import liven
 from test_model import EOS, FIRST, PAD, logits
 
 from fairseq_rpe.core import UserError
-from fairseq_rpe.modules.generation import Writing, beam, continued, greedy, likelihoods, padded, settled
+from fairseq_rpe.modules.beams import beam
+from fairseq_rpe.modules.generation import Writing, continued, greedy, likelihoods, padded, settled
 
 SPECS = [
     *("alibi", "rope", "fire", "kerple_log", "nope", "shaw:clip=5", "cope:max_positions=5", "forgetting"),
