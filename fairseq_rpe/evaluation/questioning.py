@@ -21,7 +21,8 @@ from fairseq_rpe.evaluation.answers import interpolated
 from fairseq_rpe.evaluation.loading import check_plain, load
 from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionRequest, QuestionResult
 from fairseq_rpe.evaluation.results import read, resumed
-from fairseq_rpe.modules.generation import beam, check_fixed, greedy, likelihoods, settled
+from fairseq_rpe.modules.beams import beam
+from fairseq_rpe.modules.generation import check_fixed, greedy, likelihoods, settled
 from fairseq_rpe.questions import metrics, prepared
 from fairseq_rpe.questions.layout import check_room, fitted
 from fairseq_rpe.questions.metrics import Scored

@@ -1,12 +1,11 @@
-"""What a model writes after prompts: the likeliest tokens, a beam, or how likely given choices are. With the cache.
+"""What a model writes after prompts: the likeliest tokens, or how likely given choices are. With the cache.
 
-All of these read the prompts once, in one pass over the batch, and then only what is new. Prompts of different lengths
-are padded on the left; a row's numbers are those of the same row alone.
+These, and beams, read the prompts once, in one pass over the batch, and then only what is new. Prompts of different
+lengths are padded; a row's numbers are those of the same row alone.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,6 @@ from ..positions.base import Fixed
 from .moves import Moves, generator_of
 
 Tick = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Written:
-    """An answer: its ``tokens`` without the end of the sentence, and its ``score``, see :func:`beam`."""
-
-    tokens: list[int]
-    score: float
 
 
 def check_fixed(model: Any) -> None:
@@ -40,8 +31,9 @@ def check_fixed(model: Any) -> None:
 class Writing:
     """Rows of text that are being written, with the cache of what has been read.
 
-    ``rows`` (R, m) int64: padding, prompt and what has been written; ``model``: a ``transformer_rpe_lm`` in evaluation
-    mode whose positions stay where they are while rows grow (see :func:`settled`).
+    ``rows`` (R, m) int64: prompts as :func:`padded` gives them; once they are read, padding, prompt and what has been
+    written. ``model``: a ``transformer_rpe_lm`` in evaluation mode whose positions stay where they are while rows grow
+    (see :func:`settled`).
     """
 
     def __init__(self, model: Any, rows: Tensor) -> None:
@@ -50,7 +42,25 @@ class Writing:
 
     def read(self) -> Tensor:
         """Read what has not been read yet: log-probabilities (R, V) of the next token, float32; never padding."""
-        return self._scores(self._features()[:, -1:])
+        features = self._features()
+        if features.shape[1] == self.rows.shape[1]:  # nothing was read before
+            lengths = self.rows.ne(self.model.decoder.padding_idx).sum(1)
+            features = features[torch.arange(len(lengths), device=lengths.device), lengths - 1][:, None]
+            self._move_padding(lengths)
+        return self._scores(features[:, -1:])
+
+    def _move_padding(self, lengths: Tensor) -> None:
+        """From the end of prompts, where attention need not know of it, to before them, so that more can follow."""
+        size = self.rows.shape[1]
+        if bool((lengths == size).all()):
+            return
+        order = torch.arange(size, device=lengths.device)
+        order = (order + lengths[:, None]) % size
+        self.rows = self.rows.gather(1, order)
+        for layer in self.model.decoder.layers:
+            held = layer.self_attn._get_input_buffer(self._state)
+            moved = {name: x.gather(2, order[:, None, :, None].expand_as(x)) for name, x in held.items()}
+            layer.self_attn._set_input_buffer(self._state, moved)
 
     def chances(self, next_ones: Tensor) -> Tensor:
         """The same of the tokens next_ones (R, n) int64 that follow the last n tokens of what is read: (R, n)."""
@@ -86,12 +96,11 @@ class Writing:
             moves.evaluation = moves.evaluation.of_rows(order)
 
 
-def padded(prompts: Sequence[Sequence[int]], pad: int, left: bool = True) -> Tensor:
-    """Rows of different lengths as (B, P) int64, padded on the left, or else on the right."""
-    width = max(map(len, prompts))
-    rows = torch.full((len(prompts), width), pad)
+def padded(prompts: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Rows of different lengths as (B, P) int64, padded at their end."""
+    rows = torch.full((len(prompts), max(map(len, prompts))), pad)
     for row, prompt in zip(rows, prompts, strict=True):
-        row[width - len(prompt) if left else 0 :][: len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+        row[: len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
     return rows
 
 
@@ -119,9 +128,15 @@ def _frozen(moves: Moves, transform: Transform, prompts: Sequence[Sequence[int]]
     return freeze_rows(transform, whole, own)
 
 
-def _check(prompts: Sequence[Sequence[int]], most: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], most: int) -> None:
+    """Raises ValueError: there is nothing to read, or nothing to write."""
     if not prompts or not all(map(len, prompts)) or most < 1:
         raise ValueError("there is something to read in every prompt, and at least one token to write")
+
+
+def finished(prompts: Sequence[Sequence[int]], most: int, whole: int | None) -> list[int]:
+    """Tokens of each finished text: ``whole``, or those of the prompt and ``most`` more."""
+    return [len(prompt) + most if whole is None else whole for prompt in prompts]
 
 
 @torch.no_grad()
@@ -154,10 +169,10 @@ def greedy(
 
     Raises UserError: an encoding that follows the length of the text; positions that the text does not fit.
     """
-    _check(prompts, most)
+    check_prompts(prompts, most)
     end, device = model.decoder.dictionary.eos(), next(model.parameters()).device
     found: list[list[int]] = [[] for _ in prompts]
-    with settled(model, prompts, _whole(prompts, most, whole)):
+    with settled(model, prompts, finished(prompts, most, whole)):
         writing = Writing(model, padded(prompts, model.decoder.padding_idx).to(device))
         active = torch.arange(len(prompts))  # of the rows that are left, in their order
         for _ in range(most - 1):
@@ -177,90 +192,6 @@ def greedy(
     return found
 
 
-def _whole(prompts: Sequence[Sequence[int]], most: int, whole: int | None) -> list[int]:
-    return [len(prompt) + most if whole is None else whole for prompt in prompts]
-
-
-@torch.no_grad()
-def beam(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    most: int,
-    size: int,
-    length_penalty: float = 1.0,
-    whole: int | None = None,
-    tick: Tick = lambda: None,
-) -> list[list[Written]]:
-    """For each prompt up to ``size`` answers, the best first: fairseq's beam search.
-
-    The score of an answer y_1 … y_n, of which y_n is the end of the sentence, is Σ_i log p(y_i | prompt, y_<i) in nats,
-    divided by n ** ``length_penalty``: 0 prefers short answers, 1 the mean of a token. A step looks at the 2·size best
-    ways to go on from ``size`` beginnings, whose sums are compared; of the best ``size`` of them those that end are
-    answers. A prompt is done when it has ``size`` answers, or at ``most`` tokens, of which the last one has to be the
-    end. fairseq does the same, and counts the prompt's tokens in n and in the sum.
-
-    Arguments and errors are those of :func:`greedy`, to which ``size`` 1 is equal.
-    """
-    _check(prompts, most)
-    device = next(model.parameters()).device
-    found: list[list[Written]] = [[] for _ in prompts]
-    with settled(model, prompts, _whole(prompts, most, whole)):
-        writing = Writing(model, padded(prompts, model.decoder.padding_idx).to(device))
-        search = _Search(writing, model.decoder.dictionary.eos(), size, length_penalty, found)
-        for step in range(most):
-            search.step(last=step == most - 1)
-            tick()
-            if not search.left:
-                break
-    return [sorted(answers, key=lambda answer: -answer.score) for answers in found]
-
-
-class _Search:
-    """Beginnings of answers, ``width`` rows of the text for each of the prompts that are ``left``."""
-
-    def __init__(self, writing: Writing, end: int, size: int, penalty: float, found: list[list[Written]]) -> None:
-        self.writing, self.end, self.size, self.penalty, self.found = writing, end, size, penalty, found
-        self.left = list(range(len(found)))
-        self.start = writing.rows.shape[1]
-        self.width = 1
-        self.sums = torch.zeros(len(found), 1, device=writing.rows.device)  # of log-probabilities (prompts, width)
-
-    def step(self, last: bool) -> None:
-        scores = self.writing.read()
-        types = scores.shape[1]
-        if last:
-            ended = torch.full_like(scores, -torch.inf)
-            ended[:, self.end] = scores[:, self.end]
-            scores = ended
-        sums = (self.sums[:, :, None] + scores.view(len(self.left), self.width, types)).flatten(1)
-        best, places = sums.topk(min(2 * self.size, sums.shape[1] - 1))
-        beams, tokens = places // types, places % types
-        ends = tokens.eq(self.end) & best.isfinite()
-        self._take(best, beams, ends)
-        going = [n for n, prompt in enumerate(self.left) if len(self.found[prompt]) < self.size]
-        if last or not going:
-            self.left = []
-            return
-        # the best that go on, of each prompt that is not done, in their order
-        at = torch.tensor(going, device=best.device)
-        ranks = torch.arange(best.shape[1], device=best.device) + tokens.eq(self.end)[at] * best.shape[1]
-        chosen = ranks.argsort(dim=1)[:, : self.size]
-        ended = ranks.gather(1, chosen) >= best.shape[1]
-        self.sums = best[at].gather(1, chosen).masked_fill(ended, -torch.inf)
-        order = beams[at].gather(1, chosen) + at[:, None] * self.width
-        self.writing.keep(order.flatten())
-        self.writing.add(tokens[at].gather(1, chosen).view(-1, 1))
-        self.left, self.width = [self.left[n] for n in going], chosen.shape[1]
-
-    def _take(self, best: Tensor, beams: Tensor, ends: Tensor) -> None:
-        """Keep the answers that end among the best ``size`` candidates."""
-        for n, rank in ends[:, : self.size].nonzero().tolist():
-            answers = self.found[self.left[n]]
-            if len(answers) < self.size:
-                tokens = self.writing.rows[n * self.width + int(beams[n, rank]), self.start :].tolist()
-                answers.append(Written(tokens, float(best[n, rank]) / (len(tokens) + 1) ** self.penalty))
-
-
 @torch.no_grad()
 def likelihoods(
     model: Any, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[Sequence[int]]], whole: int | None = None
@@ -273,11 +204,11 @@ def likelihoods(
     """
     flat = [choice for own in choices for choice in own]
     most = 1 + max(map(len, flat))
-    _check(prompts, most)
+    check_prompts(prompts, most)
     dictionary, device = model.decoder.dictionary, next(model.parameters()).device
     pad = dictionary.pad()
-    wanted = padded([[*choice, dictionary.eos()] for choice in flat], pad, left=False).to(device)
-    with settled(model, prompts, _whole(prompts, most, whole)):
+    wanted = padded([[*choice, dictionary.eos()] for choice in flat], pad).to(device)
+    with settled(model, prompts, finished(prompts, most, whole)):
         writing = Writing(model, padded(prompts, pad).to(device))
         first = writing.read()
         counts = torch.tensor([len(own) for own in choices], device=device)

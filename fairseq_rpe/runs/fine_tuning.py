@@ -10,6 +10,7 @@ from typing import Any
 from fairseq_rpe import encodings
 from fairseq_rpe.core.checkpoint_state import check_size, check_vocabulary
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.sizes import full_name
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.runs import architecture, checkpoints
 from fairseq_rpe.runs.settings import Request
@@ -20,7 +21,7 @@ _LENGTH = "--rpe-train-length"
 def filled(asked: Request) -> Request:
     """The request with architecture, dropout and positions of the checkpoint that it begins with, if nothing is said.
 
-    Where the length of its training is said, the flags of its architecture are too: none is added.
+    Of the flags that its architecture needs beside its name all are added, or none where ``extra`` says one of them.
     Raises UserError: the checkpoint cannot be used, or its vocabulary is not that of ``data``.
     """
     path, data = asked.finetune_from, asked.data
@@ -33,10 +34,10 @@ def filled(asked: Request) -> Request:
     if not original:
         raise UserError(f"{path} does not say how long its training texts were: train it again")
     own: dict[str, Any] = architecture.said(checkpoint)
-    extra = (*own.pop("extra"), *asked.extra)
-    said = any(word.partition("=")[0] == _LENGTH for word in asked.extra)
-    if said or (asked.arch is not None and asked.arch != own["arch"]):
-        extra = asked.extra
+    extra, said = asked.extra, {word.partition("=")[0] for word in asked.extra}
+    needed = own.pop("extra")
+    if not said & set(needed) and (asked.arch is None or full_name(asked.arch) == own["arch"]):
+        extra = (*needed, *extra)
     if asked.positions_train is None:
         own["positions_train"] = checkpoint.model.get("positions_train")
         own["positions_eval"] = checkpoint.model.get("positions_eval")
@@ -53,6 +54,6 @@ def filled(asked: Request) -> Request:
             f"--rpe {asked.rpe} has other parameters than {path} has learned with '{checkpoint.encoding}': name that "
             "encoding, or one with the same parameters"
         )
-    if not said:
+    if _LENGTH not in said:
         extra = (*extra, _LENGTH, str(original))
     return replace(asked, **{key: value for key, value in own.items() if getattr(asked, key) is None}, extra=extra)

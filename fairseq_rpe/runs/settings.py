@@ -32,8 +32,8 @@ USUAL: dict[str, object] = {
 class Request:
     """What one run is asked to be: the options of ``fairseq-rpe train``; ``None``: not said, so the default.
 
-    Text in ``data``, or a generated task, ``algorithm``. ``nproc`` processes or GPUs on each of ``nodes`` machines.
-    ``finetune_from``: a checkpoint whose weights it begins with. ``extra``: further flags for fairseq-train.
+    Text or questions in ``data``, or a generated task, ``algorithm``. ``nproc`` processes or GPUs on each of ``nodes``
+    machines. ``finetune_from``: a checkpoint whose weights it begins with. ``extra``: further flags for fairseq-train.
     """
 
     rpe: str

@@ -24,7 +24,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import check_plain
 from fairseq_rpe.evaluation.perplexity import measuring
 from fairseq_rpe.evaluation.results import TextRequest, TextResult, resumed
-from fairseq_rpe.runs import architecture, checkpoints, launch, start
+from fairseq_rpe.runs import architecture, checkpoints, launch, start, training_data
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.run_folder import RunFolder
@@ -69,6 +69,8 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")
     corpus.check_folder(data, "train", "valid", subset)
+    if training_data.asks(data):
+        raise UserError(f"{data} holds questions, not a text to read: use fairseq-rpe train {data} --init-from {path}")
     check_vocabulary(checkpoint, corpus.read_dictionary(data / "dict.txt"), data)
     original = checkpoint.train_length()
     if not original:

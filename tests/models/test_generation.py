@@ -12,7 +12,8 @@ from test_decoding import liven
 from test_model import EOS, FIRST, PAD, logits
 
 from fairseq_rpe.core import UserError
-from fairseq_rpe.modules.generation import Writing, beam, continued, greedy, likelihoods, padded, settled
+from fairseq_rpe.modules.beams import beam
+from fairseq_rpe.modules.generation import Writing, continued, greedy, likelihoods, padded, settled
 
 SPECS = [
     *("alibi", "rope", "fire", "kerple_log", "nope", "shaw:clip=5", "cope:max_positions=5", "forgetting"),
@@ -230,6 +231,14 @@ def test_random_positions_are_drawn_from_the_prompt(task):
     model = loud(task, "fire", positions_eval="randomized:max=99")
     together, alone = greedy(model, PROMPTS, MOST), [greedy(model, [prompt], MOST)[0] for prompt in PROMPTS]
     assert together == alone == greedy(model, PROMPTS, MOST)
+    choices = [[[5, 6], [9, 9, 9]]] * 4
+    values = likelihoods(model, PROMPTS, choices)
+    for prompt, own in zip(PROMPTS, values, strict=True):
+        assert own == pytest.approx(likelihoods(model, [prompt], choices[:1])[0], abs=1e-4)
+    model.decoder.moves.draw = 1
+    others = likelihoods(model, PROMPTS, choices)
+    assert all(abs(one[0] - other[0]) > 1e-3 for one, other in zip(values, others, strict=True))
+    model.decoder.moves.draw = 0
     best = [own[0].tokens for own in beam(model, PROMPTS, MOST, 2)]
     assert best == [beam(model, [prompt], MOST, 2)[0][0].tokens for prompt in PROMPTS]
     with pytest.raises(UserError, match="raise max to at least 120"):

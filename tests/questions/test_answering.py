@@ -25,6 +25,7 @@ from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
 from fairseq_rpe.data.folder import count_tokens
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.question import Question
+from fairseq_rpe.runs.view import Summary
 from fairseq_rpe.tasks.answering import AnswersConfig, AnswersTask
 
 PAD, EOS = 1, 2
@@ -165,6 +166,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(made, spec):
     data, model = task.dataset("train"), make_model(task, spec)
     every = range(len(data))
     loss, size, gradients = losses(model, data, every, task)
+    assert size == sum(len(row) - prompt for row, prompt in map(data.row, every))
     for parts in ([[i] for i in every], [[0, 5], [1, 2, 3, 4], list(every)[6:]]):
         found = [losses(model, data, part, task) for part in parts]
         assert loss == pytest.approx(sum(one[0] for one in found), rel=1e-6)
@@ -260,7 +262,7 @@ def test_training_learns_the_answers_and_goes_on_where_it_was(several, tmp_path)
 
 
 def test_batches_that_are_added_up_are_one_batch(made, tmp_path):
-    """Two of four rows each, with different numbers of answer tokens, make the update of all eight."""
+    """Of rows with different numbers of answer tokens, in three parts, the update is that of all together."""
     flags = {"max_tokens": None, "optimizer": "nag", "lr": 0.2, "disable_validation": True, "clip_norm": 0.0}
     one = weights(train(made, tmp_path / "one", 1, batch_size=20, **flags))
     two = weights(train(made, tmp_path / "two", 1, batch_size=4, update_freq=3, **flags))
@@ -270,6 +272,16 @@ def test_batches_that_are_added_up_are_one_batch(made, tmp_path):
     assert any((one[name] - begun[name]).abs().max() > 1e-3 for name in one)
 
 
+@pytest.fixture
+def one_thread():
+    """A copy of a process has none of its threads, and would wait for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_sigkill_and_resume_is_bit_equal(several, tmp_path, monkeypatch):
     """A copy of this process is killed in the second epoch, after an update that no checkpoint has."""
     flags = {"mixture": "capped:6", "dropout": 0.1, "max_tokens": 800, "disable_validation": True}
@@ -332,6 +344,11 @@ def test_the_tuned_model_reads_text_too(made, begun, capsys):
     assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
 
 
+def test_a_text_is_extended_and_questions_are_not(made, begun, tmp_path):
+    done = run_here("extend", begun, made, "--tokens", "256", "--subset", "valid", "--out", tmp_path / "out", ok=False)
+    assert done.returncode == 2 and f"use fairseq-rpe train {made} --init-from {begun}" in done.stderr
+
+
 def test_another_dictionary_is_refused(other, begun, tmp_path):
     why = "was trained with another vocabulary than"
     with pytest.raises(UserError, match=why):
@@ -339,6 +356,12 @@ def test_another_dictionary_is_refused(other, begun, tmp_path):
     done = run_here("train", other, "--init-from", begun, "--rpe", "alibi", "--save-dir", tmp_path / "b", ok=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and why in done.stderr
     assert not (tmp_path / "b").exists()
+
+
+def test_what_is_shown_of_a_validation_names_the_answers(tmp_path, capsys):
+    view = Summary("alibi", tmp_path, 12, 0)
+    view.hear('x | valid | {"valid_loss": "1.5", "valid_answers": "22.619", "valid_num_updates": "12"}')
+    assert "update 12: validation loss 1.500 bits per token, answers 22.62" in "".join(capsys.readouterr())
 
 
 def flag(words: list[str], name: str) -> str:
@@ -367,6 +390,12 @@ def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
     done = run_here("train", made, *common, "--rpe", "alibi", "--", "--rpe-train-length", "300")
     words = shlex.split(done.stdout)
     assert words.count("--rpe-train-length") == 1 and flag(words, "--rpe-train-length") == "300"
+    assert flag(words, "--decoder-layers") == "1" and flag(words, "--arch") == "transformer_rpe_lm_tiny"
+    again = run_here("train", made, *common, "--rpe", "alibi", "--arch", "tiny", "--", "--rpe-train-length", "300")
+    assert shlex.split(again.stdout) == words
+    own = ["--decoder-embed-dim", "32", "--decoder-layers", "2"]
+    words = shlex.split(run_here("train", made, *common, "--rpe", "alibi", "--", *own).stdout)
+    assert flag(words, "--decoder-layers") == "2" and "--decoder-ffn-embed-dim" not in words
     done = run_here("train", made, *common, "--rpe", "kerple_log", ok=False)
     assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in done.stderr
     done = run_here("train", made, *common[:-1], tmp_path / "none.pt", "--rpe", "alibi", ok=False)

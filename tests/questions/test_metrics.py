@@ -80,6 +80,16 @@ def test_examples_of_rouge_score(metric, prediction, answers, value):
     assert score(metric, [Scored(prediction, tuple(answers))]) == pytest.approx(100 * value, abs=1e-9)
 
 
+def test_example_of_the_documentation_of_scrolls():
+    items = [
+        Scored("exact match example", ("exact match example",)),
+        Scored("hello there", ("hello", "hi there")),
+        Scored("general kenobi", ("commander kenobi",)),
+    ]
+    found = [four(metric, items) for metric in ("rouge1", "rouge2", "rougeL", "rgm")]
+    assert found == [72.2222, 33.3333, 72.2222, 55.8136]
+
+
 GOLDEN = [
     ("The old lighthouse keeper.", ("an old keeper of the lighthouse", "Marten"), 85.7143, 0),
     ("a red-roofed barn", ("the red roofed barn",), 40.0, 0),
