@@ -147,11 +147,11 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
     monkeypatch.chdir(tmp_path)
     lines = dry_run(capsys, "--recipe", name, "--scale", "paper", "--nproc", processes)
     before = dry_run(capsys, "--recipe", "fire-lm", "--scale", "paper", "--nproc", processes)
-    folders = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue"]}[name]
+    folders = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue-superglue"]}[name]
     text, *made = [line for line in lines if line[0].startswith("prepare")]
     assert text == before[0]
     for folder, words in zip(folders, made, strict=True):
-        sets = GLUE if folder == "glue" else [folder]
+        sets = GLUE if folder == "glue-superglue" else [folder]
         data = ["--dest", f"data-bin/{folder}-gpt2", "--vocab-from", "data-bin/c4-gpt2"]
         assert words == ["prepare-answers", *sets, *data]
 
@@ -325,6 +325,8 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, capsys):
         for length in ("64", "96")
         for metric in ("f1", "em")
     ]
+    page = Path("x/report.html").read_text()
+    assert all(name in page for name in ("rope-seed1, on text", "made-rope-", "trained before", "--finetune-from"))
     kept_files = sorted(path for path in Path("x/runs").rglob("*") if path.suffix in (".pt", ".jsonl", ".log"))
     times = [path.stat().st_mtime_ns for path in kept_files]
     assert main(given) == 0 and capsys.readouterr().out == said
@@ -407,7 +409,7 @@ def scored(
     recipe = recipes.load(name)
     chosen = recipe.choose(recipe.scale("paper").methods)[:methods]
     one = len(sets) > 1 and name != "fire-scrolls"
-    folders = {"glue": tuple(sets)} if one else {label: (label,) for label in sets}
+    folders = {"glue-superglue": tuple(sets)} if one else {label: (label,) for label in sets}
     place = SweepFolder(folder)
     tuned = SweepSettings(tokens=256, updates=200, batch_sentences=8, lr=5e-4, subset="valid", arch="tiny")
     place.write(
@@ -465,6 +467,7 @@ def test_the_report_by_set_has_the_published_mean_beside(tmp_path):
     assert not (tmp_path / "extrapolation.csv").exists()
     page = (tmp_path / "report.html").read_text()
     assert "trained before" in page and "What is the same and what is not" in page
+    assert "not verified: the same name" in page  # of the data
     assert kept.text(folder) == section.text and collect(folder, folder.state()).mean_sets() == SCROLLS
     with pytest.raises(UserError, match="--delta is about perplexity"):
         check(folder, 0.1)

@@ -16,7 +16,7 @@ from fairseq_rpe.reports.page import NOT_RECORDED, Block, Commands, Part, Text, 
 from fairseq_rpe.runs import log
 from fairseq_rpe.runs.further import LATER, known
 from fairseq_rpe.runs.log import TrainLog
-from fairseq_rpe.runs.run_folder import Start
+from fairseq_rpe.runs.run_folder import RunFolder, Start
 from fairseq_rpe.sweeps.cells import RESULTS
 from fairseq_rpe.sweeps.state import PublishedSettings, State, SweepFolder
 
@@ -44,9 +44,16 @@ class Run:
 
 
 def runs(folder: SweepFolder, state: State) -> list[Run]:
-    """The runs of a sweep that were started, each once, in the order in which they were asked for."""
+    """The runs of a sweep that were started, each once, in the order in which they were asked for.
+
+    Of a sweep over questions the fine-tuned ones, after those of its own that they begin with.
+    """
     found: dict[str, Run] = {}
-    for _, method, _, place in asked(folder, state):
+    tuned = [(method.name, place) for _, method, _, place in asked(folder, state)]
+    known = {place.name for _, place in tuned}
+    begun = [] if state.kind != "answers" else [name for name in state.commands if name not in known]
+    before = [(f"{name}, on text", RunFolder(folder.path / "runs" / name)) for name in begun]
+    for label, place in (*before, *tuned):
         record = place.checkpoints.record()
         if place.name in found or record is None:
             continue
@@ -54,7 +61,7 @@ def runs(folder: SweepFolder, state: State) -> list[Run]:
         kept: Sequence[Any] = results.read(RESULTS[state.kind], place.results)
         rows = [row for row in kept if row.checkpoint == checkpoint]
         own = (place.checkpoints.starts(), log.read(place.train_log), rows)
-        found[place.name] = Run(place.name, method.name, checkpoint, *own)
+        found[place.name] = Run(place.name, label, checkpoint, *own)
     return list(found.values())
 
 
