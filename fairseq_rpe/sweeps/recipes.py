@@ -198,19 +198,24 @@ def load(name: str) -> Recipe:
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     _check_continued(methods, scales, source)
-    _check_questions(text.kind, scales, source)
+    scales = _asked(text.kind, scales, source)
     published = read_published(text.published, source, methods) if text.published else None
     return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), scales, published)
 
 
-def _check_questions(kind: Kind, scales: Mapping[str, Scale], source: str) -> None:
-    """Refuse a recipe for answers without questions, and what is about questions in another one."""
-    for size, scale in scales.items():
-        if kind == "answers" and not scale.questions:
+def _asked(kind: Kind, scales: Mapping[str, Scale], source: str) -> Mapping[str, Scale]:
+    """The scales of a recipe; of a base for text, those that one for answers says something of.
+
+    Raises UserError: answers without questions, or what is about questions in a recipe of another kind.
+    """
+    own = ("pretrained", "questions", "tuning", "asking")
+    about = {size: [name for name in own if getattr(scale, name)] for size, scale in scales.items()}
+    for size, given in about.items():
+        if kind == "answers" and "questions" not in given and (given or not any(about.values())):
             raise UserError(f"{source}: scale '{size}' lacks questions: name a prepared folder of them")
-        own = ("pretrained", "questions", "tuning", "asking")
-        if kind != "answers" and (given := [name for name in own if getattr(scale, name)]):
+        if kind != "answers" and given:
             raise UserError(f"{source}: {given[0]} of scale '{size}' is for kind answers, this recipe is for {kind}")
+    return scales if kind != "answers" else {size: scales[size] for size, given in about.items() if given}
 
 
 def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale], source: str) -> None:
