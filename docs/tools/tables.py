@@ -194,7 +194,10 @@ def of_recipes() -> str:
             methods = ", ".join(scale.methods or (method.name for method in recipe.methods))
             lengths = ", ".join(map(str, scale.lengths or ()))
             trained = [scale.arch, f"{scale.tokens} tokens" if scale.tokens else None, f"{scale.updates} updates"]
-            on = ", ".join([scale.data, *scale.evaluate.values()] if scale.data else scale.algorithms or ())
+            if scale.tuning:
+                trained.append(f"then {scale.tuning.tokens} tokens, {scale.tuning.updates} updates")
+            asked = [folder.data for folder in scale.questions.values()]
+            on = ", ".join([scale.data, *scale.evaluate.values(), *asked] if scale.data else scale.algorithms or ())
             first = (code(name), f"{recipe.title}. {recipe.paper}") if size == next(iter(recipe.scales)) else ("", "")
             rows.append((*first, size, on, ", ".join(filter(None, trained)), lengths, methods))
     return table(("recipe", "what it repeats", "scale", "on", "model", "evaluated at", "methods"), rows)
