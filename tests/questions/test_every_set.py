@@ -23,7 +23,7 @@ def test_from_the_published_file_to_a_score(name, vocab, tmp_path):
     shipped, folder, out = published.write(name, tmp_path / "shipped"), tmp_path / "made", tmp_path / "answers.jsonl"
     few = ("--answer-tokens", 24)  # a model of five updates does not end its answers
     run_here("prepare-answers", name, "--from", shipped, "--no-counts", *few, "--vocab-from", vocab, "--dest", folder)
-    checkpoint = train(folder, tmp_path / "run", tokens_per_sample=LENGTH, max_tokens=4 * LENGTH)
+    checkpoint = train(folder, tmp_path / "run", tokens_per_sample=LENGTH, max_tokens=LENGTH)
     run_here("answer", checkpoint, folder, "--lengths", LENGTH, "--out", out, "--predictions", tmp_path / "written")
     (result,) = map(json.loads, out.read_text().splitlines())
     made, one = prepared.load(folder), known.load(name)
