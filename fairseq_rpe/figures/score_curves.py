@@ -16,29 +16,29 @@ _WIDE = 14  # sets across from which their names stand upright
 _LONG = 9999  # from which a length takes so much room that the next one has to be far away
 
 
-def over_length(curves: Mapping[str, Mapping[str, Band]], tuned_at: int, metrics: Mapping[str, str]) -> Figure:
-    """Scores against the context length, a panel per set: for each method, by tokens, a value in per cent per seed.
+def over_length(curves: Mapping[tuple[str, str], Mapping[str, Band]], tuned_at: int) -> Figure:
+    """Scores against the context length, a panel for each (set, metric): by method and tokens, a value per seed in %.
 
-    ``tuned_at``: tokens of the fine-tuning, where a line is drawn; ``metrics``: by set, what its score is. Source of
-    the kind of figure: "Functional Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 left.
+    ``tuned_at``: tokens of the fine-tuning, where a line is drawn. Source of the kind of figure: "Functional
+    Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 left.
     """
     columns = min(2, len(curves))
     lines = -(-len(curves) // columns)
     shown = looks(list(dict.fromkeys(method for of_set in curves.values() for method in of_set)))
     height = max(2.6, 0.6 + 0.19 * len(shown))
     figure, made = panels(lines, columns, (COLUMN if columns == 1 else PAGE, 0.4 + height * lines))
-    ends = {}
-    for (label, of_set), axes in zip(curves.items(), made, strict=False):
+    ends, joint = {}, "; " if columns == 1 else "\n"
+    for ((label, metric), of_set), axes in zip(curves.items(), made, strict=False):
         for method, points in of_set.items():
             draw_band(axes, points, method, shown[method])
         mark_training(axes, tuned_at, named=False)
         lengths = sorted({n for points in of_set.values() for n in points})
         lengths_along(axes, lengths)
         if any(2 * one > other and other > _LONG for one, other in pairwise(lengths)):
-            axes.tick_params(axis="x", labelrotation=45)
+            axes.tick_params(axis="x", labelrotation=45 if columns == 1 else 90)
         axes.set(
-            xlabel=f"context length (tokens); dashed: fine-tuned at {tuned_at}",
-            ylabel=f"{metrics[label]} (%)",
+            xlabel=joint.join(("context length (tokens)", f"dashed: fine-tuned at {tuned_at}")),
+            ylabel=f"{metric} (%)",
             ylim=(0, None),
         )
         titled(axes, "\n".join(filter(None, (label, seeds_said(of_set.values())))))

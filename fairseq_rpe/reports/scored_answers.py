@@ -56,10 +56,18 @@ class Scores:
         """What a set is scored by."""
         return next(row.result.published for row in self.rows if self.label(row) == label)
 
-    def of(self, label: str, method: str) -> dict[int, list[float]]:
-        """By context length, the score of each seed on a set."""
-        own = (row for row in self.rows if row.method == method and self.label(row) == label)
-        return by_length((row.result.length, row.result.score) for row in own)
+    def metrics(self, label: str) -> list[str]:
+        """All that is known of a set, what it is scored by first."""
+        own = (row.result for row in self.rows if self.label(row) == label)
+        return list(dict.fromkeys(name for one in own for name in (one.published, *one.metrics)))
+
+    def of(self, label: str, method: str, metric: str | None = None) -> dict[int, list[float]]:
+        """By context length, the score of each seed on a set, or another metric."""
+        own = [row.result for row in self.rows if row.method == method and self.label(row) == label]
+        if metric is None:
+            return by_length((one.length, one.score) for one in own)
+        values = [(one.length, {one.published: one.score, **one.metrics}.get(metric)) for one in own]
+        return by_length((length, value) for length, value in values if value is not None)
 
     def mean_sets(self) -> list[str]:
         """The sets that a mean over sets is of."""
@@ -75,9 +83,9 @@ class Scores:
         whole = {key: own for key, own in runs.items() if len(own) == len(wanted)}
         return by_length((n, sum(own.values()) / len(own)) for (n, _), own in sorted(whole.items()))
 
-    def over_lengths(self, label: str, method: str) -> list[float]:
+    def over_lengths(self, label: str, method: str, metric: str | None = None) -> list[float]:
         """The mean over all context lengths of each seed; nothing where one is missing."""
-        values = list(self.of(label, method).values())
+        values = list(self.of(label, method, metric).values())
         if len(values) < len(self.lengths) or len({len(seeds) for seeds in values}) > 1:
             return []
         return [sum(own) / len(own) for own in zip(*values, strict=True)]

@@ -14,13 +14,14 @@ from fairseq_rpe.reports.scored_answers import MEAN, Scores, by_of, published_me
 from fairseq_rpe.sweeps.state import Published, State
 
 _BY = {"generation": "written freely", "likelihood": "the likeliest of the choices"}
+_FEW = 2
 _BEYOND = "Published values cannot be compared one by one: what differs or is not stated stands on the page."
 
 
 def findings(state: State, runs: Sequence[Run], found: Scores) -> Findings:
     """What a sweep found."""
     several = len(found.lengths) > 1
-    tables = [_of_length(state, found, label) for label in found.sets] if several else []
+    tables = [_of_length(state, found, *one) for one in _metrics(found)] if several else []
     tables += [_of_sets(state, found, n) for n in found.lengths] if len(found.sets) > 1 or not several else []
     printed = _published(state.published, found)
     figure = _figure(found)
@@ -55,17 +56,28 @@ def _of_sets(state: State, found: Scores, length: int) -> Table:
     return _table(found, columns, caption, _printed(known, found, wanted))
 
 
-def _at(found: Scores, label: str, length: int) -> Callable[[str], list[float]]:
-    return lambda method: found.of(label, method).get(length, [])
+def _at(found: Scores, label: str, length: int, metric: str | None = None) -> Callable[[str], list[float]]:
+    return lambda method: found.of(label, method, metric).get(length, [])
 
 
-def _of_length(state: State, found: Scores, label: str) -> Table:
+def _metrics(found: Scores) -> list[tuple[str, str]]:
+    """What is shown by context length: every metric of a set that has few, or else the one that counts."""
+    return [
+        (label, metric)
+        for label in found.sets
+        for metric in found.metrics(label)
+        if metric == found.metric(label) or len(found.metrics(label)) <= _FEW
+    ]
+
+
+def _of_length(state: State, found: Scores, label: str, metric: str) -> Table:
     """Methods × context lengths on a set, their mean, and the published mean."""
-    columns: dict[str, Callable[[str], list[float]]] = {str(n): _at(found, label, n) for n in found.lengths}
-    columns[MEAN] = lambda method: found.over_lengths(label, method)
-    known = state.published if by_of(state.published) == "length" and len(found.sets) == 1 else None
+    columns: dict[str, Callable[[str], list[float]]] = {str(n): _at(found, label, n, metric) for n in found.lengths}
+    columns[MEAN] = lambda method: found.over_lengths(label, method, metric)
+    alike = by_of(state.published) == "length" and len(found.sets) == 1 and metric == found.metric(label)
+    known = state.published if alike else None
     caption = (
-        f"{label}: {found.metric(label)} in % by context length, what is read and written, without further tuning; "
+        f"{label}: {metric} in % by context length, what is read and written, without further tuning; "
         f"fine-tuned at {found.tuned_at}."
     )
     ends = {}
@@ -130,9 +142,9 @@ def _published(known: Published | None, found: Scores) -> list[Block]:
 
 def _figure(found: Scores) -> Figure:
     if len(found.lengths) > 1:
-        curves = {label: {m: found.of(label, m) for m in found.methods} for label in found.sets}
-        known = {label: {m: points for m, points in own.items() if points} for label, own in curves.items()}
-        return score_curves.over_length(known, found.tuned_at, {label: found.metric(label) for label in found.sets})
+        curves = {one: {m: found.of(one[0], m, one[1]) for m in found.methods} for one in _metrics(found)}
+        known = {one: {m: points for m, points in own.items() if points} for one, own in curves.items()}
+        return score_curves.over_length(known, found.tuned_at)
     (length,) = found.lengths
     values = {label: {m: found.of(label, m).get(length, []) for m in found.methods} for label in found.sets}
     if len(found.sets) > 1:
