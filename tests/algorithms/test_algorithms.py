@@ -464,7 +464,7 @@ def uncached(model, prompts: torch.Tensor, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("spec", ENCODINGS)
 def test_greedy_is_the_argmax_of_full_forwards(task, spec):
-    from fairseq_rpe.evaluation.answers import greedy
+    from fairseq_rpe.modules.generation import continued
 
     model = make_model(task, spec)
     with torch.no_grad():  # an untrained model would say the same word again and again
@@ -472,22 +472,22 @@ def test_greedy_is_the_argmax_of_full_forwards(task, spec):
     for rows, length, steps in ((4, 6, 15), (1, 1, 3), (2, 5, 1)):
         prompts = tokens(rows, length)
         before = prompts.clone()
-        written = greedy(model, prompts, steps)
+        written = continued(model, prompts, steps)
         assert written.shape == (rows, steps) and written.dtype == torch.int64
         assert torch.equal(written, uncached(model, prompts, steps))
-        assert torch.equal(prompts, before) and torch.equal(greedy(model, prompts, steps), written)
-    assert len(set(greedy(model, tokens(4, 6), 15).flatten().tolist())) > 8
+        assert torch.equal(prompts, before) and torch.equal(continued(model, prompts, steps), written)
+    assert len(set(continued(model, tokens(4, 6), 15).flatten().tolist())) > 8
 
 
 def answered(model, data) -> list[bool]:
     """Of every example, whether greedy decoding writes its answer."""
-    from fairseq_rpe.evaluation.answers import greedy
+    from fairseq_rpe.modules.generation import continued
 
     right = [False] * len(data)
     for n in sorted(set(data.items.tolist())):
         rows = (data.items == n).nonzero()[0].tolist()
         prompts, answers = data.prompts(rows)
-        for i, written, answer in zip(rows, greedy(model, prompts, answers.shape[1]), answers, strict=True):
+        for i, written, answer in zip(rows, continued(model, prompts, answers.shape[1]), answers, strict=True):
             right[i] = written.tolist() == answer.tolist()
     return right
 

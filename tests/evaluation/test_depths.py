@@ -85,7 +85,7 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, capsys, monkeypatc
             keys.append([*map(words.index, known), 2])
         return torch.tensor(keys)
 
-    monkeypatch.setattr(answers, "greedy", half)
+    monkeypatch.setattr(answers, "continued", half)
     rows = measure(capsys, checkpoint, "--lengths", "80", "--depths", "0,0.2,1")
     assert [row["right"] for row in rows] == [3, 3, 0] and asked == [3, 3, 3]
     # however many are asked for, long prompts are answered a few together
