@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "where a document that is too long is shortened (default: end)"
     parser.add_argument("--cut", choices=("end", "start", "middle"), default="end", help=about)
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="default: the checkpoint's")
-    about = "folder for the answers: SET-LENGTH.json, as id: text"
+    about = "folder for the answers: SET-LENGTH-DIGEST.json, as id: text"
     parser.add_argument("--predictions", type=Path, metavar="DIR", help=about)
 
 

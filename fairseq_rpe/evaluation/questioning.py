@@ -226,19 +226,21 @@ def _scored(info: SetInfo, items: Sequence[Scored]) -> tuple[dict[str, float], t
 
 def _predictions(request: QuestionRequest, key: QuestionKey) -> Path:
     assert request.predictions is not None
-    return request.predictions / f"{_plain(key.set)}-{key.length}.json"
+    return request.predictions / f"{_named(key)}.json"
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name)
+def _named(key: QuestionKey) -> str:
+    """A file name of this measurement alone."""
+    same = hashlib.sha256(json.dumps(records.write(key), sort_keys=True).encode()).hexdigest()[:12]
+    plain = re.sub(r"[^\w.-]", "_", key.set)
+    return f"{plain}-{key.length}-{same}"
 
 
 def _kept(request: QuestionRequest, key: QuestionKey) -> Path | None:
     """Where the answers of an unfinished measurement are kept; nowhere without ``out``."""
     if request.out is None:
         return None
-    same = hashlib.sha256(json.dumps(records.write(key), sort_keys=True).encode()).hexdigest()[:12]
-    return request.out.with_name(f"{request.out.name}.{_plain(key.set)}-{key.length}-{same}.partial")
+    return request.out.with_name(f"{request.out.name}.{_named(key)}.partial")
 
 
 def _read(path: Path | None) -> list[_Part]:

@@ -27,6 +27,12 @@ WEATHER = [
 ]
 
 
+def written_at(folder, stem):
+    """The file of answers of a set and length."""
+    (path,) = folder.glob(f"{stem}-*.json")
+    return path
+
+
 def save_untrained(path: Path, data: Path, rpe: str = "fire", **changes: object) -> Path:
     """What a training of no updates would leave, with weights that make predictions differ clearly."""
     import fairseq_rpe.models  # noqa: F401
@@ -129,7 +135,7 @@ def test_answers_are_those_of_full_passes_and_scores_those_of_the_answers(
     cut = []
     for line in lines:
         rows, asked = read_by_model(data, "mill", line["length"])
-        given = json.loads((texts / f"mill-{line['length']}.json").read_text())
+        given = json.loads(written_at(texts, f"mill-{line['length']}").read_text())
         assert list(given) == [row.id for row, _, _ in asked]  # in the order of the set
         for row, read, _ in asked:
             prompt, tokens = list(map(int, read)), written[tuple(map(int, read))]
@@ -181,8 +187,8 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkey
     monkeypatch.setattr(questioning, "_ROWS", rows)
     flags = [checkpoint, data, "--lengths", "56,90", "--by", by, "--sets", "weather", "--predictions", tmp_path / "p"]
     whole = answer(capsys, *flags, "--out", tmp_path / "whole.jsonl")
-    texts = (tmp_path / "p/weather-90.json").read_bytes()
-    (tmp_path / "p/weather-90.json").unlink()
+    texts = written_at(tmp_path / "p", "weather-90").read_bytes()
+    written_at(tmp_path / "p", "weather-90").unlink()
     out, real, asked = tmp_path / "rows.jsonl", questioning._answers, []
 
     def stopped(model, key, rows, info, batch, tick):
@@ -202,7 +208,7 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkey
     again = answer(capsys, *flags, "--out", out)
     assert timeless(again) == timeless(whole) and timeless(files.read_json_lines(out)) == timeless(whole)
     assert sorted(asked) == sorted([*asked[:4], *asked[5:], asked[5]]) and asked[4] == asked[5] and len(asked) == 7
-    assert (tmp_path / "p/weather-90.json").read_bytes() == texts
+    assert written_at(tmp_path / "p", "weather-90").read_bytes() == texts
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "rows.jsonl", "whole.jsonl"]
 
 
@@ -220,12 +226,19 @@ def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_
     assert timeless([row]) == timeless([json.loads(said.out)]) and [p.name for p in tmp_path.iterdir()] == [out.name]
 
 
+def test_answers_of_different_questions_are_kept_apart(data, checkpoint, tmp_path, capsys):
+    """One folder takes the answers of both splits, ways to answer and lengths, each in a file of its own."""
+    for more in (["--lengths", "56"], ["--lengths", "90"], ["--lengths", "56", "--by", "likelihood"]):
+        answer(capsys, checkpoint, data, "--sets", "weather", "--predictions", tmp_path, *more)
+    assert sorted(p.name.split("-")[1] for p in tmp_path.iterdir()) == ["56", "56", "90"]
+
+
 def test_the_likeliest_choice(data, checkpoint, model, tmp_path, capsys):
     """By sums over the tokens of a choice and its end, of full passes."""
     flags = ["--sets", "weather", "--lengths", 40, "--by", "likelihood", "--predictions", tmp_path]
     (line,) = answer(capsys, checkpoint, data, *flags)
     rows, asked = read_by_model(data, "weather", 40, 6)
-    given = json.loads((tmp_path / "weather-40.json").read_text())
+    given = json.loads(written_at(tmp_path, "weather-40").read_text())
     items = []
     for row, read, _ in asked:
         sums = []
