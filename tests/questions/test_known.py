@@ -633,7 +633,7 @@ def test_damaged_files(tmp_path):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(UserError, match=r"no/where does not exist: name the folder, zip archive or file of wic"):
+    with pytest.raises(UserError, match=r"no/where does not exist: name the folder or zip archive of wic"):
         known.load("wic").find("no/where", "train")
     words = r"has no valid file of mnli \(dev_matched.tsv or validation_matched-\*.parquet or .*\): get it from https"
     with pytest.raises(UserError, match=words):

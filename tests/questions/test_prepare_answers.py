@@ -182,6 +182,15 @@ def test_words_that_a_dictionary_lacks(tmp_path, capsys):
     assert len(load(tmp_path / "made").split("train")[0].answers) == 1
 
 
+def test_a_text_of_a_known_set_is_refused_with_its_line(tmp_path, capsys):
+    vocab = vocabulary(tmp_path / "v", "words", ["Tamsin"])
+    rows = [{"id": word, "input": f"Who?\n\n{word}", "output": word} for word in ("Tamsin", "Quill")]
+    written(tmp_path / "train.jsonl", *rows)
+    written(tmp_path / "validation.jsonl", rows[0])
+    words = ("narrative_qa", "--from", tmp_path, "--no-counts", "--vocab-from", vocab, "--dest", tmp_path / "made")
+    assert "train.jsonl line 2: the answer 'Quill' has words that the dictionary lacks" in refusal(capsys, *words)
+
+
 def test_gaps_from_the_command_line(tmp_path, capsys):
     vocab = vocabulary(tmp_path / "v", "words", ["the"])
     rows = [json.dumps({"text": story(seed, 200)}).encode() + b"\n" for seed in range(3)]
