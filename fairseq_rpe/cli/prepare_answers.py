@@ -17,7 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known.names()))
     _add_places(parser, "FILE", Path)
-    about = "folder, zip archive or file with the sets instead of a download; or hub:OWNER/NAME/FOLDER"
+    about = "folder or zip archive with the sets instead of a download; or hub:OWNER/NAME/FOLDER"
     parser.add_argument("--from", dest="local", metavar="PATH", help=about)
     parser.add_argument("--no-counts", dest="counts", action="store_false", help="take incomplete known sets, too")
     parser.add_argument("--name", default="", help="of the set in your own files (default: that of --dest)")

@@ -99,7 +99,7 @@ class KnownSet:
             return self._of_hub(str(source or self.places.hub), split)
         path = Path(source)
         if not path.exists():
-            raise UserError(f"{path} does not exist: name the folder, zip archive or file of {self.name}")
+            raise UserError(f"{path} does not exist: name the folder or zip archive of {self.name}")
         for place in self._likely(path):
             if found := self._among(place, split):
                 return found
@@ -111,7 +111,13 @@ class KnownSet:
     def questions(
         self, split: str, files: Sequence[Entry], check_counts: bool = True, skipped: Counter[str] | None = None
     ) -> Iterator[Question]:
-        """The questions of a split, one by one, in the order of the files.
+        """The questions alone, as :meth:`sourced` gives them."""
+        return (one for one, _ in self.sourced(split, files, check_counts, skipped))
+
+    def sourced(
+        self, split: str, files: Sequence[Entry], check_counts: bool = True, skipped: Counter[str] | None = None
+    ) -> Iterator[tuple[Question, str]]:
+        """The questions of a split, one by one, in the order of the files; each with its file and line.
 
         Args:
             split: ``train`` or ``valid``.
@@ -134,7 +140,7 @@ class KnownSet:
                     raise UserError(f"{example.source}: id '{made.id}' was there before: correct it")
                 seen.add(made.id)
                 count += example.rows
-                yield made
+                yield made, example.source
         except NoLabel as error:
             raise UserError(
                 f"{error}: {self.name} {split} has no label here, so it cannot be scored: give files with labels"

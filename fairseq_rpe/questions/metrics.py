@@ -79,6 +79,18 @@ def score(metric: str, items: Sequence[Scored]) -> float:
     return _METRICS[metric](items)
 
 
+def check_answers(metric: str, *items: Scored) -> None:
+    """Refuse items that a metric cannot judge, whatever is predicted.
+
+    Raises UserError: it is of classes, and they have no choices, not the same or, where two are needed, not two; it is
+    of numbers, and the first answer is no finite one.
+    """
+    if metric in _OF_CLASSES:
+        _classes(items, metric)
+    elif metric in _OF_NUMBERS:
+        _numbers(items, metric)
+
+
 def normalised(text: str) -> str:
     """SQuAD's: lower case, without ASCII punctuation, the words a, an, the and extra white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
@@ -144,8 +156,20 @@ def _rgm(items: Sequence[Scored]) -> float:
 def _classes(items: Sequence[Scored], metric: str) -> tuple[list[int], list[int], int]:
     """The right classes, the predicted ones, and how many classes there are."""
     choices = [tidied(choice) for choice in items[0].choices]
-    if len(choices) < 2 or any([tidied(c) for c in item.choices] != choices for item in items):
-        raise UserError(f"{metric} is of classes, and these questions have not all the same choices: use accuracy")
+    if any([tidied(c) for c in item.choices] != choices for item in items):
+        raise UserError(
+            f"{metric} is of classes, and these questions have not all the same choices: prepare them with the same, "
+            "or with --metric f1"
+        )
+    if len(choices) < 2:
+        raise UserError(
+            f"{metric} is of classes, and these questions have fewer than two choices: prepare them with more, or "
+            "with --metric f1"
+        )
+    if metric in _OF_TWO and len(choices) != 2:
+        raise UserError(
+            f"{metric} is of two classes, and these questions have {len(choices)}: prepare them with --metric macro_f1"
+        )
     number = {choice: place for place, choice in enumerate(choices)}
     right = [number.get(tidied(item.answers[0]), _INVALID) for item in items]
     if _INVALID in right:
@@ -173,9 +197,7 @@ def _matthews(items: Sequence[Scored]) -> float:
 def _binary_f1(items: Sequence[Scored], metric: str = "binary_f1") -> float:
     from sklearn.metrics import f1_score
 
-    right, given, count = _classes(items, metric)
-    if count != 2:
-        raise UserError(f"{metric} is of two classes, and these questions have {count}: use macro_f1")
+    right, given, _ = _classes(items, metric)
     given = [1 - r if g == _INVALID else g for r, g in zip(right, given, strict=True)]
     return 100 * float(f1_score(right, given, zero_division=0))
 
@@ -214,8 +236,10 @@ def _numbers(items: Sequence[Scored], metric: str) -> tuple[list[float], list[fl
         try:
             right.append(float(item.answers[0]))
         except ValueError:
+            right.append(math.nan)
+        if not math.isfinite(right[-1]):
             wrong = item.answers[0][:40]
-            raise UserError(f"{metric}: the answer '{wrong}' is no number: use a metric of words") from None
+            raise UserError(f"{metric}: the answer '{wrong}' is no number: prepare the questions with --metric f1")
     return right, [_number(item.prediction) for item in items]
 
 
@@ -249,16 +273,19 @@ _METRICS: dict[str, Callable[[Sequence[Scored]], float]] = {
     "f1a": _f1a,
     "group_em": _group_em,
 }
+_OF_TWO = ("binary_f1", "f1a")
+_OF_CLASSES = ("matthews", "macro_f1", *_OF_TWO)
+_OF_NUMBERS = ("pearson", "spearman")
 _PACKAGES = {
     **dict.fromkeys(("rouge1", "rouge2", "rougeL", "rgm"), "rouge_score"),
-    **dict.fromkeys(("matthews", "binary_f1", "macro_f1", "f1a"), "sklearn"),
-    **dict.fromkeys(("pearson", "spearman"), "scipy"),
+    **dict.fromkeys(_OF_CLASSES, "sklearn"),
+    **dict.fromkeys(_OF_NUMBERS, "scipy"),
 }
 _SOLD_AS = {"rouge_score": "rouge-score", "sklearn": "scikit-learn"}
 
 
 def _installed(package: str) -> bool:
-    """Whether it can be imported, and for ROUGE what it imports."""
+    """Whether Python finds it. It is not imported yet, and what it needs is not looked for."""
     try:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # kept from being imported

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from ..core import UserError, records
 from ..data.sourcefiles import Entry
@@ -18,20 +19,31 @@ class _Row:
     id: str
     input: str
     output: str | None = None
+    pid: str | None = None  # of the row: ids are of examples
 
 
 def scrolls(files: Sequence[Entry], wanted: Wanted) -> Iterator[Example]:
-    """One example an id, where it is first met, with that row's input and the outputs of all rows of the id.
+    """One example an id, where it is first met, with its input and the outputs of all rows of the id.
 
     The templates' fields say what an input consists of: ``document`` alone, ``query`` and document, or query,
     ``options`` and document, each after an empty line. The files are read twice, so that their long texts need not be
     kept.
+
+    Raises UserError: a ``pid`` that was there before, or rows of one id with different inputs.
     """
     outputs: dict[str, list[str]] = {}
+    inputs: dict[str, bytes] = {}  # digests
+    pids: set[str] = set()
     for row in rows(files, wanted):
         found = _read(row)
         if found.output is None:
             raise NoLabel(row.source)
+        if found.pid in pids:
+            raise UserError(f"{row.source}: pid '{found.pid}' was there before: {REMEDY}")
+        pids.update([found.pid] if found.pid else [])
+        digest = blake2b(found.input.encode(errors="surrogatepass"), digest_size=16).digest()
+        if inputs.setdefault(found.id, digest) != digest:
+            raise UserError(f"{row.source}: id '{found.id}' has another input than in a row before: {REMEDY}")
         outputs.setdefault(found.id, []).append(found.output)
     for row in rows(files, wanted):
         found = _read(row)

@@ -21,6 +21,8 @@ from ..data.destination import Contents, make_once
 from ..data.encoders import UNK, load_decoder, load_encoder
 from ..data.folder import SPLITS, describe_files, write_index
 from ..data.vocabulary import VOCABULARY_FILES, Given, given_vocabulary
+from . import metrics
+from .metrics import Scored
 from .prepared import ANSWERS, ROWS, Prepared, SetInfo, SplitInfo, load, read_answers
 from .question import Question
 
@@ -69,7 +71,8 @@ def store(
 
     Raises:
         UserError: two questions of a split and set have one id, a text cannot be got back from its tokens, an answer
-            has an unknown word or too many tokens, or one of what reads the questions; nothing is changed then.
+            has an unknown word or too many tokens, a metric cannot judge a question, or one of what reads the
+            questions; nothing is changed then.
     """
     given = given_vocabulary(vocab_from, None)
     assert given is not None
@@ -118,6 +121,18 @@ def _name(text: str | bytes) -> bytes:
     return blake2b(content, digest_size=16).digest()
 
 
+def _judged(each: Asked, one: AskedSet, first: Scored | None) -> Scored:
+    """Refuse a question that a metric of its set cannot judge, together with the first one, which is given back."""
+    choices = tuple(dict.fromkeys(map(metrics.tidied, each.question.choices)))
+    item = Scored("", each.question.answers, choices=choices)
+    for metric in dict.fromkeys((*one.metrics, one.published)):
+        try:
+            metrics.check_answers(metric, first or item, item)
+        except UserError as error:
+            raise UserError(f"{each.place()}: question '{each.question.id}': {error}") from None
+    return first or item
+
+
 class _SplitWriter:
     """Writes the items and rows of a split; in memory are digests of texts, never the texts."""
 
@@ -141,9 +156,11 @@ class _SplitWriter:
     def write(self, one: AskedSet, asked: Iterator[Asked]) -> SplitInfo:
         """Append the questions of a set."""
         counts, right, ids, documents = Counter[str](), Counter[str](), set[bytes](), set[int]()
+        first: Scored | None = None
         with Progress(f"{one.name}, {self._split}", "questions") as progress:
             for each in asked:
                 question = each.question
+                first = _judged(each, one, first)
                 if (name := _name(question.id)) in ids:
                     again = f"id '{question.id}' is there a second time in the {self._split} split"
                     raise UserError(f"{each.place()}: {again} of {one.name}: let every question have its own")

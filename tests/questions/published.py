@@ -58,13 +58,13 @@ ROWS: dict[str, dict[str, Any]] = {
             ("3", f"Who paid?\n\n{story('We flew kites.')}", "Unanswerable"),
             ("4", f'Which "line" was used?\n\n{story("The line was silk.")}', "silk, 2 mm"),
         ),
-        # the rows of q6 stand apart, and the second of them has another input
+        # the rows of q6 stand apart
         "valid": _scrolls(
             "qa",
             ("5", f"How long did they fly?\n\n{story('They flew for two hours.')}", "two hours"),
             ("6", f"Was it cold?\n\n{story('It was mild.')}", "No"),
             ("7", f"What broke?\n\n{story('One line broke.')}", "One line"),
-            ("6", "Was it cold?\n\nAnother text.", "no, it was mild"),
+            ("6", f"Was it cold?\n\n{story('It was mild.')}", "no, it was mild"),
             ("7", f"What broke?\n\n{story('One line broke.')}", "One line"),
         ),
         "test": _scrolls("qa", ("8", f"Who flew?\n\n{story('We flew.')}", None)),

@@ -124,7 +124,7 @@ def test_references_of_one_id_are_one_question(tmp_path):
 
 
 def test_references_that_stand_apart(tmp_path):
-    """In the order in which ids are first met, with that row's text; equal references are all kept."""
+    """In the order in which ids are first met; equal references are all kept."""
     found = asked("qasper", published.write("qasper", tmp_path), "valid")
     assert [(one.id, one.answers) for one in found] == [
         ("qa-5", ("two hours",)),
@@ -536,6 +536,8 @@ MARKED = {"text": "He left.", "target": published._spans(("He", 0), ("left", 1))
         ("qasper", {"input": "x", "output": "y"}, "line 2: the row lacks id"),
         ("qasper", {**GOOD, "input": 5}, "line 2: input of the row must be text, not 5"),
         ("qasper", {**GOOD, "id": "b", "input": "no break"}, "line 2 has an input without an empty line"),
+        ("qasper", {**GOOD, "pid": "a_0"}, "line 2: pid 'a_0' was there before: correct it or get the file again"),
+        ("qasper", {**GOOD, "input": "Q?\n\nOther."}, "line 2: id 'a' has another input than in a row before: correct"),
         ("qasper", {**GOOD, "id": "b", "output": " "}, "line 2: question 'b' has an empty answer"),
         ("qasper", {**GOOD, "id": "b", "output": "\ud800"}, "line 2: output of the row must be text without half"),
         ("contract_nli", {**GOOD, "output": "NotMentioned"}, "answer 'NotMentioned' of 'a' is none of its choices"),
@@ -575,7 +577,7 @@ MARKED = {"text": "He left.", "target": published._spans(("He", 0), ("left", 1))
 def test_bad_rows(name, row, words, tmp_path):
     first: dict[str, Any] = {"passage": "p", "question": "q", "label": True, "idx": 0}
     first = {
-        "qasper": GOOD,
+        "qasper": {**GOOD, "pid": "a_0"},
         "contract_nli": {**GOOD, "id": "0", "output": "Entailment"},
         "quality": {"id": "a", "input": OPTIONS, "output": "b"},
         "boolq": first,
@@ -631,7 +633,7 @@ def test_damaged_files(tmp_path):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(UserError, match=r"no/where does not exist: name the folder, zip archive or file of wic"):
+    with pytest.raises(UserError, match=r"no/where does not exist: name the folder or zip archive of wic"):
         known.load("wic").find("no/where", "train")
     words = r"has no valid file of mnli \(dev_matched.tsv or validation_matched-\*.parquet or .*\): get it from https"
     with pytest.raises(UserError, match=words):

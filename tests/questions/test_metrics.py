@@ -271,11 +271,17 @@ def test_accuracy_compares_words_as_they_are():
     [
         ("f2", [A], "unknown metric 'f2' (did you mean 'f1'?); known: f1, em"),
         ("f1", [], "there are no answers to compute f1 of"),
-        ("matthews", [A], "have not all the same choices"),
+        ("matthews", [A], "matthews is of classes, and these questions have fewer than two choices: prepare them"),
+        (
+            "f1a",
+            of_classes([0], [0], ("a",)),
+            "f1a is of classes, and these questions have fewer than two choices: prepare",
+        ),
         ("macro_f1", [*of_classes([1], [1]), *of_classes([1], [1], ("yes", "no"))], "have not all the same choices"),
         ("binary_f1", of_classes([1], [1], ("a", "b", "c")), "binary_f1 is of two classes, and these questions have 3"),
         ("f1a", [Scored("x", ("z",), "", ("x", "y"))], "f1a: the answer 'z' is none of its choices"),
         ("pearson", [Scored("1.0", ("good",))], "pearson: the answer 'good' is no number"),
+        ("spearman", [Scored("1.0", ("2",)), Scored("1.0", ("nan",))], "spearman: the answer 'nan' is no number"),
     ],
 )
 def test_refusals(metric, items, words):

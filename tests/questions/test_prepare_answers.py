@@ -121,6 +121,13 @@ LATIN = json.dumps({**GOOD, "prompt": "Café?"}, ensure_ascii=False).encode("lat
             "",
             "train.jsonl line 3: document of the question must be text without half",
         ),
+        (
+            [GOOD],
+            "--metric f1 matthews",
+            "first.jsonl line 1: question 'z': matthews is of classes, and these questions have fewer than two "
+            "choices: prepare them with more, or with --metric f1",
+        ),
+        ([GOOD], "--metric spearman", "first.jsonl line 1: question 'z': spearman: the answer 'me' is no number"),
         ([GOOD], "--metric bleu", "--metric bleu is unknown: use f1, em"),
         ([GOOD], "--answer-tokens 1", "--answer-tokens 1 is out of range: use 2 or more"),
         ([GOOD], "--no-counts", "--no-counts is for known sets and none is named"),
@@ -180,6 +187,43 @@ def test_words_that_a_dictionary_lacks(tmp_path, capsys):
     written(train, {**asked, "answers": ["Tamsin", "Old Tamsin"]})
     assert "train.jsonl line 1: the answer 'Old Tamsin' has words that the dictionary lacks" in refusal(capsys, *words)
     assert len(load(tmp_path / "made").split("train")[0].answers) == 1
+
+
+def judged(vocab, tmp_path, metric, *rows):
+    """The words of a preparation of own questions with a metric."""
+    train = written(tmp_path / "train.jsonl", *[{**GOOD, "id": str(n), **row} for n, row in enumerate(rows)])
+    return "--train", train, "--valid", train, "--vocab-from", vocab, "--dest", tmp_path / "made", "--metric", metric
+
+
+ME, YOU, THREE = ({"answers": [answer], "choices": choices} for answer, *choices in ("mmy", "yymm", "mmyx"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "rows", "words"),
+    [
+        ("macro_f1", [ME, ME, YOU], "line 3: question '2': macro_f1 is of classes, and these questions have not all"),
+        ("f1a", [THREE], "line 1: question '0': f1a is of two classes, and these questions have 3: prepare them with"),
+        ("pearson", [{"answers": ["1"]}, {"answers": ["inf"]}], "line 2: question '1': pearson: the answer 'inf' is"),
+    ],
+)
+def test_metrics_that_cannot_judge_a_later_question(metric, rows, words, vocab, tmp_path, capsys):
+    assert words in refusal(capsys, *judged(vocab, tmp_path, metric, *rows))
+
+
+@pytest.mark.parametrize(
+    ("metric", "rows"), [("f1a", [ME, ME]), ("macro_f1", [THREE, THREE]), ("spearman", [{"answers": [" 1.5"]}])]
+)
+def test_metrics_that_can_judge_the_questions(metric, rows, vocab, tmp_path):
+    assert prepare(*judged(vocab, tmp_path, metric, *rows)) == 0
+
+
+def test_a_text_of_a_known_set_is_refused_with_its_line(tmp_path, capsys):
+    vocab = vocabulary(tmp_path / "v", "words", ["Tamsin"])
+    rows = [{"id": word, "input": f"Who?\n\n{word}", "output": word} for word in ("Tamsin", "Quill")]
+    written(tmp_path / "train.jsonl", *rows)
+    written(tmp_path / "validation.jsonl", rows[0])
+    words = ("narrative_qa", "--from", tmp_path, "--no-counts", "--vocab-from", vocab, "--dest", tmp_path / "made")
+    assert "train.jsonl line 2: the answer 'Quill' has words that the dictionary lacks" in refusal(capsys, *words)
 
 
 def test_gaps_from_the_command_line(tmp_path, capsys):
