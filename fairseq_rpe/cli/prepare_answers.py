@@ -44,10 +44,10 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}questions", type=positive_int, default=number, metavar="N", help=about)
     about = "the one after the passage (default), or an earlier one, of the passage itself, that can be looked up there"
     parser.add_argument("--sentence", choices=gaps.SENTENCES, default="next", help=about)
-    parser.add_argument(
-        "--question", dest="where", choices=gaps.WHERE, default="last", help="its place (default: last)"
-    )
-    parser.add_argument("--seed", type=seed, default=1, metavar="N", help="of the choice (default: 1)")
+    about = "its place (default: last)"
+    parser.add_argument("--question", dest="where", choices=gaps.WHERE, default="last", help=about)
+    about = "of the choice, and of the division of texts where the corpus has none (default: 1)"
+    parser.add_argument("--seed", type=seed, default=1, metavar="N", help=about)
     parser.add_argument("--documents", type=positive_int, metavar="N", help="train on the first N documents alone")
     parser.add_argument("--text-field", default="text", metavar="NAME", help="of a row (default: text)")
 

@@ -10,7 +10,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import Count, Natural, Words, filled
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.evaluation.results import Overrides, Result, draws_of
-from fairseq_rpe.questions import layout, metrics, prepared
+from fairseq_rpe.questions import askable, metrics, prepared
 
 By = Literal["generation", "likelihood"]
 Cut = Literal["end", "start", "middle"]
@@ -72,9 +72,11 @@ class QuestionRequest(Overrides):
     def keys_of(self, checkpoint: str) -> list[QuestionKey]:
         """The same for a checkpoint of which the digest is known.
 
-        Raises UserError: the data, a set or a length cannot be used, or answers cannot be scored.
+        Raises UserError: the data, a set or a length cannot be used, a question has no room or no choices to compare,
+        or answers cannot be scored.
         """
-        known = prepared.load(self.data).sets
+        folder = prepared.load(self.data)
+        known = folder.sets
         if len(set(self.sets or ())) < len(self.sets or ()):
             raise UserError(f"--sets {','.join(self.sets or ())} names a set twice: leave one out")
         for name in self.sets or ():
@@ -89,12 +91,11 @@ class QuestionRequest(Overrides):
                     f"--subset {self.subset}: {name} has no answers there, but in {have}: name one of these"
                 )
             metrics.check(*info.metrics, info.published)
-            for length in self.lengths:
-                layout.room(length, info.answer_tokens, name)
         if self.by == "likelihood" and self.beam > 1:
             raise UserError("--beam is of --by generation: drop it, choices are all compared")
         if self.length_penalty is not None and self.beam == 1:
             raise UserError("--length-penalty is of a beam: give --beam K above 1, or drop it")
+        askable.check(folder, self.subset, self.lengths, sets, compared=self.by == "likelihood")
         of = {"checkpoint": checkpoint, "data": prepared.digest(self.data)}
         penalty = 1.0 if self.beam > 1 and self.length_penalty is None else self.length_penalty
         own = {**of, "length_penalty": penalty, "draws": draws_of(self.positions)}

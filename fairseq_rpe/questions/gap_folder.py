@@ -19,6 +19,7 @@ from ..data.preparation import PrepareOptions
 from ..data.sourcefiles import Entry
 from ..data.vocabulary import given_vocabulary
 from .gaps import ANSWER_TOKENS, BINS, SENTENCES, WHERE, Gap, Passages, quotas
+from .held_out import Division, HeldOut
 from .prepared import Prepared
 from .question import Question
 from .storing import Asked, AskedSet, check_dest, store
@@ -44,7 +45,7 @@ class GapOptions:
     valid_tokens: int | None = None  # of their contexts; None: as in training
     where: str = "last"  # the question stands; one of WHERE
     sentence: str = "next"  # which is asked for; one of SENTENCES
-    seed: int = 1
+    seed: int = 1  # chooses questions; divides documents, too, where the corpus' were not
 
     def check(self) -> None:
         """Refuse numbers out of range, naming the option."""
@@ -92,8 +93,11 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     texts.check()
     kind = (given_vocabulary(options.vocab_from, None) or ("", {}))[0]
     check_dest(options.dest)
-    documents = DividedDocuments(texts)
-    choice = _Choice(options, documents, load_encoder(kind, options.vocab_from), say)
+    held_out = HeldOut(options.vocab_from)
+    documents, division = held_out.documents(texts)
+    if warning := held_out.warning(documents.digest):
+        say(warning)
+    choice = _Choice(options, documents, load_encoder(kind, options.vocab_from), say, held_out)
     lengths = dict.fromkeys(map(options.length, SPLITS))
     asked = AskedSet(
         name=options.dest.name,
@@ -106,7 +110,9 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     )
     names = ("tokens", "documents", "text_field", "questions", "valid_questions", "where", "sentence", "seed")
     chosen = {name: getattr(options, name) for name in (*names, "valid_tokens")}
-    source = {"texts": documents.digest, "options": chosen}
+    source: dict[str, object] = {"texts": documents.digest, "options": chosen}
+    if division != Division(options.seed):
+        source["division"] = vars(division)
     return store(options.dest, [asked], options.vocab_from, MADE_BY, source, say)
 
 
@@ -123,8 +129,14 @@ class _Choice:
     """The questions of each split that a hash of seed, document and place chooses, as many of each bin of distance."""
 
     def __init__(
-        self, options: GapOptions, documents: DividedDocuments, encoder: Encoder, say: Callable[[str], None]
+        self,
+        options: GapOptions,
+        documents: DividedDocuments,
+        encoder: Encoder,
+        say: Callable[[str], None],
+        held_out: HeldOut,
     ) -> None:
+        self._held_out = held_out
         self._options, self._documents, self._encoder, self._say = options, documents, encoder, say
         # by split: by the number of its document
         self._chosen: dict[str, dict[int, list[Gap]]] = {}
@@ -184,6 +196,9 @@ class _Choice:
                     f"the {empty[0]} split has no document: give more texts, or --train, --valid and --test"
                 )
             self._say(how)
+            digest = self._documents.digest
+            if (warning := self._held_out.warning(digest, few=True)) and not self._held_out.warning(digest):
+                self._say(warning)
             return sum(1 for _ in self._documents)
         return counts.total()
 

@@ -53,11 +53,15 @@ def fitted(
     return np.concatenate((first, text, last)).astype(np.int64), lost
 
 
-def check_room(tokens: int, room: int, name: str) -> int:
-    """What is left for a document beside so many ``tokens`` of prompt and cue. Raises UserError: less than nothing."""
+def check_room(tokens: int, room: int, name: str, of: str = "") -> int:
+    """What is left for a document beside so many ``tokens`` of prompt and cue. Raises UserError: less than nothing.
+
+    ``name``: the question's id; ``of``: its set.
+    """
     if tokens > room:
+        which = f"question '{name}'" + (f" of {of}" if of else "")
         raise UserError(
-            f"question '{name}' takes {tokens} tokens without its document, where {room} may be read: give a greater "
+            f"{which} takes {tokens} tokens without its document, where {max(0, room)} may be read: give a greater "
             "length, or leave it out"
         )
     return room - tokens

@@ -134,7 +134,8 @@ def scores(folder: SweepFolder, state: State) -> Scores:
             if one.data == questions.digest
             and one.subset == state.settings.subset
             and one.set in questions.sets
-            and (state.asking is None or (one.by, one.beam, one.cut) == tuple(vars(state.asking).values()))
+            and one.length_penalty in (None, 1.0)
+            and (state.asking is None or all(getattr(one, k) == v for k, v in vars(state.asking).items()))
             and one.length in state.lengths
         ]
         own.sort(key=lambda one: (questions.sets.index(one.set), one.length))

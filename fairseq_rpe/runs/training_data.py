@@ -1,11 +1,12 @@
 """What a training reads is looked at before it starts: a generated task, a text, or a folder of questions."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.questions import prepared
-from fairseq_rpe.questions.layout import room
+from fairseq_rpe.questions import askable, prepared
+from fairseq_rpe.questions.mixture import shares
 from fairseq_rpe.runs.settings import Plan, Request, plan
 
 
@@ -29,9 +30,23 @@ def checked(request: Request) -> Plan:
     wanted = plan(request, digest(request.data))
     tokens = wanted.settings.tokens
     if asks(request.data):
-        for name, info in prepared.load(request.data).sets.items():
-            room(tokens, info.answer_tokens, name)
+        check_questions(request.data, tokens, request.extra)
     else:
         for split in ("train", "valid"):
             corpus.check_block(request.data, split, tokens)
     return wanted
+
+
+def check_questions(data: Path, tokens: int, extra: Sequence[str] = ()) -> None:
+    """Refuse a folder of questions that a training at so many ``tokens`` has no use for; ``extra``: its further flags.
+
+    Raises UserError: a question that fits nowhere, or a ``--mixture`` that is none of these sets.
+    """
+    folder = prepared.load(data)
+    for split in ("train", "valid"):
+        askable.check(folder, split, [tokens])
+    rows = {name: info.splits["train"].answers for name, info in folder.sets.items() if "train" in info.splits}
+    for word, following in zip(extra, (*extra[1:], ""), strict=True):
+        flag, given, value = word.partition("=")
+        if flag == "--mixture":
+            shares(value if given else following, rows)

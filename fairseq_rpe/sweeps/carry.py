@@ -13,7 +13,7 @@ from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.question_results import QuestionKey
 from fairseq_rpe.evaluation.results import TextKey
 from fairseq_rpe.questions import prepared
-from fairseq_rpe.runs import launch
+from fairseq_rpe.runs import launch, training_data
 from fairseq_rpe.sweeps import local, slurm
 from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Stage
 from fairseq_rpe.sweeps.request import Sweep
@@ -78,7 +78,10 @@ def _check_questions(sweep: Sweep, data: Path, dry: bool) -> None:
 
 
 def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
-    """Refuse a text that does not fill the blocks of training and evaluation."""
+    """Refuse a text that does not fill the blocks of training and evaluation, and questions that do not fit."""
+    for request, tokens in ((c.request, c.plan.settings.tokens) for c in cells if c.kind == "answers"):
+        if request.data is not None and request.data.is_dir():
+            training_data.check_questions(request.data, tokens, request.extra)
     if sweep.data is None or not sweep.data.is_dir():
         return
     tokens = max(cell.plan.settings.tokens for cell in cells if cell.kind != "answers")

@@ -200,9 +200,9 @@ def load(name: str) -> Recipe:
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     _check_continued(methods, scales, source)
-    scales = _asked(text.kind, scales, source)
+    wanted = _asked(text.kind, scales, source)
     published = read_published(text.published, source, methods) if text.published else None
-    return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), scales, published)
+    return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), wanted, published)
 
 
 def _asked(kind: Kind, scales: Mapping[str, Scale], source: str) -> Mapping[str, Scale]:

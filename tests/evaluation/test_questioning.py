@@ -284,7 +284,7 @@ def test_refusals_in_one_line(data, checkpoint, tmp_path, capsys, monkeypatch):
     assert "--subset train: weather has no answers there" in refused("--lengths", 90, "--subset", "train")
     assert "16 tokens leave no room for a question: answers of mill take up to 16" in refused("--lengths", "90,16")
     said = refused("--lengths", "90,20", "--sets", "mill")
-    assert "question 'q8' takes " in said and " where 4 may be read: give a greater length" in said
+    assert "question 'q8' of mill takes " in said and " where 4 may be read: give a greater length" in said
     said = refused("--lengths", 90, "--by", "likelihood", "--sets", "mill")
     assert "question 'q9' of mill has no choices to compare: use --by generation" in said
     assert "--beam is of --by generation" in refused("--lengths", 90, "--by", "likelihood", "--beam", 2)

@@ -20,6 +20,7 @@ from training import train
 
 import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.attention.layer import counted
+from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
 from fairseq_rpe.data.folder import count_tokens
@@ -377,6 +378,20 @@ def test_the_command_takes_a_folder_of_questions(made, tmp_path):
     assert [flag(words, name) for name in ("--cut", "--mixture", "--max-tokens")] == ["middle", "equal", "4096"]
     done = run_here("train", made, *common[:-1], "16", ok=False)
     assert "16 tokens leave no room for a question: answers of made take up to 16" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "further", "words"),
+    [
+        (128, ["--mixture", "evenly"], "--mixture evenly is not one of proportional, equal"),
+        (128, ["--cut", "start", "--mixture=made=1,no=2"], "--mixture names 'no', which is no set of this folder"),
+        (20, [], "of made takes "),
+    ],
+)
+def test_a_training_that_cannot_be_leaves_no_folder(made, tmp_path, capsys, tokens, further, words):
+    given = ["train", made, "--rpe", "rope", "--save-dir", tmp_path / "run", "--tokens", tokens, "--", *further]
+    assert main(list(map(str, given))) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):

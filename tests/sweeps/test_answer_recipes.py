@@ -8,6 +8,7 @@ import json
 import shlex
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.questions import known, prepared
+from fairseq_rpe.questions.question import Question
 from fairseq_rpe.reports import beside, kept
 from fairseq_rpe.reports.scored_answers import collect, published_mean
 from fairseq_rpe.reports.write import check, write
@@ -230,7 +232,7 @@ def test_the_laptop_scale_begins_with_fire_lms_models(name, tmp_path, capsys, mo
     assert made and {str(one.vocab_from) for one in made} == {"data-bin/stdlib"}
     trained = [parsed(line) for line in lines if line[0] == "train"]
     assert [one.tokens for one in trained if one.finetune_from is None] == [64] * 6
-    assert {one.tokens for one in trained if one.finetune_from} == {256}
+    assert {one.tokens for one in trained if one.finetune_from} == {512 if name == "fire-glue" else 256}
     scale = recipes.load(name).scale("laptop")
     assert scale.pretrained == "runs/fire-lm-laptop" and scale.data == "data-bin/stdlib"
 
@@ -376,6 +378,48 @@ def test_folders_that_cannot_be_asked(place, corpus, capsys, tmp_path_factory):
     assert "--sets b: two has a" in refused(capsys, *given)
     assert "drop --max-tokens" in refused(capsys, *given, "--max-tokens", "9")
     assert "compares on text: drop --algorithms" in refused(capsys, *given, "--algorithms", "copy")
+    assert not Path("x").exists()
+
+
+def long_ones(start: int, number: int) -> list[Question]:
+    """Questions that read more than 70 tokens beside their documents, of which there are none."""
+    found = []
+    for i in range(start, start + number):
+        text = "The river rose, and boats went to town. " * 12
+        found.append(Question(f"long{i}", f"{text}How many? ", (str(i),), choices=(str(i), "0")))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("splits", "old", "new", "words"),
+    [
+        ({"train": [*questions(4), *long_ones(9, 1)]}, "", "", "question 'long9' of b takes "),
+        ({"valid": [*questions(2, 4), *long_ones(9, 1)]}, "", "", "question 'long9' of b takes "),
+        ({"valid": long_ones(9, 2)}, "64, updates", "640, updates", "question 'long9' of b takes "),
+        ({}, 'data = "made"', 'data = "made", sets = ["b"]', None),
+        (
+            {},
+            "methods = [",
+            'asking = { by = "likelihood" }\nmethods = [',
+            "question 'q6' of b has no choices to compare",
+        ),
+        ({}, "warmup = 1 }", 'warmup = 1, mixture = "capped:none" }', "--mixture capped:none is not one of"),
+        ({}, "warmup = 1 }", 'warmup = 1, mixture = "a=1,c=1" }', "--mixture names 'c', which is no set"),
+    ],
+)
+def test_questions_that_do_not_fit_are_found_before_anything_is_trained(place, corpus, capsys, splits, old, new, words):
+    a = {"train": [q for q in questions(6) if q.choices], "valid": [questions(3)[1]]}
+    b = {"train": questions(4), "valid": questions(3, 5), **splits}
+    shutil.rmtree("made")
+    make_sets(place / "made", [asked_set("a", a, answer_tokens=24), asked_set("b", b, answer_tokens=24)], corpus)
+    (place / "mine.toml").write_text(RECIPE.replace(old, new))
+    given = [corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x"]
+    if words is None:
+        assert dry_run(capsys, *given)
+        return
+    for launcher in ((), ("--launcher", "dry-run")):
+        said = refused(capsys, *given, *launcher)
+        assert words in said and ("takes" not in words or "give a greater length" in said)
     assert not Path("x").exists()
 
 
@@ -526,3 +570,16 @@ def test_sets_that_no_paper_has_are_all_averaged(tmp_path):
     said = write(folder).text
     assert "published mean" not in said and said.startswith("gaps: f1 in % by context length")
     assert collect(folder, folder.state()).mean_sets() == ["gaps", "gaps-earlier"]
+
+
+def test_answers_of_another_beam_or_length_penalty_are_not_reported(tmp_path):
+    folder = scored(tmp_path, "fire-scrolls", {"gaps": "f1"}, {256: 1.0}, methods=1)
+    state = folder.state()
+    before = collect(folder, state).rows
+    run = folder.run_of(state.method("nope"), 1, "gaps")
+    row = files.read_json_lines(run.results)[-1]
+    for other in ({"beam": 4, "length_penalty": 1.0}, {"length_penalty": 0.5}, {"cut": "start"}):
+        files.append_json_line(run.results, {**row, **other, "score": 99.0, "metrics": {"f1": 99.0}})
+        assert collect(folder, state).rows == before
+    wide = replace(state, asking=Asking(beam=4))
+    assert [one.result.score for one in collect(folder, wide).rows] == [99.0]
