@@ -177,7 +177,7 @@ def test_killed_it_goes_on_and_the_new_checkpoint_has_the_old_length(short, corp
     said = (out / "checkpoints/train.log").read_text()
     assert said.count("loading pretrained model from") == 1 and "---- resumed" in said
     starts = files.read_json(out / "checkpoints/environment.json")["starts"]
-    assert starts[0]["from_update"] == 0 and starts[1]["from_update"] in range(10, 31, 10)
+    assert starts[0]["from_update"] == 0 < starts[1]["from_update"] <= 30  # a tenth one, or the last of an epoch
 
     made = checkpoints.load(last)
     assert (made.train_length(), made.task["tokens_per_sample"], made.updates) == (32, 64, 30)
