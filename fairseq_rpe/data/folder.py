@@ -213,7 +213,9 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
 
 
 @dataclass(frozen=True)
-class _File:
+class FileRecord:
+    """A file as a manifest describes it, see :func:`describe_files`."""
+
     bytes: int
     sha256: str
 
@@ -228,7 +230,7 @@ class _Manifest:
     """What is read of ``corpus.json``."""
 
     made_by: str = ""
-    files: Mapping[str, _File] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
     splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tokenizer: _Tokenizer | None = None
     options: Mapping[str, object] = field(default_factory=dict)

@@ -11,9 +11,9 @@ from fairseq_rpe.core.records import Count, Natural, Words, filled
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.evaluation.results import Overrides, Result, draws_of
 from fairseq_rpe.questions import askable, metrics, prepared
+from fairseq_rpe.questions.layout import Cut
 
 By = Literal["generation", "likelihood"]
-Cut = Literal["end", "start", "middle"]
 
 
 @dataclass(frozen=True, kw_only=True)

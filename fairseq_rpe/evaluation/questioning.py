@@ -131,7 +131,7 @@ def measuring(
             raise UserError(f"{key.set}: {len(texts)} of {count} questions were answered: the result is not kept")
         if request.predictions is not None:
             files.write_json(_predictions(request, key), texts)
-        values, undefined = _scored(info, [_judged(rows, row, texts[row.id]) for _, row in asked[key.set]])
+        values, undefined = _scored(info, [rows.judged(row, texts[row.id]) for _, row in asked[key.set]])
         return QuestionResult(
             **vars(key),
             encoding=checkpoint.encoding,
@@ -158,10 +158,10 @@ def _planned(key: QuestionKey, rows: Rows, info: SetInfo, asked: Sequence[tuple[
     for place, row in asked:
         if key.by == "likelihood" and not row.choices:
             raise UserError(f"question '{row.id}' of {key.set} has no choices to compare: use --by generation")
-        prompt, document, cue = (0 if i is None else int(rows.sizes[i]) for i in (row.prompt, row.document, row.cue))
-        gone = max(0, document - check_room(prompt + cue, _room(key, rows, info, row), row.id))
+        kept, document = rows.lengths(row)
+        gone = max(0, document - check_room(kept, _room(key, rows, info, row), row.id))
         cut, lost = cut + (gone > 0), lost + gone
-        sizes.append((prompt + document + cue - gone, place, row))
+        sizes.append((kept + document - gone, place, row))
     batches = list[_Batch]()
     longest = copies = 0  # of the batch that is being filled: its first question's tokens, and all rows of the model
     for size, place, row in sorted(sizes, key=lambda one: (-one[0], one[1])):
@@ -192,8 +192,7 @@ def _answers(
     asked = [rows[place] for place in batch.places]
     prompts = []
     for row in asked:
-        parts = (rows.tokens(item) for item in (row.prompt, row.document, row.cue))
-        prompts.append(fitted(*parts, _room(key, rows, info, row), key.cut, row.id)[0].tolist())
+        prompts.append(fitted(*rows.parts(row), _room(key, rows, info, row), key.cut, row.id)[0].tolist())
     if key.by == "likelihood":
         choices = [[rows.tokens(choice).tolist() for choice in row.choices] for row in asked]
         found = likelihoods(model, prompts, choices, key.length)
@@ -206,11 +205,6 @@ def _answers(
         several = beam(model, prompts, info.answer_tokens, key.beam, penalty, key.length, tick)
         written = [own[0].tokens if own else [] for own in several]
     return [rows.decode(tokens).strip() for tokens in written]
-
-
-def _judged(rows: Rows, row: Row, prediction: str) -> Scored:
-    answers, choices = (tuple(rows.text(item).strip() for item in items) for items in (row.answers, row.choices))
-    return Scored(prediction, answers, row.group, choices)
 
 
 def _scored(info: SetInfo, items: Sequence[Scored]) -> tuple[dict[str, float], tuple[str, ...]]:

@@ -65,7 +65,7 @@ def _most(folder: Path, split: str, _: tuple[int, ...]) -> dict[str, _Most]:
     rows = load(folder).split(split)
     for row in rows:
         most = found.setdefault(row.set, _Most())
-        tokens = sum(int(rows.sizes[item]) for item in (row.prompt, row.cue) if item is not None)
+        tokens = rows.lengths(row)[0]
         choice = max((int(rows.sizes[item]) for item in row.choices), default=0)
         most.read = max(most.read, (tokens, row.id), key=lambda one: one[0])
         most.compared = max(most.compared, (tokens + choice, tokens, row.id), key=lambda one: one[0])

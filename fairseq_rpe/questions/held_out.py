@@ -48,11 +48,10 @@ class HeldOut:
             records.read(Division, options, place, "options", strict=False) if "all" in known.digest else None
         )
         documents = sum(counts.get("documents", 0) for counts in known.splits.values())
-        other = records.read(_Reading, options, place, "options", strict=False).rows_are_lines
+        self._rows_are_lines = records.read(_Reading, options, place, "options", strict=False).rows_are_lines
         # documents that are here and there fall into the same splits, whatever else there is
         by_text = self.division is not None and self.division.divide_by == "text"
-        self._by_hash = by_text and documents > _FEW and not other
-        self._rows_are_lines = other
+        self._by_hash = by_text and documents > _FEW and not self._rows_are_lines
 
     def documents(self, texts: PrepareOptions) -> tuple[DividedDocuments, Division]:
         """The documents of a text, and what divides them: the corpus' division, unless there is none or no need."""

@@ -110,12 +110,6 @@ class KnownSet:
 
     def questions(
         self, split: str, files: Sequence[Entry], check_counts: bool = True, skipped: Counter[str] | None = None
-    ) -> Iterator[Question]:
-        """The questions alone, as :meth:`sourced` gives them."""
-        return (one for one, _ in self.sourced(split, files, check_counts, skipped))
-
-    def sourced(
-        self, split: str, files: Sequence[Entry], check_counts: bool = True, skipped: Counter[str] | None = None
     ) -> Iterator[tuple[Question, str]]:
         """The questions of a split, one by one, in the order of the files; each with its file and line.
 

@@ -1,13 +1,14 @@
 """What a model reads of a question: prompt, document and cue, the document shortened where all does not fit."""
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from ..core import UserError
 
 Tokens: TypeAlias = np.ndarray
-CUTS = ("end", "start", "middle")  # where a document loses tokens; "end" keeps its beginning
+Cut = Literal["end", "start", "middle"]  # where a document loses tokens; "end" keeps its beginning
+CUTS: tuple[Cut, ...] = get_args(Cut)
 _NONE = np.empty(0, np.int64)
 
 

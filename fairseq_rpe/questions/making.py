@@ -92,7 +92,7 @@ def _read_known(
     one: KnownSet, split: str, files: Sequence[Entry], counts: bool, say: Callable[[str], None]
 ) -> Iterator[Asked]:
     skipped = Counter[str]()
-    for asked, source in one.sourced(split, files, counts, skipped):
+    for asked, source in one.questions(split, files, counts, skipped):
         yield Asked(asked, partial(str, source))
     if skipped:
         left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())

@@ -18,8 +18,9 @@ from ..core import UserError, records
 from ..core.files import file_digest, json_object, read_json
 from ..core.records import Count, Natural, Words
 from ..data.encoders import load_decoder
-from ..data.folder import BINARIES, SPLITS, check_folder, describe_files, map_split
+from ..data.folder import BINARIES, SPLITS, FileRecord, check_folder, describe_files, map_split
 from ..data.vocabulary import VOCABULARY_FILES
+from .metrics import Scored
 
 ANSWERS = "answers.json"
 MADE_BY = ("fairseq-rpe prepare-answers", "fairseq-rpe prepare-gaps")
@@ -60,19 +61,13 @@ class _Tokenizer:
 
 
 @dataclass(frozen=True)
-class _File:
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class _Manifest:
     """What is read of ``answers.json``."""
 
     made_by: str
     tokenizer: _Tokenizer
     sets: Mapping[str, SetInfo]
-    files: Mapping[str, _File]
+    files: Mapping[str, FileRecord]
 
 
 @dataclass(frozen=True)
@@ -145,6 +140,20 @@ class Rows(Sequence[Row]):
         if self._kind != "words":
             return text
         return text.replace("\ufffd", "\ufffd ").replace(" \n", "\n").removesuffix(" ")
+
+    def lengths(self, row: Row) -> tuple[int, int]:
+        """Tokens of what stays whole of a question, prompt and cue, and of its document; no text is read for it."""
+        prompt, document, cue = (0 if i is None else int(self.sizes[i]) for i in (row.prompt, row.document, row.cue))
+        return prompt + cue, document
+
+    def parts(self, row: Row) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of prompt, document and cue, each (tokens,)."""
+        return self.tokens(row.prompt), self.tokens(row.document), self.tokens(row.cue)
+
+    def judged(self, row: Row, prediction: str) -> Scored:
+        """A question's answer as metrics take it."""
+        answers, choices = (tuple(self.text(item).strip() for item in items) for items in (row.answers, row.choices))
+        return Scored(prediction, answers, row.group, choices)
 
     @cached_property
     def _decoder(self) -> Any:

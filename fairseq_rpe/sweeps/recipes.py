@@ -194,9 +194,7 @@ def load(name: str) -> Recipe:
             raise UserError(f"{source}: method '{label}' has a blank or comma in its name")
         named = {**method, "name": label} if isinstance(method, dict) else method
         methods[label] = records.read(Method, named, source, f"method '{label}'")
-    scales: Mapping[str, Scale] = {
-        size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in text.scales.items()
-    }
+    scales = {size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in text.scales.items()}
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     _check_continued(methods, scales, source)

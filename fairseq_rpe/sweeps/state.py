@@ -12,6 +12,8 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import RESTORE, read_json, write_json
 from fairseq_rpe.core.records import Betas, Count, Fraction, FromZero, Natural, Rate, Rule, Words
 from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.evaluation.question_results import By
+from fairseq_rpe.questions.layout import Cut
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import IDENTITY, Settings
 
@@ -192,9 +194,9 @@ class Asking:
     that is too long is shortened, in training too.
     """
 
-    by: Literal["generation", "likelihood"] = "generation"
+    by: By = "generation"
     beam: Count = 1
-    cut: Literal["end", "start", "middle"] = "end"
+    cut: Cut = "end"
 
 
 @dataclass(frozen=True)

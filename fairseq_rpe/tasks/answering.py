@@ -19,7 +19,7 @@ from ..core import UserError, checkpoint_state
 from ..modules.generation import check_fixed, greedy
 from ..questions import prepared
 from ..questions.layout import CUTS, check_cut
-from ..questions.metrics import Scored, check
+from ..questions.metrics import check
 from ..questions.mixture import FORMS
 from ..questions.partial_scores import adds_up, part, whole
 from .question_rows import QuestionRows, group_of
@@ -196,10 +196,7 @@ class AnswersTask(FairseqTask):
             written = greedy(model, prompts, most, length) if prompts else []
             items, belongs = [], []
             for row, tokens in zip(map(data.question, indices), written, strict=True):
-                answers, choices = (
-                    tuple(data.rows.text(i).strip() for i in some) for some in (row.answers, row.choices)
-                )
-                items.append(Scored(data.rows.decode(tokens).strip(), answers, row.group, choices))
+                items.append(data.rows.judged(row, data.rows.decode(tokens).strip()))
                 belongs.append(groups[group_of(row)])
             found[_SUMS + name] = torch.from_numpy(part(info.published, items, belongs, len(groups)))
         return found

@@ -62,12 +62,12 @@ class QuestionRows(AnswerRows):
         asked, sizes, belongs, cuts = [], [], [], []
         cut_answers, numbers = 0, {name: number for number, name in enumerate(self.sets)}
         for number, row in enumerate(self.rows):
-            first, text, last = (0 if i is None else self.rows.sizes[i] for i in (row.prompt, row.document, row.cue))
-            left, most = check_room(int(first + last), self.rooms[row.set], row.id), self.most[row.set]
-            read = int(first + last) + min(left, int(text))
+            kept, text = self.rows.lengths(row)
+            left, most = check_room(kept, self.rooms[row.set], row.id), self.most[row.set]
+            read = kept + min(left, text)
             if not read:
                 raise UserError(f"question '{row.id}' has nothing to read at {length} tokens: leave it out")
-            cuts.append(max(0, int(text) - left))
+            cuts.append(max(0, text - left))
             for place, answer in enumerate(row.answers if self.mixture is not None else row.answers[:1]):
                 size = int(self.rows.sizes[answer])
                 cut_answers += size > most
@@ -124,10 +124,9 @@ class QuestionRows(AnswerRows):
 
     def row(self, index: int) -> tuple[np.ndarray, int]:
         number, place = self._asked[index].tolist()
-        row, tokens = self.rows[number], self.rows.tokens
-        parts = (tokens(row.prompt), tokens(row.document), tokens(row.cue))
-        prompt, _ = fitted(*parts, self.rooms[row.set], self.cut, row.id)
-        answer = tokens(row.answers[place])[: self.most[row.set]]
+        row = self.rows[number]
+        prompt, _ = fitted(*self.rows.parts(row), self.rooms[row.set], self.cut, row.id)
+        answer = self.rows.tokens(row.answers[place])[: self.most[row.set]]
         return np.concatenate((prompt, answer, [self.dictionary.eos()])).astype(np.int64), len(prompt)
 
     def question(self, index: int) -> Row:

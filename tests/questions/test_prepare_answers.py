@@ -63,7 +63,7 @@ def test_all_known_sets_in_one_folder(shipped, vocab, tmp_path, capsys):
         expected = [
             (name, question)
             for name in known.names()
-            for question in known.load(name).questions(split, known.load(name).find(shipped, split), False)
+            for question, _ in known.load(name).questions(split, known.load(name).find(shipped, split), False)
         ]
         assert len(rows) == len(expected)
         for row, (name, question) in zip(rows, expected, strict=True):
