@@ -11,7 +11,7 @@ from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.evaluation.reach import most_items
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
-from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.runs.run_folder import RunFolder, Which
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 Found = TypeVar("Found", TextResult, AnswerResult, QuestionResult)
@@ -251,8 +251,8 @@ def exact_answers(folder: SweepFolder, state: State) -> ExactAnswers:
     return ExactAnswers(rows, longest["train"], longest[split], ends)
 
 
-def measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
-    """A method's results that belong to the finished checkpoint of its run, with nothing else of it changed."""
+def measured(kind: type[Found], run: RunFolder, method: Method, which: Which = "last") -> list[Found]:
+    """A method's results that belong to the checkpoint of its finished run, with nothing else of it changed."""
     record = run.checkpoints.record()
     if record is None:
         return []
@@ -260,7 +260,7 @@ def measured(kind: type[Found], run: RunFolder, method: Method) -> list[Found]:
     found = [
         result
         for result in results.read(kind, run.results)
-        if result.checkpoint == record.finished.checkpoint
+        if result.checkpoint == record.finished.digest(which)
         and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
         and result.draws in (None, drawn)
         and not any(getattr(result, key, None) for key in ("compute_dtype", "attention_prune"))

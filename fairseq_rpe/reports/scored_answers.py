@@ -130,12 +130,12 @@ def scores(folder: SweepFolder, state: State) -> Scores:
         questions = state.questions[name or ""]
         own = [
             one
-            for one in measured(QuestionResult, run, method)
+            for one in measured(QuestionResult, run, method, state.asking.checkpoint if state.asking else "last")
             if one.data == questions.digest
             and one.subset == state.settings.subset
             and one.set in questions.sets
             and one.length_penalty in (None, 1.0)
-            and (state.asking is None or all(getattr(one, k) == v for k, v in vars(state.asking).items()))
+            and (state.asking is None or all(getattr(one, k) == v for k, v in state.asking.options.items()))
             and one.length in state.lengths
         ]
         own.sort(key=lambda one: (questions.sets.index(one.set), one.length))

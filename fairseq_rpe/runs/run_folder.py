@@ -2,19 +2,27 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, read_json, write_json
 from fairseq_rpe.runs.settings import Plan, Settings
 
+Which = Literal["last", "best"]  # of a run's checkpoints; the best one by its validations
+
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a run: its updates and the digest of its last checkpoint."""
+    """The end of a run: its updates and the digests of its last checkpoint and of the best one by validation."""
 
     updates: int | None = None
     checkpoint: str | None = None
+    best: str | None = None
+
+    def digest(self, which: Which) -> str | None:
+        """That of the last checkpoint or of the best one."""
+        return self.checkpoint if which == "last" else self.best
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last = path / "checkpoint_last.pt"
+        self.best = path / "checkpoint_best.pt"
         self.lock = path / ".lock"
         self.record_path = path / "run.json"
         self.environment = path / "environment.json"
@@ -86,6 +95,21 @@ class CheckpointFolder:
             return None
         found = file_digest(self.last)
         return found if found == record.finished.checkpoint else None
+
+    def file(self, which: Which) -> Path:
+        """The last checkpoint or the best one."""
+        return self.last if which == "last" else self.best
+
+    def chosen(self, which: Which) -> str:
+        """The digest of a finished run's last checkpoint or best one.
+
+        Raises UserError: that file is not what the run left.
+        """
+        record, file = self.record(), self.file(which)
+        found = record and record.finished.digest(which)
+        if not found or not file.exists() or file_digest(file) != found:
+            raise UserError(f"{file} is not what its finished training left: delete {self.path} to train again")
+        return found
 
     def starts(self) -> list[Start]:
         """What is on record of the run's starts, oldest first; nothing for a run of an older version."""

@@ -89,7 +89,8 @@ def train(request: Request, plan: Plan, node: Node) -> None:
         if ended != plan.updates:
             where = f"in {folder.log}" if quiet else "above"
             raise UserError(f"fairseq-train stopped at update {ended} of {plan.updates}: its messages {where} say why")
-        folder.write(plan, Finished(ended, file_digest(folder.last)))
+        best = file_digest(folder.best) if folder.best.exists() else None
+        folder.write(plan, Finished(ended, file_digest(folder.last), best))
         if quiet:
             print(f"{ended:,} updates are done: {folder.last}, fairseq-train's own messages: {folder.log}")
 

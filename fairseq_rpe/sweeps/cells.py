@@ -16,7 +16,7 @@ from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionResult
 from fairseq_rpe.evaluation.reach import longest_row, most_items
 from fairseq_rpe.evaluation.results import AnswerKey, AnswerResult, Result, TextKey, TextResult
 from fairseq_rpe.runs import launch
-from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.runs.run_folder import RunFolder, Which
 from fairseq_rpe.runs.settings import Plan, Request, plan
 from fairseq_rpe.sweeps.recipes import divided
 from fairseq_rpe.sweeps.request import Sweep
@@ -63,6 +63,7 @@ class Cell:
     parent: Cell | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     kind: Kind = "text"
+    asked: Which = "last"  # of its checkpoints, by evaluations
 
     @property
     def name(self) -> str:
@@ -101,6 +102,8 @@ class Cell:
         if digest is None:
             training = Stage(TRAINING, self.train_command, self.folder.train_log)
             return [training, *(Stage(EVALUATING, e.command, log) for e in self.evaluations)]
+        if self.asked != "last":
+            digest = self.folder.checkpoints.chosen(self.asked)
         known = {result.key for result in results.read(RESULTS[self.kind], self.folder.results)}
         return [
             Stage(EVALUATING, evaluation.command, log)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from fairseq_rpe.core.records import Count, Words
 from fairseq_rpe.sweeps.state import Asking, Further
 
+# fairseq's flags that keep the checkpoint of the best score in validation
+BEST = ["--eval-answers", "--best-checkpoint-metric", "answers", "--maximize-best-checkpoint-metric"]
+
 
 @dataclass(frozen=True)
 class Tuning(Further):
@@ -21,7 +24,8 @@ class Tuning(Further):
         """What the task ``rpe_answers`` is told."""
         given = {"--cut": asking.cut if asking.cut != Asking().cut else None, "--mixture": self.mixture}
         given["--max-tokens"] = None if self.max_tokens is None else str(self.max_tokens)
-        return [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        best = BEST if asking.checkpoint == "best" else []
+        return [*(word for flag, value in given.items() if value is not None for word in (flag, value)), *best]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fairseq_rpe.core.records import Betas, Count, Fraction, FromZero, Natural, 
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.evaluation.question_results import By
 from fairseq_rpe.questions.layout import Cut
-from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.runs.run_folder import RunFolder, Which
 from fairseq_rpe.runs.settings import IDENTITY, Settings
 
 Kind = Literal["text", "algorithms", "answers"]
@@ -191,12 +191,19 @@ class Asking:
     """How questions are answered.
 
     ``by``: freely written, or the likeliest of the choices; ``beam``: its width, 1 is greedy; ``cut``: where a document
-    that is too long is shortened, in training too.
+    that is too long is shortened, in training too; ``checkpoint``: of the fine-tuning, the last or that of the best
+    mean score in validation, where answers are then written too.
     """
 
     by: By = "generation"
     beam: Count = 1
     cut: Cut = "end"
+    checkpoint: Which = "last"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Those of ``fairseq-rpe answer``."""
+        return {key: value for key, value in vars(self).items() if key != "checkpoint"}
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionRequest
 from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.questions import prepared
+from fairseq_rpe.questions.partial_scores import adds_up
 from fairseq_rpe.runs.settings import Request, plan
 from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Evaluation, common_words, request_of, within
 from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
@@ -78,7 +80,18 @@ def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell
         extra=(*request.extra, "--rpe-train-length", str(first.plan.settings.tokens), *tuning.flags(asking)),
     )
     digest = prepared.digest(data) if data.is_dir() else ""
-    return Cell(folder, request, plan(request, digest), first, kind="answers")
+    if asking.checkpoint == "best" and data.is_dir():
+        _check_scores(data)
+    return Cell(folder, request, plan(request, digest), first, kind="answers", asked=asking.checkpoint)
+
+
+def _check_scores(data: Path) -> None:
+    """Raises UserError: no set of the folder has a score that a validation can find."""
+    if not any(adds_up(info.published) for info in prepared.load(data).sets.values()):
+        raise UserError(
+            f"no set of {data} is scored by a mean over questions, which the best checkpoint is chosen by: leave out "
+            "asking.checkpoint"
+        )
 
 
 def _tuned(request: Request, tuning: Tuning, base: Request) -> Request:
@@ -97,7 +110,7 @@ def _asked(sweep: Sweep, folder: Folder, cell: Cell, method: Method) -> Evaluati
     data, first = Path(folder.data), (cell.parent or cell).plan.settings.tokens
     lengths, left_out = within(longest_row(method.positions_eval, first), sweep.lengths, method, "tokens")
     request = QuestionRequest(
-        checkpoint=cell.folder.checkpoints.last,
+        checkpoint=cell.folder.checkpoints.file(asking.checkpoint),
         data=data,
         lengths=lengths,
         sets=folder.sets or None,
@@ -110,7 +123,7 @@ def _asked(sweep: Sweep, folder: Folder, cell: Cell, method: Method) -> Evaluati
     )
     words = [*PROGRAM, "answer", str(request.checkpoint), str(data), "--subset", sweep.subset]
     words += ["--sets", ",".join(folder.sets)] if folder.sets else []
-    said = {key: value for key, value in vars(asking).items() if value != getattr(Asking(), key)}
+    said = {key: value for key, value in asking.options.items() if value != getattr(Asking(), key)}
     words += [word for key, value in said.items() for word in (f"--{key}", str(value))]
     words += ["--predictions", str(cell.folder.path / "answers" / method.name)]
     words += common_words(cell, method, lengths)

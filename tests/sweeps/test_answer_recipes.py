@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import re
 import shlex
 import shutil
 from argparse import Namespace
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import with_vocabulary
 from prepared_folder import asked_set, make_folder, make_sets, questions
 
@@ -41,11 +43,14 @@ STATED = {
     "fire-narrativeqa": {**FINE_TUNED, "tokens": 8192, "batch": 128},
     "fire-glue": {**FINE_TUNED, "tokens": 1024, "batch": 256},
 }
+FOLDERS = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue-superglue"]}
 LENGTHS = {
     "fire-scrolls": (8192,),
     "fire-narrativeqa": (512, 2048, 4096, 8192, 16384, 24576, 32768),
     "fire-glue": (1024,),
 }
+# FIRE reports the best result in validation
+BEST = ["--eval-answers", "--best-checkpoint-metric", "answers", "--maximize-best-checkpoint-metric"]
 METHODS = ["nope", "rope", "rope-pi", "alibi", "kerple_log", "t5_bias", "fire"]
 MEANS = {  # as FIRE prints them: Tables 1, 11, 13 and 3
     "fire-scrolls": {
@@ -68,7 +73,33 @@ MEANS = {  # as FIRE prints them: Tables 1, 11, 13 and 3
         "fire": 8.705,
     },
     "fire-glue": {"fire": 71.145, "nope": 67.742, "rope": 71.152, "fire-no-log": 69.06, "fire-no-threshold": 70.42},
+    "fire-scrolls-large": {
+        "nope": 24.34,
+        "rope": 22.39,
+        "rope-pi": 26.04,
+        "alibi": 16.58,
+        "kerple_log": 25.72,
+        "t5_bias": 25.27,
+        "fire": 27.05,
+    },
+    "fire-glue-large": {"fire": 74.469, "rope": 75.243, "kerple_log": 74.739},
+    "fire-scrolls-shared": {"fire": 24.83},
+    "fire-glue-shared": {"fire": 71.04},
 }
+
+
+def family(name: str) -> str:
+    """The recipe of the base model with an encoding for each layer."""
+    return name.removesuffix("-large").removesuffix("-shared")
+
+
+def methods_of(name: str) -> list[str]:
+    if name.endswith("-shared"):
+        return ["fire"]
+    pi = ["rope-pi-8192", "rope-pi-32768"] if name == "fire-narrativeqa" else ["rope-pi"]
+    return [*METHODS[:2], *pi, *METHODS[3:]]
+
+
 RECIPE = """
 title = "t"
 paper = "p"
@@ -146,8 +177,8 @@ def place(corpus: Path, tmp_path: Path, monkeypatch) -> Path:
 # the papers
 
 
-def test_there_are_three():
-    assert RECIPES == sorted(STATED)
+def test_there_are_three_and_further_models_of_two():
+    assert sorted(set(map(family, RECIPES))) == sorted(STATED) and sorted(RECIPES) == sorted(MEANS)
 
 
 @pytest.mark.parametrize("processes", [1, 8])
@@ -156,8 +187,9 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
     """Without data there: preparation, training on text as in fire-lm, fine-tuning and questions."""
     monkeypatch.chdir(tmp_path)
     lines = dry_run(capsys, "--recipe", name, "--scale", "paper", "--nproc", processes)
-    before = dry_run(capsys, "--recipe", "fire-lm", "--scale", "paper", "--nproc", processes)
-    folders = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue-superglue"]}[name]
+    model = name.removeprefix(family(name))  # large or shared
+    before = dry_run(capsys, "--recipe", f"fire-lm{model}", "--scale", "paper", "--nproc", processes)
+    folders, stated = FOLDERS[family(name)], STATED[family(name)]
     text, *made = [line for line in lines if line[0].startswith("prepare")]
     assert text == before[0]
     for folder, words in zip(folders, made, strict=True):
@@ -166,35 +198,40 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
         assert words == ["prepare-answers", *sets, *data]
         assert set(parsed(words).names) <= set(known.names())
 
-    pi = ["rope-pi-8192", "rope-pi-32768"] if name == "fire-narrativeqa" else ["rope-pi"]
-    compared = [*METHODS[:2], *pi, *METHODS[3:]]
+    compared = methods_of(name)
     trained = [parsed(line) for line in lines if line[0] == "train"]
     first, tuned = trained[: -len(compared) * len(folders)], trained[-len(compared) * len(folders) :]
     usual = {line[line.index("--rpe") + 1]: parsed(line) for line in before if line[0] == "train"}
-    assert [one.rpe for one in first] == ["nope", "rope", "alibi", "kerple_log", "t5_bias:buckets=64", "fire"]
+    encodings = ["nope", "rope", "alibi", "kerple_log", "t5_bias:buckets=64", "fire"]
+    assert [one.rpe for one in first] == (["fire"] if model == "-shared" else encodings)
     for one in first:
-        other, runs = vars(usual[one.rpe]), "runs/fire-lm-paper/"
+        other, runs = vars(usual[one.rpe]), f"runs/fire-lm{model}-paper/"
         for key, value in vars(one).items():
             same = str(value).replace(f"runs/{name}-paper/", runs)
             assert same == str(other[key]), key
     for number, one in enumerate(tuned):
         method, folder = compared[number % len(compared)], folders[number // len(compared)]
         found = {**vars(one), "batch": one.batch_sentences * one.nproc}
-        assert {key: found[key] for key in STATED[name]} == pytest.approx(STATED[name])
+        assert {key: found[key] for key in stated} == pytest.approx(stated)
         factor = {"rope-pi": 4, "rope-pi-8192": 4, "rope-pi-32768": 16}.get(method)
         begun = next(o for o in first if o.rpe == ("rope" if factor else recipes.load(name).choose((method,))[0].rpe))
         assert one.rpe == (f"rope:scaling=linear,factor={factor}" if factor else begun.rpe)
         assert one.finetune_from == begun.save_dir / "checkpoint_last.pt"
-        assert str(one.data) == f"data-bin/{folder}-gpt2" and one.arch == "base"
-        mixed = ["--mixture", "proportional"] if name == "fire-glue" else []
-        assert one.further == ["--rpe-train-length", "2048", *mixed]
+        assert str(one.data) == f"data-bin/{folder}-gpt2" and one.arch == ("large" if model == "-large" else "base")
+        assert one.rpe_share == ("model" if model == "-shared" else None)
+        mixed = ["--mixture", "proportional"] if family(name) == "fire-glue" else []
+        assert one.further == ["--rpe-train-length", "2048", *mixed, *BEST]
 
     answers = [parsed(line) for line in lines if line[0] == "answer"]
     assert len(answers) == len(tuned) and len(lines) == 1 + len(made) + len(trained) + len(answers)
     for one, model in zip(answers, tuned, strict=True):
-        assert one.checkpoint == model.save_dir / "checkpoint_last.pt" and one.data == model.data
-        assert one.lengths == LENGTHS[name] and one.subset == "valid" and (one.by, one.beam) == ("generation", 1)
-        assert list(one.sets) == (GLUE if name == "fire-glue" else [str(one.data).split("/")[1][: -len("-gpt2")]])
+        assert one.checkpoint == model.save_dir / "checkpoint_best.pt" and one.data == model.data
+        assert (
+            one.lengths == LENGTHS[family(name)] and one.subset == "valid" and (one.by, one.beam) == ("generation", 1)
+        )
+        assert list(one.sets) == (
+            GLUE if family(name) == "fire-glue" else [str(one.data).split("/")[1][: -len("-gpt2")]]
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -202,12 +239,14 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkey
 def test_published_values_are_those_printed(name):
     printed = recipes.load(name).published
     for method, mean in MEANS[name].items():
-        assert published_mean(printed, method) == pytest.approx(mean, abs=0.006 if name == "fire-scrolls" else 6e-4)
-    keys = {"fire-scrolls": SCROLLS, "fire-narrativeqa": list(map(str, LENGTHS["fire-narrativeqa"]))}.get(name, GLUE)
+        within = 0.006 if family(name) == "fire-scrolls" else 6e-4
+        assert published_mean(printed, method) == pytest.approx(mean, abs=within)
+    lengths = list(map(str, LENGTHS["fire-narrativeqa"]))
+    keys = {"fire-scrolls": SCROLLS, "fire-narrativeqa": lengths, "fire-glue": GLUE}[family(name)]
     full = {method: list(row) for method, row in printed.values.items() if "mean" not in row}
     assert all(row == keys for row in full.values())
-    pi = ["rope-pi-8192", "rope-pi-32768"] if name == "fire-narrativeqa" else ["rope-pi"]
-    assert list(full) == [*METHODS[:2], *pi, *METHODS[3:]] and printed.measure == "score"
+    # of FIRE-S the mean of GLUE and SuperGLUE alone is printed
+    assert list(full) == ([] if name == "fire-glue-shared" else methods_of(name)) and printed.measure == "score"
 
 
 def test_some_published_values():
@@ -215,6 +254,9 @@ def test_some_published_values():
     scrolls, lengths, glue = values["fire-scrolls"], values["fire-narrativeqa"], values["fire-glue"]
     assert list(scrolls["fire"].values()) == [16.24, 82.93, 14.58, 9.55, 15.87, 16.31, 24.02]
     assert list(scrolls["alibi"].values()) == [8.38, 67.21, 5.48, 4.24, 3.49, 6.96, 9.68]
+    assert list(values["fire-scrolls-large"]["fire"].values()) == [19.47, 85.15, 15.10, 10.27, 17.27, 16.83, 25.26]
+    assert list(values["fire-scrolls-shared"]["fire"].values()) == [17.93, 75.22, 15.05, 9.22, 16.02, 16.25, 24.11]
+    assert [values["fire-glue-large"]["t5_bias"][s] for s in ("cb", "record", "wsc")] == [87.50, 52.54, 69.23]
     assert list(lengths["fire"].values()) == [6.232, 8.076, 8.178, 9.581, 9.581, 9.868, 9.417]
     assert [lengths["rope"][n] for n in ("8192", "32768")] == [8.737, 0.132]
     assert [glue["alibi"][s] for s in ("boolq", "multirc", "wsc")] == [69.76, 12.70, 63.46]
@@ -231,10 +273,11 @@ def test_the_laptop_scale_begins_with_fire_lms_models(name, tmp_path, capsys, mo
     made = [parsed(line) for line in lines if line[0] in ("prepare-gaps", "prepare-answers")]
     assert made and {str(one.vocab_from) for one in made} == {"data-bin/stdlib"}
     trained = [parsed(line) for line in lines if line[0] == "train"]
-    assert [one.tokens for one in trained if one.finetune_from is None] == [64] * 6
-    assert {one.tokens for one in trained if one.finetune_from} == {512 if name == "fire-glue" else 256}
+    shared = "-shared" if name.endswith("-shared") else ""
+    assert [one.tokens for one in trained if one.finetune_from is None] == [64] * (1 if shared else 6)
+    assert {one.tokens for one in trained if one.finetune_from} == {512 if family(name) == "fire-glue" else 256}
     scale = recipes.load(name).scale("laptop")
-    assert scale.pretrained == "runs/fire-lm-laptop" and scale.data == "data-bin/stdlib"
+    assert scale.pretrained == f"runs/fire-lm{shared}-laptop" and scale.data == "data-bin/stdlib"
 
 
 # what is trained and asked
@@ -353,6 +396,42 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, capsys):
     shutil.rmtree("made")
     make_folder(place / "made", {"train": questions(5), "valid": questions(3, start=5)}, corpus, answer_tokens=24)
     assert "choose another" in refused(capsys, *given[1:])
+
+
+def test_the_best_checkpoint_is_asked_where_that_is_said(place, corpus, capsys):
+    """Its answers alone are reported, and a file that is not the training's is refused."""
+    best = RECIPE.replace("updates = 2,", "updates = 4,") + 'asking = { checkpoint = "best", beam = 2 }\n'
+    (place / "mine.toml").write_text(best)
+    given = ["--recipe", "mine.toml", "--methods", "rope", "--lengths", "64", "--out", "x"]
+    assert main(["sweep", str(corpus), *given, "--jobs", "1", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    sweep, (_, tuned) = asked(corpus, *given)
+    folder = tuned.folder.checkpoints
+    record = folder.record()
+    assert record.finished.best == files.file_digest(folder.best) == folder.chosen("best")
+    (row,) = files.read_json_lines(tuned.folder.results)
+    assert row["checkpoint"] == record.finished.best and row["beam"] == 2 and tuned.work_left() == []
+    assert "checkpoint that was best in validation" in Path("x/report.html").read_text() and "| rope " in said
+    (score,) = re.findall(r'"valid_answers": "([\d.]+)"', tuned.folder.train_log.read_text())
+    assert torch.load(folder.best)["extra_state"]["best"] == pytest.approx(float(score), abs=1e-2)
+
+    # another file in its place: of its digest nothing was asked
+    other = Finished(record.finished.updates, record.finished.checkpoint, "another")
+    folder.write(tuned.plan, other)
+    with pytest.raises(UserError, match="checkpoint_best.pt is not what its finished training left: delete"):
+        tuned.work_left()
+    with pytest.raises(UserError, match="holds no finished evaluation"):
+        collect(SweepFolder(sweep.out), SweepFolder(sweep.out).state())
+
+
+def test_the_best_checkpoint_of_sets_without_a_mean_is_refused(place, corpus, capsys):
+    (place / "mine.toml").write_text(RECIPE + 'asking = { checkpoint = "best" }\n')
+    shutil.rmtree("made")
+    known_choices = [replace(one, answers=("yes",), choices=("yes", "no")) for one in questions(8)]
+    splits = {"train": known_choices[:5], "valid": known_choices[5:]}
+    make_sets(place / "made", [asked_set("of-classes", splits, ("matthews",), 8)], corpus)
+    said = refused(capsys, corpus, "--recipe", "mine.toml", "--out", "x")
+    assert "no set of made is scored by a mean over questions" in said and not Path("x").exists()
 
 
 # what is refused

@@ -170,9 +170,10 @@ def _about(state: State, found: Scores) -> str:
     how = _BY[asking.by] if asking else ""
     beam = f", beam of {asking.beam}" if asking and asking.beam > 1 else ""
     where = f", their {asking.cut} left out" if asking and cut else ""
+    best = ", by the checkpoint that was best in validation" if asking and asking.checkpoint == "best" else ""
     return (
-        f"Answers of the {state.settings.subset} split, {how}{beam}. Documents shortened for {cut / asked:.1%} of all "
-        f"answers{where}."
+        f"Answers of the {state.settings.subset} split, {how}{beam}{best}. Documents shortened for {cut / asked:.1%} "
+        f"of all answers{where}."
     )
 
 
