@@ -44,6 +44,10 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}questions", type=positive_int, default=number, metavar="N", help=about)
     about = "the one after the passage (default), or an earlier one, of the passage itself, that can be looked up there"
     parser.add_argument("--sentence", choices=gaps.SENTENCES, default="next", help=about)
+    about = "a gap in the sentence (default), or the sentence breaks off before the name, to be completed"
+    parser.add_argument("--form", choices=gaps.FORMS, default="gap", help=about)
+    about = "those of the text (default); or others of the training's for each question, so that none is known by heart"
+    parser.add_argument("--names", choices=gap_folder.NAMES, default="own", help=about)
     about = "its place (default: last)"
     parser.add_argument("--question", dest="where", choices=gaps.WHERE, default="last", help=about)
     about = "of the choice, and of the division of texts where the corpus has none (default: 1)"

@@ -18,13 +18,16 @@ from ..data.folder import SPLITS
 from ..data.preparation import PrepareOptions
 from ..data.sourcefiles import Entry
 from ..data.vocabulary import given_vocabulary
-from .gaps import ANSWER_TOKENS, BINS, SENTENCES, WHERE, Gap, Passages, quotas
+from .exchange import Exchange
+from .gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, Passages, quotas
 from .held_out import Division, HeldOut
 from .prepared import Prepared
 from .question import Question
 from .storing import Asked, AskedSet, check_dest, store
 
 _LEAST_TOKENS = 128
+NAMES = ("own", "exchanged")  # of the text; or drawn for each question from those of the training texts
+_ASKED = {"gap": "which name fills the gap", "completion": "which name comes next"}
 MADE_BY = "fairseq-rpe prepare-gaps"
 
 
@@ -45,6 +48,8 @@ class GapOptions:
     valid_tokens: int | None = None  # of their contexts; None: as in training
     where: str = "last"  # the question stands; one of WHERE
     sentence: str = "next"  # which is asked for; one of SENTENCES
+    form: str = "gap"  # of the question; one of FORMS
+    names: str = "own"  # one of NAMES
     seed: int = 1  # chooses questions; divides documents, too, where the corpus' were not
 
     def check(self) -> None:
@@ -61,9 +66,16 @@ class GapOptions:
             if value is not None and not least <= value <= most:
                 flag = "--" + name.replace("_", "-")
                 raise UserError(f"{flag} {value} is out of range: use {least} to {most}")
-        for name, value, known in (("question", self.where, WHERE), ("sentence", self.sentence, SENTENCES)):
+        for name, value, known in (
+            ("question", self.where, WHERE),
+            ("sentence", self.sentence, SENTENCES),
+            ("form", self.form, FORMS),
+            ("names", self.names, NAMES),
+        ):
             if value not in known:
                 raise UserError(f"--{name} {value} is none of {', '.join(known)}")
+        if self.form == "completion" and self.where != "last":
+            raise UserError(f"--form completion asks last: leave out --question {self.where}")
 
     def wanted(self, split: str) -> int:
         """How many questions a split gets."""
@@ -72,6 +84,11 @@ class GapOptions:
     def length(self, split: str) -> int:
         """The tokens of a context of a split."""
         return self.tokens if split == "train" else self.valid_tokens or self.tokens
+
+    def filled(self, split: str) -> int:
+        """How many of them are filled: exchanged names may be longer ones."""
+        length = self.length(split)
+        return length - length // 20 if self.names == "exchanged" else length
 
 
 def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepared:
@@ -102,7 +119,7 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     asked = AskedSet(
         name=options.dest.name,
         suite="gaps",
-        title=f"which name fills the gap, in {' and '.join(map(str, lengths))} tokens",
+        title=f"{_ASKED[options.form]}, in {' and '.join(map(str, lengths))} tokens",
         metrics=("f1", "em"),
         published="f1",
         answer_tokens=ANSWER_TOKENS,
@@ -110,6 +127,8 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     )
     names = ("tokens", "documents", "text_field", "questions", "valid_questions", "where", "sentence", "seed")
     chosen = {name: getattr(options, name) for name in (*names, "valid_tokens")}
+    later = {"form": "gap", "names": "own"}  # options of later versions, unsaid where they are as before
+    chosen |= {name: getattr(options, name) for name, usual in later.items() if getattr(options, name) != usual}
     source: dict[str, object] = {"texts": documents.digest, "options": chosen}
     if division != Division(options.seed):
         source["division"] = vars(division)
@@ -140,17 +159,23 @@ class _Choice:
         self._options, self._documents, self._encoder, self._say = options, documents, encoder, say
         # by split: by the number of its document
         self._chosen: dict[str, dict[int, list[Gap]]] = {}
+        self._names: set[str] = set()  # of the training
 
     def asked(self, split: str) -> Iterator[Asked]:
         """The chosen questions of a split, in the order of the documents."""
         if not self._chosen:
             self._choose()
         left = dict(self._chosen[split])
+        exchange = Exchange(self._names, self._encoder.encode, self._options.seed)
         for number, document in enumerate(d for s, d in self._documents if s == split):
             gaps = left.pop(number, [])
             text = _text(document) if gaps else ""
             for gap in sorted(gaps, key=attrgetter("place", "end")):
-                yield Asked(_question(number, text, gap), partial(str, document.place), gap.guesses)
+                passage = text[gap.begin : gap.end]
+                if self._options.names == "exchanged":
+                    most = self._options.length(split) - ANSWER_TOKENS
+                    gap, passage = exchange(gap, passage, most, document.digest)
+                yield Asked(_question(number, passage, gap), partial(str, document.place), gap.guesses)
             if not left:
                 break
         self._documents.check_unchanged()
@@ -162,7 +187,7 @@ class _Choice:
             for split, document in self._documents:
                 there = looked[split]
                 passages = Passages(_text(document), self._encoder.encode, self._can_be_answer)
-                for gap in passages.gaps(options.length(split), options.where, options.sentence):
+                for gap in passages.gaps(options.filled(split), options.where, options.sentence, options.form):
                     heap = heaps[split, gap.bin]
                     # A heap gives up its smallest first: the one of the highest rank.
                     full = len(heap) == quotas(options.wanted(split))[gap.bin]
@@ -172,6 +197,8 @@ class _Choice:
                 there.documents += 1
                 there.longest = max(there.longest, passages.tokens)
                 there.names += len(passages.names)
+                if split == "train":
+                    self._names.update(passages.names)
                 progress.update()
         for split in SPLITS:
             self._check(split, looked[split], [len(heaps[split, number]) for number in range(BINS)])
@@ -236,12 +263,12 @@ def _text(document: Document) -> str:
     return "".join(document.blocks())
 
 
-def _question(number: int, text: str, gap: Gap) -> Question:
+def _question(number: int, passage: str, gap: Gap) -> Question:
     return Question(
         id=f"{number}-{gap.place}-{gap.end}",
         prompt=gap.prompt,
         answers=(gap.answer,),
-        document=text[gap.begin : gap.end],
+        document=passage,
         cue=gap.cue,
         choices=gap.choices,
         distance=gap.distance,

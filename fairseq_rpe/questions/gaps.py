@@ -19,6 +19,7 @@ import numpy as np
 BLANK = "____"
 WHERE = ("last", "first", "both")
 SENTENCES = ("next", "earlier")
+FORMS = ("gap", "completion")
 ANSWER_TOKENS = 16  # of a name, its end symbol included
 BINS = 8  # of distance, equally wide
 RECENT, FREQUENT, RANDOM = "the most recent name", "the most frequent name", "a name at random"
@@ -27,6 +28,7 @@ _MENTIONS = 5  # of a name in a document
 _TITLED = 3  # names that follow a title in a document
 _RIVALS = 3  # other names that are nearer or as frequent
 _FEWEST_WORDS, _MOST_WORDS = 8, 60  # of a sentence that is asked for
+_BEGUN = 4  # words of a sentence that is to be completed
 # A blank and what follows it are one word for every tokenizer, a newline is one by itself.
 _WORD = re.compile(r"[ \n]*[^ \n]+")
 _LETTERS = re.compile(r"[^\W\d_]+")
@@ -49,13 +51,19 @@ class Gap:
     cue: str
     answer: str
     choices: tuple[str, ...]  # the names in the passage, in their order
+    beside: tuple[str, ...]  # the names that the question alone has
     distance: int  # words between the last of the answer's mentions in the passage and its end
     guesses: Mapping[str, str]
     bin: int  # of the distance in tokens, of BINS
 
 
-def question_text(sentence: str, where: str) -> tuple[str, str]:
-    """What stands before and after the passage, where the question is first, last or both."""
+def question_text(sentence: str, where: str, form: str = "gap") -> tuple[str, str]:
+    """What stands before and after the passage, where the question is first, last or both.
+
+    ``sentence``: with a gap; the answer to a ``completion`` is what comes next in a sentence that breaks off.
+    """
+    if form == "completion":
+        return "", f"\n\n{sentence.partition(BLANK)[0].rstrip()}"
     before = "" if where == "last" else f"{sentence}\n\n"
     after = "" if where == "first" else f"{sentence}\n\n"
     return before, f"\n\n{after}{BLANK} ="
@@ -161,13 +169,14 @@ class Passages:
             start = border.end()
         return found
 
-    def gaps(self, tokens: int, where: str, sentence: str) -> Iterator[Gap]:
+    def gaps(self, tokens: int, where: str, sentence: str, form: str = "gap") -> Iterator[Gap]:
         """All questions that with their passage, and room for the answer, fill a context of ``tokens``.
 
         Args:
             where: the question stands; one of :data:`WHERE`.
             sentence: ``next``, the one that follows the passage; or ``earlier``, one of the passage itself, each in
                 a passage for each bin of distance.
+            form: one of :data:`FORMS`; the sentence of a ``completion`` ends before the name, and is asked last.
         """
         starts, found = [start for start, *_ in self._mentions], self.sentences()
         ends = [bisect_left(self._ends, end) + 1 for _, end in found]  # in words
@@ -180,18 +189,21 @@ class Passages:
             for mention in range(first, last):
                 if there[int(self._of[mention])] > 1 or self._part_of_a_name(mention):
                     continue
-                asked = self._ask(begin, end, mention, tokens, where)
+                if form == "completion" and len(self._text[begin : starts[mention]].split()) < _BEGUN:
+                    continue
+                asked = self._ask(begin, end, mention, tokens, where, form)
                 if sentence == "next":
                     stops = [word] if asked.room > 0 else []
                 else:
                     stops = self._stops(asked, ends)
-                found_gaps = (self._gap(asked, stop, set(there), sentence == "earlier") for stop in stops)
+                shown = set(map(int, self._of[first : mention + 1])) if form == "completion" else set(there)
+                found_gaps = (self._gap(asked, stop, shown, sentence == "earlier") for stop in stops)
                 yield from (gap for gap in found_gaps if gap is not None)
 
-    def _ask(self, begin: int, end: int, mention: int, tokens: int, where: str) -> _Asked:
+    def _ask(self, begin: int, end: int, mention: int, tokens: int, where: str, form: str) -> _Asked:
         start, stop, answer = self._mentions[mention]
         sentence = " ".join(f"{self._text[begin:start]}{BLANK}{self._text[stop:end]}".split())
-        prompt, cue = question_text(sentence, where)
+        prompt, cue = question_text(sentence, where, form)
         room = tokens - ANSWER_TOKENS - len(self._encode(prompt)) - len(self._encode(cue))
         chance = int.from_bytes(blake2b(f"{start} {sentence}".encode(), digest_size=8).digest(), "big")
         return _Asked(begin, mention, answer, prompt, cue, room, chance)
@@ -241,6 +253,7 @@ class Passages:
             cue=asked.cue,
             answer=self._names[answer],
             choices=tuple(self._names[number] for number in dict.fromkeys(of.tolist())),
+            beside=tuple(self._names[number] for number in sorted(there.difference(of.tolist()))),
             distance=stop - 1 - place,
             guesses={guess: self._names[number] for guess, number in guesses.items()},
             bin=self._bin(place, stop, asked.room),

@@ -11,6 +11,7 @@ from prepared_folder import vocabulary
 from fairseq_rpe.core import UserError
 from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.questions import gaps
+from fairseq_rpe.questions.exchange import Exchange
 from fairseq_rpe.questions.gap_folder import GapOptions, make_gaps
 from fairseq_rpe.questions.gaps import BINS, BLANK, Passages
 
@@ -74,23 +75,27 @@ def test_names_are_capitalised_within_sentences_and_never_written_small():
     assert not {"But", "Hope", "Lady", "New", "Petra"} & set(found) and {"Ivo", "Quill", "Sela", "Oda"} <= set(found)
 
 
-@pytest.mark.parametrize("where", gaps.WHERE)
+@pytest.mark.parametrize(
+    ("where", "form"), [("last", "gap"), ("first", "gap"), ("both", "gap"), ("last", "completion")]
+)
 @pytest.mark.parametrize("sentence", gaps.SENTENCES)
-def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where):
+def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
+    end = "" if form == "completion" else f"\n\n{BLANK} ="
     text, encode = story(7, 250), load_encoder("words", vocab).encode
     passages = Passages(text, encode, lambda name: True)
     assert set(passages.names) == set(NAMES)
-    found = list(passages.gaps(256, where, sentence))
-    assert len(found) > 100 and {gap.bin for gap in found} == set(range(BINS))
+    found = list(passages.gaps(256, where, sentence, form))
+    assert len(found) > 60 and {gap.bin for gap in found} == set(range(BINS))
     for gap in found:
         passage = text[gap.begin : gap.end]
         length = sum(len(encode(part)) for part in (gap.prompt, passage, gap.cue))
         assert 256 - gaps.ANSWER_TOKENS - 2 <= length <= 256 - gaps.ANSWER_TOKENS
         assert BLANK not in passage and passage == passage.strip()
         assert bool(gap.prompt) == (where != "last") and (len(gap.cue) < 10) == (where == "first")
-        assert gap.cue.endswith(f"\n\n{BLANK} =")
-        asked = (gap.prompt or gap.cue.removesuffix(f"\n\n{BLANK} =")).strip()
-        whole = asked.replace(BLANK, gap.answer)
+        assert gap.cue.endswith(end) and gap.cue.startswith("\n\n")
+        asked = (gap.prompt or gap.cue.removesuffix(end)).strip()
+        assert asked.count(BLANK) == (form == "gap") and len(asked.split()) >= 4
+        whole = asked.replace(BLANK, gap.answer) if form == "gap" else f"{asked} {gap.answer}"
         flat = " ".join(passage.split())
         following = " ".join(text[gap.end :].split())
         assert (whole in flat) if sentence == "earlier" else following.startswith(whole)
@@ -149,6 +154,45 @@ def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts,
             assert percent == 100 * right / wanted
 
 
+@pytest.mark.parametrize(("sentence", "form"), [("earlier", "completion"), ("next", "gap")])
+def test_exchanged_names_are_others_for_each_question(texts, vocab, tmp_path, sentence, form):
+    more = {"names": "exchanged", "sentence": sentence, "form": form, "valid_questions": 16}
+    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), quiet)
+    made_of = set[frozenset[tuple[str, str]]]()
+    for split in ("train", "valid", "test"):
+        stories = [json.loads(line)["text"] for line in open(texts / f"{split}.jsonl")]
+        rows = prepared.split(split)
+        for row in rows:
+            number, place, end = map(int, row.id.split("-"))
+            assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - gaps.ANSWER_TOKENS
+            new = rows.text(row.document).split()
+            old = stories[number][:end].split()[-len(new) :]
+            named = {(a, b) for a, b in zip(old, new, strict=True) if a != b}
+            parts = [(re.search(r"[A-Z]\w+", a)[0], re.search(r"[A-Z]\w+", b)[0]) for a, b in named]
+            assert all(b == a.replace(*pair) for (a, b), pair in zip(named, parts, strict=True))
+            others = dict(parts)
+            # each name has one other name, and no two have the same
+            assert set(parts) == set(others.items()) and len(set(others.values())) == len(others)
+            assert {*others, *others.values()} <= set(NAMES)
+            answer = next(name for name in NAMES if stories[number][place:].startswith(name))
+            assert rows.text(row.answers[0]) == others[answer]
+            assert {rows.text(item) for item in row.choices} == set(others.values())
+            asked = rows.text(row.cue).replace(f"\n\n{BLANK} =", "").strip()
+            if sentence == "earlier":
+                assert f"{asked} {others[answer]}" in " ".join(new)
+            made_of.add(frozenset(others.items()))
+    assert len(made_of) == 40 + 2 * 16
+    again = make_gaps(options(texts, vocab, tmp_path / "again", **more), quiet)
+    assert (again.folder / "train.bin").read_bytes() == (prepared.folder / "train.bin").read_bytes()
+
+
+def test_too_few_names_to_exchange():
+    exchange = Exchange(NAMES[:2], encode, 1)
+    (gap, *_) = Passages(story(7), encode, lambda name: True).gaps(256, "last", "next")
+    with pytest.raises(UserError, match="too few short names to exchange"):
+        exchange(gap, "Bren", 300, "digest")
+
+
 def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
     prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", valid_tokens=512, sentence="earlier"), quiet)
     longest = {split: info.longest for split, info in prepared.sets["gaps"].splits.items()}
@@ -196,6 +240,9 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ({"tokens": 100}, "--tokens 100 is out of range: use 128 to"),
         ({"questions": 7}, "--questions 7 is out of range"),
         ({"where": "middle"}, "--question middle is none of last, first, both"),
+        ({"names": "mine"}, "--names mine is none of own, exchanged"),
+        ({"form": "riddle"}, "--form riddle is none of gap, completion"),
+        ({"form": "completion", "where": "both"}, "--form completion asks last: leave out --question both"),
         ({"valid": ()}, "--test is given without --valid"),
         ({"text_field": "texts"}, "line 1 has no field 'texts' but text"),
     ],
