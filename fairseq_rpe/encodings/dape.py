@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from ..core import Positions, block, option
 from .base import Encoding, register, registry
 
+PAIRS = 1 << 12  # whose hidden units are in memory at a time, without gradients on a CPU
 BASES = ("kerple_log", "alibi", "fire", "rope", "nope")
 
 
@@ -55,8 +56,21 @@ class Dape(Encoding):
         if form is not None:
             bias = block(form, pos).to(scores.dtype).expand_as(scores)
             scores, found = scores + bias, torch.cat([scores, bias], dim=1)
-        for layer in (self.mix, self.out):
-            weight, shift = (x.to(scores.dtype) for x in (layer.weight, layer.bias))
-            found = torch.matmul(weight, found.flatten(2)).unflatten(2, scores.shape[2:]) + shift[:, None, None]
-            found = F.leaky_relu(found) if layer is self.mix else found
-        return (scores + found).masked_fill(hidden, float("-inf"))
+        first, last = ((x.weight.to(scores.dtype), x.bias.to(scores.dtype)[:, None]) for x in (self.mix, self.out))
+        found = found.flatten(2)
+        if torch.is_grad_enabled() or found.device.type != "cpu":
+            found = torch.matmul(last[0], F.leaky_relu(torch.matmul(first[0], found) + first[1])) + last[1]
+        else:
+            found = _in_cache(found, first, last)
+        return (scores + found.view_as(scores)).masked_fill(hidden, float("-inf"))
+
+
+def _in_cache(x: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> Tensor:
+    """The network of x (B, C, pairs), for so few pairs at a time that hidden units stay in a processor's cache."""
+    out = x.new_empty(len(x), len(last[0]), x.shape[2])
+    for start in range(0, x.shape[2], PAIRS):
+        pairs = slice(start, start + PAIRS)
+        for row, result in zip(x[:, :, pairs], out[:, :, pairs], strict=True):
+            units = F.leaky_relu_(torch.addmm(first[1], first[0], row))
+            result.copy_(torch.addmm(last[1], last[0], units))
+    return out

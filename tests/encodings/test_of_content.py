@@ -259,6 +259,21 @@ def test_dape_of_one_pair():
     assert got == pytest.approx([-0.5914, -0.57745], abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", ["kerple_log", "nope"])
+def test_dape_without_gradients_takes_a_few_pairs_at_a_time(base, dtype):
+    """Two texts of 10,201 pairs each, no multiple of as many as are taken; some keys are not to be seen."""
+    encoding, pos = build(f"dape:base={base}", 4, 32), Positions.arange(101)
+    scores = torch.randn(2, 4, 101, 101).to(dtype)
+    scores[:, :, torch.ones(101, 101).triu(1).bool()] = -torch.inf
+    with_gradients = encoding.remap(scores, scores, pos).detach()
+    with torch.no_grad():
+        without = encoding.remap(scores, scores, pos)
+    within = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(without, with_gradients, rtol=within, atol=within)
+    assert torch.isneginf(without[..., 0, 1:]).all() and without.dtype == dtype
+
+
 def test_what_layers_share():
     for spec, shared, own in (("transformer_xl", "u", "project"), ("deberta", "table", "to_key")):
         first, other = (build(spec, 2, 8) for _ in range(2))
