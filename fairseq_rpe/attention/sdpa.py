@@ -56,13 +56,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     if made is None:
         one = n == 1 and dropout == 0 and plan.remap is None and plan.reading is None
         return (_one if one else _by_blocks)(q, k, v, plan, dropout)
+    short, gradients = n <= SHORT and q.device.type == "cpu", torch.is_grad_enabled()
+    # with gradients in float32: the kernel's backward pass of short texts takes up to three times as long in bfloat16
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kept = wide if short and gradients else q.dtype
     if plan.form is None and dropout == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if dropout == 0 and n <= SHORT and q.device.type == "cpu" and made[0] is ToeplitzBias:
-        table = made[1]
-        if not (torch.is_grad_enabled() and table.requires_grad):
-            mask = plan.matrix.to(torch.promote_types(q.dtype, torch.float32))
-            return flash(q, k, v, 0.0, False, attn_mask=mask)[0]
+        return F.scaled_dot_product_attention(q.to(kept), k.to(kept), v.to(kept), is_causal=True).to(q.dtype)
+    if dropout == 0 and short and made[0] is ToeplitzBias and not (gradients and made[1].requires_grad):
+        mask = plan.matrix.to(wide)
+        return flash(q.to(kept), k.to(kept), v.to(kept), 0.0, False, attn_mask=mask)[0].to(q.dtype)
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 
