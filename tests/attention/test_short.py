@@ -10,12 +10,13 @@ from test_curve import trained
 from fairseq_rpe.attention import Plan, curve, reference, sdpa, short
 from fairseq_rpe.attention.curve import CurveBias, last_row
 from fairseq_rpe.attention.diagonals import along_diagonals, diagonal_sums
+from fairseq_rpe.attention.layer import plan_of
 from fairseq_rpe.core import Dense, Positions, Toeplitz, block
 from fairseq_rpe.encodings import build
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("spec", ["alibi", "kerple_log", "t5_bias:init_std=1"])
+@pytest.mark.parametrize("spec", ["nope", "alibi", "kerple_log", "t5_bias:init_std=1"])
 def test_short_texts(spec, dropout, monkeypatch):
     """Groups of several rows of the batch, of one row, and of single heads; the longest short text and the next."""
     for elements in (1 << 18, 5 * 61**2, 1):
@@ -27,6 +28,22 @@ def test_short_texts(spec, dropout, monkeypatch):
     assert_same(a, b, 0.02)
     for name in a.keys() - {"out", "dq", "dk", "dv"}:
         assert (a[name] - b[name]).square().mean().sqrt() <= 2e-4 * a[name].abs().max(), name
+
+
+@pytest.mark.parametrize("spec", ["nope", "alibi"])
+def test_short_texts_in_bfloat16_have_gradients_of_float32(spec):
+    """To the bit those of the same numbers in float32, rounded once."""
+    torch.manual_seed(0)
+    plan = plan_of(build(spec, H, 64), Positions.arange(61), None, "sdpa")
+    low = [torch.randn(B, H, 61, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    wide = [x.detach().float().requires_grad_() for x in low]
+    outs = [sdpa(*inputs, plan) for inputs in (low, wide)]
+    assert outs[0].dtype == torch.bfloat16 and torch.equal(outs[0], outs[1].bfloat16())
+    back = torch.randn(B, H, 61, D).bfloat16()
+    found = [
+        torch.autograd.grad(out, inputs, back.to(out.dtype)) for out, inputs in zip(outs, (low, wide), strict=True)
+    ]
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("learned", [False, True])
