@@ -130,6 +130,12 @@ class DividedDocuments:
         if given == "valid" and self._options.test_from_valid:
             given, valid, train = "", 0.5, 1.0
         for document in reader:
+            if not given and self._options.divide_by == "part":
+                yield from _cut(document, self._options.valid_fraction, self._options.test_fraction)
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+                continue
             number = unit_hash("split", self._options.seed, document.place if self._by_path else document.digest)
             split = given or ("valid" if number < valid else "test" if number < train else "train")
             yield split, document

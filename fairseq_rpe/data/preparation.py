@@ -19,7 +19,7 @@ from fairseq_rpe.data.sourcefiles import UNWANTED, Entry, find_entries
 from fairseq_rpe.data.tokenizer import MIN_VOCAB_SIZE
 
 TOKENIZERS = ("bpe", "gpt2", "words")
-DIVISIONS = ("text", "path")
+DIVISIONS = ("text", "path", "part")
 
 # The text and a given vocabulary, which are known by their digests, and what changes nothing.
 _NOT_DECIDING = ("dest", "train", "valid", "test", "gpt2", "vocab_from", "workers")

@@ -816,7 +816,7 @@ def cases(tmp_path: Path, folder: Path) -> dict[str, tuple[dict[str, Any], str]]
         "not a number": ({"valid_fraction": float("nan")}, "--valid-fraction nan is out of range"),
         "bytes": ({"max_bytes": 0}, "--max-bytes 0 is out of range"),
         "few bytes": ({"max_bytes": 4}, "another --seed or a larger --max-bytes"),
-        "division": ({"divide_by": "date"}, "--divide-by date is none of text, path"),
+        "division": ({"divide_by": "date"}, "--divide-by date is none of text, path, part"),
         "workers": ({"workers": 0}, "--workers 0 is out of range"),
         "no corpus": ({"vocab_from": tmp_path / "empty", "vocab_size": None}, "is not a prepared corpus"),
         "two sizes": ({"vocab_from": tmp_path / "empty"}, "--vocab-size has no effect"),
