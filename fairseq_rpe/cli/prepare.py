@@ -81,10 +81,7 @@ def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
     parser.add_argument("--text-field", metavar="NAME", help="field of a row that holds its text (default: text)")
     about = "leave out text files that are not UTF-8 instead of stopping"
     parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
-    about = (
-        "what decides the split of a document: its text (default), or the path of its file in the source; or it is cut"
-    )
-    about = f"{about} into a part for each"
+    about = "what decides the split of a document: its text (default) or its file's path in the source; part: it is cut"
     parser.add_argument("--divide-by", choices=DIVISIONS, help=about)
     about = "mark where documents meet (default), or let lines follow lines as in fairseq-preprocess"
     parser.add_argument("--boundaries", action=argparse.BooleanOptionalAction, help=about)

@@ -440,6 +440,22 @@ def test_a_few_files_of_any_size_give_three_splits(made: Path, tmp_path: Path, n
             assert len(middle) == pytest.approx(len(text) / 20, abs=60)
 
 
+def test_each_document_is_cut_where_that_is_asked_for(made: Path, tmp_path: Path) -> None:
+    """One of a single word is all for training; the first documents are those of training."""
+    texts = [" ".join(f"w{draw % 500}" for draw in range(n, n + 400)) + "\n" for n in range(0, 20000, 1000)]
+    rows = write_rows(tmp_path / "rows.jsonl", [*texts, "alone\n"])
+    changes: dict[str, Any] = {"divide_by": "part", "vocab_from": made, "vocab_size": None}
+    changes |= {"valid_fraction": 0.1, "test_fraction": 0.2}
+    prepare(options(tmp_path / "corpus", rows, **changes), lambda _: None)
+    found = [[text.decode() for text in decode_documents(tmp_path / "corpus", split)] for split in SPLITS]
+    assert [len(documents) for documents in found] == [21, 20, 20] and found[0][-1] == "alone\n"
+    for text, parts in zip(texts, zip(*found, strict=False), strict=True):
+        assert "".join(" ".join(parts).split()) == "".join(text.split())
+        assert [len(part) / len(text) for part in parts] == pytest.approx([0.7, 0.1, 0.2], abs=0.01)
+    first = prepare(options(tmp_path / "first", rows, **changes, documents=3), lambda _: None)
+    assert [count["documents"] for count in first["splits"].values()] == [3, 3, 3]
+
+
 def test_rows_of_one_file_are_divided_between_lines(made: Path, tmp_path: Path) -> None:
     texts = [f"row {number} of a file\n" for number in range(200)]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
