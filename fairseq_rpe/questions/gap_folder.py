@@ -76,6 +76,11 @@ class GapOptions:
                 raise UserError(f"--{name} {value} is none of {', '.join(known)}")
         if self.form == "completion" and self.where != "last":
             raise UserError(f"--form completion asks last: leave out --question {self.where}")
+        if self.sentence == "planted" and (self.form, self.names) != ("completion", "own"):
+            wrong = "--names exchanged" if self.names != "own" else "--form gap"
+            raise UserError(
+                f"--sentence planted is to be completed, by a name that is drawn: {wrong} does not go with it"
+            )
 
     def wanted(self, split: str) -> int:
         """How many questions a split gets."""
@@ -172,6 +177,8 @@ class _Choice:
             text = _text(document) if gaps else ""
             for gap in sorted(gaps, key=attrgetter("place", "end")):
                 passage = text[gap.begin : gap.end]
+                if self._options.sentence == "planted":
+                    gap, passage = exchange.planted(gap, passage, document.digest)
                 if self._options.names == "exchanged":
                     most = self._options.length(split) - ANSWER_TOKENS
                     gap, passage = exchange(gap, passage, most, document.digest)
@@ -187,7 +194,11 @@ class _Choice:
             for split, document in self._documents:
                 there = looked[split]
                 passages = Passages(_text(document), self._encoder.encode, self._can_be_answer)
-                for gap in passages.gaps(options.filled(split), options.where, options.sentence, options.form):
+                if options.sentence == "planted":
+                    found = passages.places(options.length(split))
+                else:
+                    found = passages.gaps(options.filled(split), options.where, options.sentence, options.form)
+                for gap in found:
                     heap = heaps[split, gap.bin]
                     # A heap gives up its smallest first: the one of the highest rank.
                     full = len(heap) == quotas(options.wanted(split))[gap.bin]
