@@ -42,12 +42,8 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
     for flag, number, about in (("", 4000, "of training"), ("valid-", 400, "of validation, as many of the test")):
         about = f"{about} (default: {number})"
         parser.add_argument(f"--{flag}questions", type=positive_int, default=number, metavar="N", help=about)
-    about = (
-        "the one after the passage (default); an earlier one, of the passage itself, that can be looked up there; or "
-    )
-    about = (
-        f"{about}one that is planted there, the same each time but for a name that is drawn (with --form completion)"
-    )
+    about = "the one after the passage (default); an earlier one, of the passage itself, that can be looked up there; "
+    about = f"{about}or one planted there, the same each time but for its name, which is drawn (with --form completion)"
     parser.add_argument("--sentence", choices=gaps.SENTENCES, default="next", help=about)
     about = "a gap in the sentence (default), or the sentence breaks off before the name, to be completed"
     parser.add_argument("--form", choices=gaps.FORMS, default="gap", help=about)

@@ -78,9 +78,7 @@ class GapOptions:
             raise UserError(f"--form completion asks last: leave out --question {self.where}")
         if self.sentence == "planted" and (self.form, self.names) != ("completion", "own"):
             wrong = "--names exchanged" if self.names != "own" else "--form gap"
-            raise UserError(
-                f"--sentence planted is to be completed, by a name that is drawn: {wrong} does not go with it"
-            )
+            raise UserError(f"--sentence planted is completed, by a name that is drawn: {wrong} does not go with it")
 
     def wanted(self, split: str) -> int:
         """How many questions a split gets."""
