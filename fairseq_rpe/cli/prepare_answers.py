@@ -44,7 +44,7 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}questions", type=positive_int, default=number, metavar="N", help=about)
     about = "the one after the passage (default); an earlier one, of the passage itself, that can be looked up there; "
     about = f"{about}or one planted there, the same each time but for its name, which is drawn (with --form completion)"
-    parser.add_argument("--sentence", choices=gaps.SENTENCES, default="next", help=about)
+    parser.add_argument("--sentence", choices=gap_folder.ASKED, default="next", help=about)
     about = "a gap in the sentence (default), or the sentence breaks off before the name, to be completed"
     parser.add_argument("--form", choices=gaps.FORMS, default="gap", help=about)
     about = "those of the text (default); or others of the training's for each question, so that none is known by heart"

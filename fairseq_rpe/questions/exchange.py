@@ -1,4 +1,4 @@
-"""Questions whose names are drawn, so that a model has to read them: exchanged for others, or planted in a passage.
+"""Questions whose names are exchanged for others, so that a model has to read them: no name can be known by heart.
 
 The idea is that of Hermann et al., Teaching Machines to Read and Comprehend (arXiv 1506.03340), Section 3.2, whose
 markers are permuted for each question; here names take the place of names, so that the text reads on.
@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 
 from ..core import UserError
-from .gaps import PLANTED, RANDOM, RECENT, Gap
+from .gaps import Gap
 
 _DRAWS = 16  # before it is given up to find names that take no more tokens than there are
 
@@ -28,7 +28,7 @@ class Exchange:
     """
 
     def __init__(self, names: Collection[str], encode: Callable[[str], np.ndarray], seed: int) -> None:
-        self._names, self._encode, self._seed = names, encode, seed
+        self._encode, self._seed = encode, seed
         self._sizes: dict[str, int] = {}
         self._by_tokens = defaultdict[int, list[str]](list)
         for name in sorted(names):
@@ -53,30 +53,10 @@ class Exchange:
             "leave out --names exchanged"
         )
 
-    def planted(self, gap: Gap, passage: str, source: str) -> tuple[Gap, str]:
-        """A question with the sentence that answers it, which is put into the passage: a name that it has not.
-
-        Raises UserError: there are too few names.
-        """
-        draw = _generator(f"{self._seed}\0{source}\0{gap.place}\0{gap.end}")
-        free = sorted(set(self._names).difference(gap.choices))
-        if not free:
-            raise UserError("the training texts have too few names to plant another one: give more texts")
-        answer = free[int(draw.integers(len(free)))]
-        at = gap.place - gap.begin
-        later = [name for name in gap.choices if name in passage[at:]]
-        names = (*gap.choices, answer)
-        guesses = {
-            RECENT: max((*later, answer), key=lambda name: passage.rfind(name, at)),
-            RANDOM: names[int(draw.integers(len(names)))],
-        }
-        changed = replace(gap, answer=answer, choices=names, guesses=guesses)
-        return changed, f"{passage[:at]}{PLANTED} {answer}. {passage[at:]}"
-
     def _draws(self, own: list[str], chance: str) -> Iterator[Mapping[str, str]]:
         """Other names, of as many tokens each where there are such, or fewer."""
         for attempt in range(_DRAWS):
-            draw, taken, found = _generator(f"{chance}\0{attempt}"), set[str](), {}
+            draw, taken, found = generator(f"{chance}\0{attempt}"), set[str](), {}
             for name in own:
                 sizes = range(self._tokens(name), 0, -1)
                 free = ([n for n in self._by_tokens.get(k, ()) if n not in taken and n != name] for k in sizes)
@@ -97,7 +77,8 @@ class Exchange:
         return sum(len(self._encode(part)) for part in (gap.prompt, passage, gap.cue) if part)
 
 
-def _generator(chance: str) -> np.random.Generator:
+def generator(chance: str) -> np.random.Generator:
+    """Draws that depend on nothing but a text."""
     return np.random.default_rng(int.from_bytes(blake2b(chance.encode(), digest_size=8).digest(), "big"))
 
 

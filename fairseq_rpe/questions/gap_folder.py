@@ -19,15 +19,17 @@ from ..data.preparation import PrepareOptions
 from ..data.sourcefiles import Entry
 from ..data.vocabulary import given_vocabulary
 from .exchange import Exchange
-from .gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, Passages, quotas
+from .gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, quotas
 from .held_out import Division, HeldOut
+from .planted import Places, plant
 from .prepared import Prepared
 from .question import Question
 from .storing import Asked, AskedSet, check_dest, store
 
 _LEAST_TOKENS = 128
+ASKED = (*SENTENCES, "planted")  # sentences
 NAMES = ("own", "exchanged")  # of the text; or drawn for each question from those of the training texts
-_ASKED = {"gap": "which name fills the gap", "completion": "which name comes next"}
+_TITLES = {"gap": "which name fills the gap", "completion": "which name comes next"}
 MADE_BY = "fairseq-rpe prepare-gaps"
 
 
@@ -47,7 +49,7 @@ class GapOptions:
     valid_questions: int = 400  # of validation, and as many of the test
     valid_tokens: int | None = None  # of their contexts; None: as in training
     where: str = "last"  # the question stands; one of WHERE
-    sentence: str = "next"  # which is asked for; one of SENTENCES
+    sentence: str = "next"  # which is asked for; one of ASKED
     form: str = "gap"  # of the question; one of FORMS
     names: str = "own"  # one of NAMES
     seed: int = 1  # chooses questions; divides documents, too, where the corpus' were not
@@ -68,7 +70,7 @@ class GapOptions:
                 raise UserError(f"{flag} {value} is out of range: use {least} to {most}")
         for name, value, known in (
             ("question", self.where, WHERE),
-            ("sentence", self.sentence, SENTENCES),
+            ("sentence", self.sentence, ASKED),
             ("form", self.form, FORMS),
             ("names", self.names, NAMES),
         ):
@@ -122,7 +124,7 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     asked = AskedSet(
         name=options.dest.name,
         suite="gaps",
-        title=f"{_ASKED[options.form]}, in {' and '.join(map(str, lengths))} tokens",
+        title=f"{_TITLES[options.form]}, in {' and '.join(map(str, lengths))} tokens",
         metrics=("f1", "em"),
         published="f1",
         answer_tokens=ANSWER_TOKENS,
@@ -176,7 +178,8 @@ class _Choice:
             for gap in sorted(gaps, key=attrgetter("place", "end")):
                 passage = text[gap.begin : gap.end]
                 if self._options.sentence == "planted":
-                    gap, passage = exchange.planted(gap, passage, document.digest)
+                    chance = f"{self._options.seed}\0{document.digest}"
+                    gap, passage = plant(gap, passage, self._names, chance)
                 if self._options.names == "exchanged":
                     most = self._options.length(split) - ANSWER_TOKENS
                     gap, passage = exchange(gap, passage, most, document.digest)
@@ -191,7 +194,7 @@ class _Choice:
         with Progress("looking for questions", "documents", self._count()) as progress:
             for split, document in self._documents:
                 there = looked[split]
-                passages = Passages(_text(document), self._encoder.encode, self._can_be_answer)
+                passages = Places(_text(document), self._encoder.encode, self._can_be_answer)
                 if options.sentence == "planted":
                     found = passages.places(options.length(split))
                 else:

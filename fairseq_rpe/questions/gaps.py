@@ -18,8 +18,7 @@ import numpy as np
 
 BLANK = "____"
 WHERE = ("last", "first", "both")
-SENTENCES = ("next", "earlier", "planted")
-PLANTED = "The keeper of the key is"  # and a name that the passage has nowhere else
+SENTENCES = ("next", "earlier")
 FORMS = ("gap", "completion")
 ANSWER_TOKENS = 16  # of a name, its end symbol included
 BINS = 8  # of distance, equally wide
@@ -196,7 +195,7 @@ class Passages:
                 if sentence == "next":
                     stops = [word] if asked.room > 0 else []
                 else:
-                    stops = self._stops(self._words_at[asked.mention], asked.room, asked.chance, ends)
+                    stops = self.stops(self._words_at[asked.mention], asked.room, asked.chance, ends)
                 shown = set(map(int, self._of[first : mention + 1])) if form == "completion" else set(there)
                 found_gaps = (self._gap(asked, stop, shown, sentence == "earlier") for stop in stops)
                 yield from (gap for gap in found_gaps if gap is not None)
@@ -209,36 +208,7 @@ class Passages:
         chance = int.from_bytes(blake2b(f"{start} {sentence}".encode(), digest_size=8).digest(), "big")
         return _Asked(begin, mention, answer, prompt, cue, room, chance)
 
-    def places(self, tokens: int) -> Iterator[Gap]:
-        """Where a sentence can be planted, before each of the text's own: questions whose answer is to be drawn."""
-        cue = f"\n\n{PLANTED}"
-        room = tokens - 2 * ANSWER_TOKENS - 2 * len(self._encode(cue))  # of the text, beside both sentences
-        found = self.sentences()
-        ends = [bisect_left(self._ends, end) + 1 for _, end in found]  # in words
-        for begin, _ in found:
-            at = bisect_left(self._ends, begin + 1)
-            chance = int.from_bytes(blake2b(f"{begin} {PLANTED}".encode(), digest_size=8).digest(), "big")
-            for stop in self._stops(at, room, chance, ends):
-                since = self._since(stop, room)
-                if since is None or self._first_sign(since) > begin:
-                    continue
-                low, high = bisect_left(self._words_at, since), bisect_left(self._words_at, stop)
-                own = (self._names[number] for number in dict.fromkeys(self._of[low:high].tolist()))
-                yield Gap(
-                    begin=self._first_sign(since),
-                    end=self._ends[stop - 1],
-                    place=begin,
-                    prompt="",
-                    cue=cue,
-                    answer="",
-                    choices=tuple(own),
-                    beside=(),
-                    distance=stop - at,
-                    guesses={},
-                    bin=self._bin(at, stop, room),
-                )
-
-    def _stops(self, at: int, room: int, chance: int, ends: Sequence[int]) -> list[int]:
+    def stops(self, at: int, room: int, chance: int, ends: Sequence[int]) -> list[int]:
         """The words before which passages end that have the word ``at`` in them, one for each bin of distance."""
         found = []
         for number in range(BINS if room > 0 else 0):

@@ -14,6 +14,7 @@ from fairseq_rpe.questions import gaps
 from fairseq_rpe.questions.exchange import Exchange
 from fairseq_rpe.questions.gap_folder import GapOptions, make_gaps
 from fairseq_rpe.questions.gaps import BINS, BLANK, Passages
+from fairseq_rpe.questions.planted import PLANTED, plant
 
 NAMES = ("Tamsin", "Bren", "Ula", "Ivo", "Sela", "Nils", "Oda", "Quill", "Orrin", "Marten", "Petra", "Hob")
 SENTENCES = (
@@ -39,7 +40,8 @@ def story(seed, sentences=400):
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):
-    return vocabulary(tmp_path_factory.mktemp("vocabulary"), "words", [*WORDS, BLANK, "="])
+    words = {*WORDS, *(f"{name}." for name in NAMES), *PLANTED.split(), BLANK, "="}
+    return vocabulary(tmp_path_factory.mktemp("vocabulary"), "words", sorted(words))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_names_are_capitalised_within_sentences_and_never_written_small():
 @pytest.mark.parametrize(
     ("where", "form"), [("last", "gap"), ("first", "gap"), ("both", "gap"), ("last", "completion")]
 )
-@pytest.mark.parametrize("sentence", gaps.SENTENCES)
+@pytest.mark.parametrize("sentence", ["next", "earlier"])
 def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
     end = "" if form == "completion" else f"\n\n{BLANK} ="
     text, encode = story(7, 250), load_encoder("words", vocab).encode
@@ -186,11 +188,46 @@ def test_exchanged_names_are_others_for_each_question(texts, vocab, tmp_path, se
     assert (again.folder / "train.bin").read_bytes() == (prepared.folder / "train.bin").read_bytes()
 
 
+def test_a_planted_sentence_is_the_only_one_with_the_answer(texts, vocab, tmp_path):
+    encode = load_encoder("words", vocab).encode
+    more = {"sentence": "planted", "form": "completion"}
+    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), quiet)
+    answers = set()
+    for split, wanted in {"train": 40, "valid": 16, "test": 16}.items():
+        stories, rows = [json.loads(line)["text"] for line in open(texts / f"{split}.jsonl")], prepared.split(split)
+        bins, right = [0] * BINS, {gaps.RECENT: 0, gaps.RANDOM: 0}
+        for row in rows:
+            number, place, end = map(int, row.id.split("-"))
+            read, answer = rows.text(row.document), rows.text(row.answers[0])
+            before, after = read.split(f"{PLANTED} {answer}. ")
+            passage = stories[number][:end].split()[-len((before + after).split()) :]
+            assert (before + after).split() == passage and answer not in before + after
+            assert after.split() == stories[number][place:end].split() and len(after.split()) == row.distance
+            assert rows.text(row.cue) == f"\n\n{PLANTED}" and row.prompt is None
+            named = {rows.text(item) for item in row.choices}
+            assert named == {name for name in NAMES if name in read} and answer in NAMES
+            room = 256 - 2 * gaps.ANSWER_TOKENS - 2 * len(rows.tokens(row.cue))
+            assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - gaps.ANSWER_TOKENS
+            words = re.findall(r"[ \n]*[^ \n]+", stories[number][place:end])
+            bins[BINS * len(encode("".join(words[1:]))) // room] += 1
+            for guess in right:
+                right[guess] += row.guesses[guess] in row.answers
+                assert rows.text(row.guesses[guess]) in named
+            last = max(named, key=read.rfind)
+            assert rows.text(row.guesses[gaps.RECENT]) == last
+            answers.add(answer)
+        assert bins == [wanted // BINS] * BINS
+        assert prepared.sets["gaps"].splits[split].guesses == {k: 100 * n / wanted for k, n in right.items()}
+    assert len(answers) > 6
+
+
 def test_too_few_names_to_exchange():
     exchange = Exchange(NAMES[:2], encode, 1)
     (gap, *_) = Passages(story(7), encode, lambda name: True).gaps(256, "last", "next")
     with pytest.raises(UserError, match="too few short names to exchange"):
         exchange(gap, "Bren", 300, "digest")
+    with pytest.raises(UserError, match="too few names to plant another one"):
+        plant(gap, "Bren", gap.choices, "chance")
 
 
 def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
@@ -241,6 +278,8 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ({"questions": 7}, "--questions 7 is out of range"),
         ({"where": "middle"}, "--question middle is none of last, first, both"),
         ({"names": "mine"}, "--names mine is none of own, exchanged"),
+        ({"sentence": "planted"}, "--sentence planted is completed, by a name that is drawn: --form gap does not go"),
+        ({"sentence": "planted", "form": "completion", "names": "exchanged"}, "--names exchanged does not go with it"),
         ({"form": "riddle"}, "--form riddle is none of gap, completion"),
         ({"form": "completion", "where": "both"}, "--form completion asks last: leave out --question both"),
         ({"valid": ()}, "--test is given without --valid"),
