@@ -48,6 +48,7 @@ class GapOptions:
     questions: int = 4000  # of training
     valid_questions: int = 400  # of validation, and as many of the test
     valid_tokens: int | None = None  # of their contexts; None: as in training
+    shortest: int | None = None  # passage of training, in tokens; None: all fill their contexts
     where: str = "last"  # the question stands; one of WHERE
     sentence: str = "next"  # which is asked for; one of ASKED
     form: str = "gap"  # of the question; one of FORMS
@@ -61,6 +62,7 @@ class GapOptions:
             "questions": (BINS, 1 << 32),
             "valid_questions": (BINS, 1 << 32),
             "valid_tokens": (_LEAST_TOKENS, 1 << 24),
+            "shortest": (16, self.tokens),
             "seed": (0, (1 << 63) - 1),
         }
         for name, (least, most) in ranges.items():
@@ -132,7 +134,7 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
     )
     names = ("tokens", "documents", "text_field", "questions", "valid_questions", "where", "sentence", "seed")
     chosen = {name: getattr(options, name) for name in (*names, "valid_tokens")}
-    later = {"form": "gap", "names": "own"}  # options of later versions, unsaid where they are as before
+    later = {"form": "gap", "names": "own", "shortest": None}  # those of later versions, unsaid as before
     chosen |= {name: getattr(options, name) for name, usual in later.items() if getattr(options, name) != usual}
     source: dict[str, object] = {"texts": documents.digest, "options": chosen}
     if division != Division(options.seed):
@@ -194,7 +196,8 @@ class _Choice:
         with Progress("looking for questions", "documents", self._count()) as progress:
             for split, document in self._documents:
                 there = looked[split]
-                passages = Places(_text(document), self._encoder.encode, self._can_be_answer)
+                shortest = options.shortest if split == "train" else None
+                passages = Places(_text(document), self._encoder.encode, self._can_be_answer, shortest)
                 if options.sentence == "planted":
                     found = passages.places(options.length(split))
                 else:

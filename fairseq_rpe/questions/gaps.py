@@ -93,10 +93,13 @@ class Passages:
         text: the document.
         encode: a tokenizer, (tokens,) ids of a text.
         known: whether a name can be an answer.
+        shortest: tokens of a passage; None: all are as long as they can be.
     """
 
-    def __init__(self, text: str, encode: Callable[[str], np.ndarray], known: Callable[[str], bool]) -> None:
-        self._text, self._encode = text, encode
+    def __init__(
+        self, text: str, encode: Callable[[str], np.ndarray], known: Callable[[str], bool], shortest: int | None = None
+    ) -> None:
+        self._text, self._encode, self._shortest = text, encode, shortest
         found = list(_WORD.finditer(text))
         self._words = [match.start() for match in found]  # with the white space before
         self._ends = [match.end() for match in found]
@@ -206,7 +209,14 @@ class Passages:
         prompt, cue = question_text(sentence, where, form)
         room = tokens - ANSWER_TOKENS - len(self._encode(prompt)) - len(self._encode(cue))
         chance = int.from_bytes(blake2b(f"{start} {sentence}".encode(), digest_size=8).digest(), "big")
-        return _Asked(begin, mention, answer, prompt, cue, room, chance)
+        return _Asked(begin, mention, answer, prompt, cue, self._drawn(room, chance), chance)
+
+    def _drawn(self, room: int, chance: int) -> int:
+        """The tokens of a passage for which there are so many: of any length, drawn evenly by its logarithm."""
+        if self._shortest is None or room <= self._shortest:
+            return room
+        share = chance * 0x9E3779B97F4A7C15 % (1 << 64) / (1 << 64)  # other digits than those that choose its end
+        return int(self._shortest * (room / self._shortest) ** share)
 
     def stops(self, at: int, room: int, chance: int, ends: Sequence[int]) -> list[int]:
         """The words before which passages end that have the word ``at`` in them, one for each bin of distance."""

@@ -21,12 +21,13 @@ class Places(Passages):
         With their passage, what is planted there and room for the answer they take at most ``tokens``.
         """
         cue = f"\n\n{PLANTED}"
-        room = tokens - 2 * (ANSWER_TOKENS + len(self._encode(cue)))  # of the text, beside both sentences
+        most = tokens - 2 * (ANSWER_TOKENS + len(self._encode(cue)))  # of the text, beside both sentences
         found = self.sentences()
         ends = [bisect_left(self._ends, end) + 1 for _, end in found]  # in words
         for begin, _ in found:
             at = bisect_left(self._ends, begin + 1)
             chance = int.from_bytes(blake2b(f"{begin} {PLANTED}".encode(), digest_size=8).digest(), "big")
+            room = self._drawn(most, chance)
             for stop in self.stops(at, room, chance, ends):
                 since = self._since(stop, room)
                 if since is None or self._first_sign(since) > begin:

@@ -221,6 +221,20 @@ def test_a_planted_sentence_is_the_only_one_with_the_answer(texts, vocab, tmp_pa
     assert len(answers) > 6
 
 
+def test_passages_of_training_from_the_shortest_on(texts, vocab, tmp_path):
+    """Of all lengths, the shortest less often, as few sentences fit; those of validation fill their contexts."""
+    more = {"sentence": "planted", "form": "completion", "questions": 400, "tokens": 128 + 32 + 14, "shortest": 32}
+    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), quiet)
+    rows = prepared.split("train")
+    sizes = np.array([len(rows.tokens(row.document)) - 7 for row in rows])  # without what is planted
+    assert 24 <= sizes.min() and 112 <= sizes.max() <= 128 and 0.2 < (sizes < 64).mean() < 0.6
+    valid = prepared.split("valid")
+    assert all(len(valid.tokens(row.document)) > 112 for row in valid)
+    found = list(Passages(story(7), encode, lambda name: True, 64).gaps(256, "last", "next"))
+    lengths = [len(story(7)[gap.begin : gap.end].split()) for gap in found]
+    assert min(lengths) < 90 and max(lengths) > 180
+
+
 def test_too_few_names_to_exchange():
     exchange = Exchange(NAMES[:2], encode, 1)
     (gap, *_) = Passages(story(7), encode, lambda name: True).gaps(256, "last", "next")
@@ -280,6 +294,7 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ({"names": "mine"}, "--names mine is none of own, exchanged"),
         ({"sentence": "planted"}, "--sentence planted is completed, by a name that is drawn: --form gap does not go"),
         ({"sentence": "planted", "form": "completion", "names": "exchanged"}, "--names exchanged does not go with it"),
+        ({"shortest": 300}, "--shortest 300 is out of range: use 16 to 256"),
         ({"form": "riddle"}, "--form riddle is none of gap, completion"),
         ({"form": "completion", "where": "both"}, "--form completion asks last: leave out --question both"),
         ({"valid": ()}, "--test is given without --valid"),
