@@ -39,9 +39,7 @@ def add_gaps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive_int, required=True, metavar="N", help=about)
     about = "the same in validation and test, e.g. to ask of longer contexts than in training (default: --tokens)"
     parser.add_argument("--valid-tokens", type=positive_int, metavar="N", help=about)
-    about = (
-        "train on passages of any length from N tokens on, drawn evenly by its logarithm (default: all fill --tokens)"
-    )
+    about = "train on passages of any length from N tokens on, even on a logarithmic scale (default: all fill --tokens)"
     parser.add_argument("--shortest", type=positive_int, metavar="N", help=about)
     for flag, number, about in (("", 4000, "of training"), ("valid-", 400, "of validation, as many of the test")):
         about = f"{about} (default: {number})"
