@@ -21,7 +21,7 @@ from ..data.vocabulary import given_vocabulary
 from .exchange import Exchange
 from .gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, quotas
 from .held_out import Division, HeldOut
-from .planted import Places, plant
+from .planted import FREQUENT, Places, plant
 from .prepared import Prepared
 from .question import Question
 from .storing import Asked, AskedSet, check_dest, store
@@ -166,7 +166,7 @@ class _Choice:
         self._options, self._documents, self._encoder, self._say = options, documents, encoder, say
         # by split: by the number of its document
         self._chosen: dict[str, dict[int, list[Gap]]] = {}
-        self._names: set[str] = set()  # of the training
+        self._names: Counter[str] = Counter()  # of the training
 
     def asked(self, split: str) -> Iterator[Asked]:
         """The chosen questions of a split, in the order of the documents."""
@@ -181,7 +181,8 @@ class _Choice:
                 passage = text[gap.begin : gap.end]
                 if self._options.sentence == "planted":
                     chance = f"{self._options.seed}\0{document.digest}"
-                    gap, passage = plant(gap, passage, self._names, chance)
+                    names = [name for name, _ in self._names.most_common(FREQUENT)]
+                    gap, passage = plant(gap, passage, names, chance)
                 if self._options.names == "exchanged":
                     most = self._options.length(split) - ANSWER_TOKENS
                     gap, passage = exchange(gap, passage, most, document.digest)
@@ -213,7 +214,7 @@ class _Choice:
                 there.longest = max(there.longest, passages.tokens)
                 there.names += len(passages.names)
                 if split == "train":
-                    self._names.update(passages.names)
+                    self._names.update(passages.counts())
                 progress.update()
         for split in SPLITS:
             self._check(split, looked[split], [len(heaps[split, number]) for number in range(BINS)])

@@ -1,6 +1,7 @@
 """Questions whose answer is put into a passage of any text: one sentence, the same each time but for its name."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -10,10 +11,15 @@ from .exchange import generator
 from .gaps import ANSWER_TOKENS, RANDOM, RECENT, Gap, Passages
 
 PLANTED = "The keeper of the key is"  # and a name that the passage has nowhere else
+FREQUENT = 64  # of the training's names, which are planted: so few that a small model soon knows them all
 
 
 class Places(Passages):
     """A document in words, sentences and names, in which sentences can be planted."""
+
+    def counts(self) -> Counter[str]:
+        """How often each name is mentioned."""
+        return Counter(self._names[number] for number in self._of.tolist())
 
     def places(self, tokens: int) -> Iterator[Gap]:
         """Before each sentence, for each bin of distance: questions whose answer is to be drawn (:func:`plant`).
