@@ -181,8 +181,7 @@ def test_there_are_three_and_further_models_of_two():
     assert sorted(set(map(family, RECIPES))) == sorted(STATED) and sorted(RECIPES) == sorted(MEANS)
 
 
-@pytest.mark.parametrize("processes", [1, 8])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "processes"), [*((name, 8) for name in RECIPES), *((name, 1) for name in STATED)])
 def test_the_paper_scale_is_the_papers(name, processes, tmp_path, capsys, monkeypatch):
     """Without data there: preparation, training on text as in fire-lm, fine-tuning and questions."""
     monkeypatch.chdir(tmp_path)
