@@ -130,7 +130,7 @@ class DividedDocuments:
         if given == "valid" and self._options.test_from_valid:
             given, valid, train = "", 0.5, 1.0
         for document in reader:
-            if not given and self._options.divide_by == "part":
+            if self._options.divide_by == "part" and not self._options.valid:
                 yield from _cut(document, self._options.valid_fraction, self._options.test_fraction)
                 left = None if left is None else left - 1
                 if left == 0:

@@ -8,11 +8,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 
 import numpy as np
 
 from ..core import UserError
+from .chances import generator
 from .gaps import Gap
 
 _DRAWS = 16  # before it is given up to find names that take no more tokens than there are
@@ -75,11 +75,6 @@ class Exchange:
 
     def _length(self, gap: Gap, passage: str) -> int:
         return sum(len(self._encode(part)) for part in (gap.prompt, passage, gap.cue) if part)
-
-
-def generator(chance: str) -> np.random.Generator:
-    """Draws that depend on nothing but a text."""
-    return np.random.default_rng(int.from_bytes(blake2b(chance.encode(), digest_size=8).digest(), "big"))
 
 
 def _renamed(gap: Gap, passage: str, others: Mapping[str, str], whole: re.Pattern[str]) -> tuple[Gap, str]:

@@ -4,8 +4,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from hashlib import blake2b
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ..data.folder import SPLITS
 from ..data.preparation import PrepareOptions
 from ..data.sourcefiles import Entry
 from ..data.vocabulary import given_vocabulary
+from .chances import chance_of
 from .exchange import Exchange
 from .gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, quotas
 from .held_out import Division, HeldOut
@@ -62,7 +62,7 @@ class GapOptions:
             "questions": (BINS, 1 << 32),
             "valid_questions": (BINS, 1 << 32),
             "valid_tokens": (_LEAST_TOKENS, 1 << 24),
-            "shortest": (16, self.tokens),
+            "shortest": (16, self.tokens // 2),
             "seed": (0, (1 << 63) - 1),
         }
         for name, (least, most) in ranges.items():
@@ -132,10 +132,8 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
         answer_tokens=ANSWER_TOKENS,
         splits={split: partial(choice.asked, split) for split in SPLITS},
     )
-    names = ("tokens", "documents", "text_field", "questions", "valid_questions", "where", "sentence", "seed")
-    chosen = {name: getattr(options, name) for name in (*names, "valid_tokens")}
-    later = {"form": "gap", "names": "own", "shortest": None}  # those of later versions, unsaid as before
-    chosen |= {name: getattr(options, name) for name, usual in later.items() if getattr(options, name) != usual}
+    places = ("dest", "vocab_from", "train", "valid", "test")
+    chosen = {name: value for name, value in vars(options).items() if name not in places}
     source: dict[str, object] = {"texts": documents.digest, "options": chosen}
     if division != Division(options.seed):
         source["division"] = vars(division)
@@ -173,23 +171,32 @@ class _Choice:
         if not self._chosen:
             self._choose()
         left = dict(self._chosen[split])
-        exchange = Exchange(self._names, self._encoder.encode, self._options.seed)
         for number, document in enumerate(d for s, d in self._documents if s == split):
             gaps = left.pop(number, [])
             text = _text(document) if gaps else ""
             for gap in sorted(gaps, key=attrgetter("place", "end")):
                 passage = text[gap.begin : gap.end]
-                if self._options.sentence == "planted":
-                    chance = f"{self._options.seed}\0{document.digest}"
-                    names = [name for name, _ in self._names.most_common(FREQUENT)]
-                    gap, passage = plant(gap, passage, names, chance)
-                if self._options.names == "exchanged":
-                    most = self._options.length(split) - ANSWER_TOKENS
-                    gap, passage = exchange(gap, passage, most, document.digest)
+                gap, passage = self._with_names(split, document, gap, passage)
                 yield Asked(_question(number, passage, gap), partial(str, document.place), gap.guesses)
             if not left:
                 break
         self._documents.check_unchanged()
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self._names, self._encoder.encode, self._options.seed)
+
+    @cached_property
+    def _planted(self) -> list[str]:
+        return [name for name, _ in self._names.most_common(FREQUENT)]
+
+    def _with_names(self, split: str, document: Document, gap: Gap, passage: str) -> tuple[Gap, str]:
+        """A question and its passage with the names that are drawn for it, if any are."""
+        if self._options.sentence == "planted":
+            return plant(gap, passage, self._planted, f"{self._options.seed}\0{document.digest}")
+        if self._options.names == "exchanged":
+            return self._exchange(gap, passage, self._options.length(split) - ANSWER_TOKENS, document.digest)
+        return gap, passage
 
     def _choose(self) -> None:
         options, looked = self._options, {split: _Looked() for split in SPLITS}
@@ -251,7 +258,7 @@ class _Choice:
 
     def _rank(self, document: Document, gap: Gap) -> int:
         name = f"{self._options.seed}\0{document.digest}\0{gap.place}\0{gap.end}"
-        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
+        return chance_of(name)
 
     def _check(self, split: str, looked: _Looked, found: list[int]) -> None:
         """Refuse a split that has fewer questions of some distance than wanted."""

@@ -10,11 +10,12 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from .chances import chance_of, unit
 
 BLANK = "____"
 WHERE = ("last", "first", "both")
@@ -79,11 +80,6 @@ class _Asked(NamedTuple):
     cue: str
     room: int  # tokens of a passage
     chance: int  # by which its passages and guesses are chosen
-
-
-def unit(chance: int, number: int) -> float:
-    """One of several numbers from 0 to below 1 that a large number stands for."""
-    return (chance >> 7 * number) % 4096 / 4096
 
 
 class Passages:
@@ -208,7 +204,7 @@ class Passages:
         sentence = " ".join(f"{self._text[begin:start]}{BLANK}{self._text[stop:end]}".split())
         prompt, cue = question_text(sentence, where, form)
         room = tokens - ANSWER_TOKENS - len(self._encode(prompt)) - len(self._encode(cue))
-        chance = int.from_bytes(blake2b(f"{start} {sentence}".encode(), digest_size=8).digest(), "big")
+        chance = chance_of(f"{start} {sentence}")
         return _Asked(begin, mention, answer, prompt, cue, self._drawn(room, chance), chance)
 
     def _drawn(self, room: int, chance: int) -> int:

@@ -4,10 +4,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from hashlib import blake2b
 
 from ..core import UserError
-from .exchange import generator
+from .chances import chance_of, generator
 from .gaps import ANSWER_TOKENS, RANDOM, RECENT, Gap, Passages
 
 PLANTED = "The keeper of the key is"  # and a name that the passage has nowhere else
@@ -32,7 +31,7 @@ class Places(Passages):
         ends = [bisect_left(self._ends, end) + 1 for _, end in found]  # in words
         for begin, _ in found:
             at = bisect_left(self._ends, begin + 1)
-            chance = int.from_bytes(blake2b(f"{begin} {PLANTED}".encode(), digest_size=8).digest(), "big")
+            chance = chance_of(f"{begin} {PLANTED}")
             room = self._drawn(most, chance)
             for stop in self.stops(at, room, chance, ends):
                 since = self._since(stop, room)

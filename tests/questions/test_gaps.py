@@ -294,7 +294,7 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ({"names": "mine"}, "--names mine is none of own, exchanged"),
         ({"sentence": "planted"}, "--sentence planted is completed, by a name that is drawn: --form gap does not go"),
         ({"sentence": "planted", "form": "completion", "names": "exchanged"}, "--names exchanged does not go with it"),
-        ({"shortest": 300}, "--shortest 300 is out of range: use 16 to 256"),
+        ({"shortest": 300}, "--shortest 300 is out of range: use 16 to 128"),
         ({"form": "riddle"}, "--form riddle is none of gap, completion"),
         ({"form": "completion", "where": "both"}, "--form completion asks last: leave out --question both"),
         ({"valid": ()}, "--test is given without --valid"),
