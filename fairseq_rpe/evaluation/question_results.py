@@ -9,6 +9,7 @@ from fairseq_rpe.core import checkpoint_file, files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.records import Count, Natural, Words, filled
 from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.evaluation.distances import Band
 from fairseq_rpe.evaluation.results import Overrides, Result, draws_of
 from fairseq_rpe.questions import askable, metrics, prepared
 from fairseq_rpe.questions.layout import Cut
@@ -108,7 +109,8 @@ class QuestionResult(QuestionKey, Result):
 
     ``cut_documents``: questions whose document was shortened, by ``lost_tokens`` in all; ``empty``: answers of nothing
     but white space; ``undefined``: metrics that these answers leave undefined, which are 0; ``transform``: of
-    positions. ``seconds`` of writing, without loading.
+    positions. ``distances``: the same score by how far back the answer stands, where that is on record. ``seconds`` of
+    writing, without loading.
     """
 
     of = QuestionKey
@@ -122,4 +124,5 @@ class QuestionResult(QuestionKey, Result):
     empty: Natural
     undefined: Words = ()
     transform: str
+    distances: tuple[Band, ...] = ()
     seconds: float | None = None

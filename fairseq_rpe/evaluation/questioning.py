@@ -18,6 +18,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.evaluation.answers import interpolated
+from fairseq_rpe.evaluation.distances import bands
 from fairseq_rpe.evaluation.loading import check_plain, load
 from fairseq_rpe.evaluation.question_results import QuestionKey, QuestionRequest, QuestionResult
 from fairseq_rpe.evaluation.results import read, resumed
@@ -131,7 +132,8 @@ def measuring(
             raise UserError(f"{key.set}: {len(texts)} of {count} questions were answered: the result is not kept")
         if request.predictions is not None:
             files.write_json(_predictions(request, key), texts)
-        values, undefined = _scored(info, [rows.judged(row, texts[row.id]) for _, row in asked[key.set]])
+        items = [rows.judged(row, texts[row.id]) for _, row in asked[key.set]]
+        values, undefined = _scored(info, items)
         return QuestionResult(
             **vars(key),
             encoding=checkpoint.encoding,
@@ -145,6 +147,7 @@ def measuring(
             empty=sum(not text.strip() for text in texts.values()),
             undefined=undefined,
             transform=interpolated(given, checkpoint.train_length() or key.length, key.length),
+            distances=bands(info.published, items, [row.distance for _, row in asked[key.set]]),
             seconds=round(sum(part.seconds for part in parts), 3),
         )
 

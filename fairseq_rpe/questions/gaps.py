@@ -32,7 +32,7 @@ _FEWEST_WORDS, _MOST_WORDS = 8, 60  # of a sentence that is asked for
 _BEGUN = 4  # words of a sentence that is to be completed
 # A blank and what follows it are one word for every tokenizer, a newline is one by itself.
 _WORD = re.compile(r"[ \n]*[^ \n]+")
-_LETTERS = re.compile(r"[^\W\d_]+")
+LETTERS = re.compile(r"[^\W\d_]+")
 _SHORT = r"(?:Mrs?|Ms|Dr|St|Mme|Mlle|Messrs|Capt|Col|Gen|Lieut|Rev|Hon|Prof|Esq|Jr|Sr|No|Vol|[A-Z])"
 _INSIDE = re.compile(rf"(?:[^\W\d_]|,|;|\b{_SHORT}\.)[ \n]$")
 _BORDER = re.compile(r"[.!?…][\"'”’»)\]]*[ \n]+|\n[ \t\r]*\n\s*")
@@ -120,7 +120,7 @@ class Passages:
 
     def _find_names(self, known: Callable[[str], bool]) -> None:
         text = self._text
-        words = [(match[0], match.start(), match.end()) for match in _LETTERS.finditer(text)]
+        words = [(match[0], match.start(), match.end()) for match in LETTERS.finditer(text)]
         all_of, inside, before_another = Counter(word for word, *_ in words), Counter[str](), Counter[str]()
         followers = defaultdict[str, set[str]](set)
         for (word, start, end), (after, then, _) in pairwise([*words, ("", len(text), len(text))]):
@@ -157,7 +157,7 @@ class Passages:
         """Where each begins and ends: characters of the document."""
         text, start, found = self._text, 0, []
         for border in _BORDER.finditer(text):
-            sign, after = border.start(), _LETTERS.search(text, border.end(), border.end() + 4)
+            sign, after = border.start(), LETTERS.search(text, border.end(), border.end() + 4)
             if text[sign] != "\n":
                 short = text[sign] == "." and _ABBREVIATION.search(text, max(start, sign - 8), sign + 1)
                 if short or (after and after[0][0].islower()):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..core import UserError
 from .chances import chance_of, generator
-from .gaps import ANSWER_TOKENS, RANDOM, RECENT, Gap, Passages
+from .gaps import ANSWER_TOKENS, LETTERS, RANDOM, RECENT, Gap, Passages
 
 PLANTED = "The keeper of the key is"  # and a name that the passage has nowhere else
 FREQUENT = 64  # of the training's names, which are planted: so few that a small model soon knows them all
@@ -65,5 +65,6 @@ def plant(gap: Gap, passage: str, names: Collection[str], chance: str) -> tuple[
     answer, at = free[int(draw.integers(len(free)))], gap.place - gap.begin
     found = f"{passage[:at]}{PLANTED} {answer}. {passage[at:]}"
     choices = (*gap.choices, answer)
-    guesses = {RECENT: max(choices, key=found.rfind), RANDOM: choices[int(draw.integers(len(choices)))]}
+    last = {word[0]: word.start() for word in LETTERS.finditer(found)}
+    guesses = {RECENT: max(choices, key=last.__getitem__), RANDOM: choices[int(draw.integers(len(choices)))]}
     return replace(gap, answer=answer, choices=choices, guesses=guesses), found

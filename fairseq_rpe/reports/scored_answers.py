@@ -1,11 +1,12 @@
 """What a sweep over questions found: the score of each method on each set and context length, and means of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
+from fairseq_rpe.evaluation.distances import Band
 from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.reports.findings import (
     ExactAnswers,
@@ -68,6 +69,15 @@ class Scores:
             return by_length((one.length, one.score) for one in own)
         values = [(one.length, {one.published: one.score, **one.metrics}.get(metric)) for one in own]
         return by_length((length, value) for length, value in values if value is not None)
+
+    def by_distance(self, label: str, length: int) -> dict[Band, dict[str, list[float]]]:
+        """By words between answer and document's end, the score of each method's seeds; none where it is not known."""
+        found: dict[Band, dict[str, list[float]]] = {}
+        for row in self.rows:
+            if self.label(row) == label and row.result.length == length:
+                for band in row.result.distances:
+                    found.setdefault(replace(band, score=0.0), {}).setdefault(row.method, []).append(band.score)
+        return found
 
     def mean_sets(self) -> list[str]:
         """The sets that a mean over sets is of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from test_accuracy import error_of
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
 from fairseq_rpe.evaluation import questioning
+from fairseq_rpe.evaluation.distances import bands
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.layout import fitted
 from fairseq_rpe.questions.metrics import Scored, score
@@ -170,6 +172,32 @@ def test_answers_are_those_of_full_passes_and_scores_those_of_the_answers(
     assert start["lost_tokens"] == wide["lost_tokens"] == lines[0]["lost_tokens"]
     assert (start["cut"], wide["beam"], wide["length_penalty"]) == ("start", 2, 1.0)
     assert files.read_json_lines(out) == [*lines, start, wide]
+
+
+def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path, capsys):
+    """Of questions whose distances are on record: eight groups from near to far, whatever their order in the file."""
+    order = [5, 18, 0, 11, 3, 16, 9, 1, 14, 7, 12, 4, 17, 2, 10, 15, 6, 13, 8]
+    asked = [replace(one, distance=10 * place) for one, place in zip(questions(19), order, strict=True)]
+    folder = make_folder(tmp_path / "data", {"train": questions(2, start=30), "valid": asked}, metrics=("rouge1",))
+    texts = tmp_path / "texts"
+    (line,) = answer(capsys, checkpoint, tmp_path / "data", "--lengths", 180, "--predictions", texts)
+    given = json.loads(written_at(texts, "made-180").read_text())
+    near = sorted(asked, key=lambda one: one.distance)
+    groups = [near[0:2], near[2:4], near[4:7], near[7:9], near[9:11], near[11:14], near[14:16], near[16:19]]
+    assert line["distances"] == [
+        {
+            "least": own[0].distance,
+            "most": own[-1].distance,
+            "questions": len(own),
+            "score": score("rouge1", [Scored(given[one.id], one.answers) for one in own]),
+        }
+        for own in groups
+    ]
+    whole = sum(band["questions"] * band["score"] for band in line["distances"]) / 19
+    assert whole == pytest.approx(line["score"])
+    items = [Scored(text, ("Bren",)) for text in given.values()]
+    assert folder.sets["made"].published == "rouge1" and len(bands("em", items, list(range(19)))) == 8
+    assert bands("em", items, [None, *range(18)]) == bands("matthews", items, list(range(19))) == ()
 
 
 def test_batches_change_nothing(data, checkpoint, tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.questions import gaps
 from fairseq_rpe.questions.exchange import Exchange
 from fairseq_rpe.questions.gap_folder import GapOptions, make_gaps
-from fairseq_rpe.questions.gaps import BINS, BLANK, Passages
+from fairseq_rpe.questions.gaps import BINS, BLANK, Gap, Passages
 from fairseq_rpe.questions.planted import PLANTED, plant
 
 NAMES = ("Tamsin", "Bren", "Ula", "Ivo", "Sela", "Nils", "Oda", "Quill", "Orrin", "Marten", "Petra", "Hob")
@@ -219,6 +219,14 @@ def test_a_planted_sentence_is_the_only_one_with_the_answer(texts, vocab, tmp_pa
         assert bins == [wanted // BINS] * BINS
         assert prepared.sets["gaps"].splits[split].guesses == {k: 100 * n / wanted for k, n in right.items()}
     assert len(answers) > 6
+
+
+def test_a_name_within_another_word_is_not_that_name():
+    passage = "Ann saw Tom. They went to Annette, who was not in."
+    gap = Gap(0, len(passage), 0, "", "", "", ("Ann", "Tom"), (), 9, {}, 0)
+    planted, read = plant(gap, passage, {"Ann", "Tom", "Maria"}, "1")
+    assert planted.answer == "Maria" and read == f"{PLANTED} Maria. {passage}"
+    assert planted.guesses[gaps.RECENT] == "Tom"
 
 
 def test_passages_of_training_from_the_shortest_on(texts, vocab, tmp_path):

@@ -624,12 +624,34 @@ def test_the_report_by_length_has_a_column_for_each(tmp_path):
     with open(tmp_path / "scores.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8 * 7 * 2 * 2 and {row["counts"] for row in rows if row["metric"] == "f1"} == {"yes"}
+    assert "document's end" not in said
     # a result more, and the report is another
     run = folder.run_of(folder.state().method("fire"), 1, "narrative_qa")
     row = files.read_json_lines(run.results)[-1]
     assert kept.text(folder) is not None
     files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
     assert kept.text(folder) is None
+
+
+def test_the_report_by_distance_is_of_the_longest_context(tmp_path):
+    folder = scored(tmp_path, "fire-narrativeqa", {"gaps": "em"}, {256: 1.0, 512: 1.0}, seeds=2, methods=2)
+    state = folder.state()
+    for number, name in enumerate(state.methods):
+        for seed in (1, 2):
+            run = folder.run_of(state.method(name), seed, "gaps")
+            rows = files.read_json_lines(run.results)
+            run.results.unlink()
+            for row in rows:
+                ends = [(0, 40), (41, 97)] if row["length"] == 512 else [(0, 30)]
+                found = [
+                    {"least": least, "most": most, "questions": 200, "score": 10.0 * number + seed + most}
+                    for least, most in ends
+                ]
+                files.append_json_line(run.results, {**row, "distances": found})
+    said = plain(write(folder).text)
+    assert "gaps: em in % on 512 tokens, by words between the answer and the document's end, an eighth of" in said
+    assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
+    assert "| nope | 41.50 | 98.50 |" in said and "| rope | 51.50 | 108.50 |" in said
 
 
 def test_the_report_on_a_mixture_averages_the_sets_that_are_published(tmp_path):

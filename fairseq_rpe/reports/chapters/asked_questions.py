@@ -1,6 +1,7 @@
 """A sweep over questions: scores set by set and by context length, beside the published ones."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -23,6 +24,7 @@ def findings(state: State, runs: Sequence[Run], found: Scores) -> Findings:
     several = len(found.lengths) > 1
     tables = [_of_length(state, found, *one) for one in _metrics(found)] if several else []
     tables += [_of_sets(state, found, n) for n in found.lengths] if len(found.sets) > 1 or not several else []
+    tables += [table for label in found.sets if (table := _of_distance(found, label))]
     printed = _published(state.published, found)
     figure = _figure(found)
     alt = "; ".join(
@@ -88,6 +90,22 @@ def _of_length(state: State, found: Scores, label: str, metric: str) -> Table:
     if ends:
         caption += f" Positions end: {', '.join(f'{name} at {end}' for name, end in ends.items())}."
     return _table(found, columns, caption, _printed(known, found, list(map(str, found.lengths))))
+
+
+def _of_distance(found: Scores, label: str) -> Table | None:
+    """Methods × distances of the answer on a set, at the longest context."""
+    length = found.lengths[-1]
+    bands = found.by_distance(label, length)
+    columns = {band.words: partial(_seeds, own) for band, own in bands.items()}
+    caption = (
+        f"{label}: {found.metric(label)} in % on {length} tokens, by words between the answer and the document's end, "
+        "an eighth of the questions each."
+    )
+    return _table(found, columns, caption, {}) if columns else None
+
+
+def _seeds(values: Mapping[str, list[float]], method: str) -> list[float]:
+    return values.get(method, [])
 
 
 def _table(

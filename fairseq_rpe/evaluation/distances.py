@@ -1,0 +1,44 @@
+"""Scores by how far from the end of its document a question's answer stands."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fairseq_rpe.core.records import Count, Natural
+from fairseq_rpe.questions import metrics
+from fairseq_rpe.questions.metrics import Scored
+from fairseq_rpe.questions.partial_scores import adds_up
+
+BANDS = 8  # of as many questions each
+
+
+@dataclass(frozen=True)
+class Band:
+    """The score in per cent of ``questions`` whose answer stands ``least`` to ``most`` words before the end."""
+
+    least: Natural
+    most: Natural
+    questions: Count
+    score: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.least}–{self.most}"
+
+
+def bands(metric: str, items: Sequence[Scored], distances: Sequence[int | None]) -> tuple[Band, ...]:
+    """The score of the nearest eighth of the questions, of the next, and so on.
+
+    None where a distance is not known, and of a metric that is no mean over questions.
+    """
+    known = [(distance, place) for place, distance in enumerate(distances) if distance is not None]
+    if len(known) < max(len(items), BANDS) or not adds_up(metric):
+        return ()
+    known.sort()
+    cuts = [len(known) * number // BANDS for number in range(BANDS + 1)]
+    found = []
+    for start, end in pairwise(cuts):
+        own = known[start:end]
+        score = metrics.score(metric, [items[place] for _, place in own])
+        found.append(Band(own[0][0], own[-1][0], len(own), score))
+    return tuple(found)
