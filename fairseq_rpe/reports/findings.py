@@ -230,7 +230,7 @@ def perplexities(folder: SweepFolder, state: State) -> Perplexities:
             own = found.get(state.settings.tokens)
             for _, one in sorted(found.items()):
                 rows[name].append(Finding(method.name, seed, one, one.ppl / own.ppl if own else None))
-    longer = {name: tokens for name in state.encodings if (tokens := state.method(name).own.tokens)}
+    longer = {name: tokens for name in state.encodings if (tokens := state.method(name).further.tokens)}
     at = state.settings.tokens
     others = {name: Perplexities(own, at, longer=longer) for name, own in rows.items() if name is not None and own}
     return Perplexities(rows[None], at, others, longer)

@@ -157,10 +157,10 @@ def request_of(
     """What the training of a cell is asked to be; ``first``: the one that it continues."""
     place = SweepFolder(sweep.out)
     folder = place.run_of(method, seed, algorithm)
-    own: dict[str, Any] = {**method.own.given()}
-    if method.own.batch_sentences is not None:
-        own["batch_sentences"] = divided(method.own.batch_sentences, sweep.base)
-    if method.own.schedule not in (None, "cosine"):
+    own: dict[str, Any] = {**method.further.given()}
+    if method.further.batch_sentences is not None:
+        own["batch_sentences"] = divided(method.further.batch_sentences, sweep.base)
+    if method.further.schedule not in (None, "cosine"):
         own["min_lr"] = None
     given: dict[str, Any] = {
         "rpe": method.rpe,
@@ -241,7 +241,7 @@ def _lengths(sweep: Sweep, cell: Cell) -> list[int]:
     """Those to evaluate: the training lengths are always among those of a text, of what is trained further too."""
     task = cell.request.algorithm
     if task is None:
-        further = (method.own.tokens for method in sweep.methods)
+        further = (method.further.tokens for method in sweep.methods)
         return sorted({(cell.parent or cell).plan.settings.tokens, *filter(None, further), *sweep.lengths})
     built = build(task)
     if gone := built.lacks(sweep.subset, sweep.lengths):

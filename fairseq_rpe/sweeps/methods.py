@@ -19,7 +19,7 @@ def check(sweep: Sweep, cells: list[Cell]) -> None:
         for rpe in filter(None, (method.rpe, method.rpe_eval)):
             check_specs(rpe, transforms, tokens, sweep.base.rpe_module)
         normal = (encodings.normalise(method.rpe), *(positions.normalise(spec) if spec else "" for spec in transforms))
-        normal += (encodings.normalise(method.rpe_eval or method.rpe), method.continues or "", str(method.own))
+        normal += (encodings.normalise(method.rpe_eval or method.rpe), method.continues or "", str(method.further))
         if normal in seen:
             raise UserError(f"'{seen[normal]}' and '{method.name}' are the same encoding: leave one out")
         seen[normal] = method.name

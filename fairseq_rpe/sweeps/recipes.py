@@ -229,7 +229,7 @@ def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale],
                 f"{source}: method '{method.name}' continues '{method.continues}', which continues another one: name "
                 "one that is trained from the start"
             )
-        if method.further and method.continues is None:
+        if method.further.given() and method.continues is None:
             raise UserError(f"{source}: method '{method.name}' has further training of nothing: say what it continues")
     for size, scale in scales.items():
         for name in scale.further:

@@ -58,7 +58,8 @@ class Method:
     """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere.
 
     ``rpe_eval``: the encoding that evaluation has in place of ``rpe``, without any training.
-    ``continues``: the method whose finished training it begins with, and ``further`` what its own is then.
+    ``continues``: the method whose finished training it begins with, and ``further`` what its own
+    does in another way.
     """
 
     name: str
@@ -67,12 +68,7 @@ class Method:
     positions_eval: str | None = None
     rpe_eval: str | None = None
     continues: str | None = None
-    further: Further | None = None
-
-    @property
-    def own(self) -> Further:
-        """What its training does in another way than the one that it continues."""
-        return self.further or Further()
+    further: Further = Further()
 
     @property
     def leaves_positions(self) -> bool:
@@ -90,7 +86,7 @@ class Method:
         """As sweep.json has it, by its name."""
         left = {"name", "continues", "further"} | ({"rpe_eval"} if self.rpe_eval is None else set())
         known = {key: value for key, value in vars(self).items() if key not in left}
-        return {**known, "continues": self.continues, "further": self.own.given()} if self.continues else known
+        return {**known, "continues": self.continues, "further": self.further.given()} if self.continues else known
 
 
 @dataclass(frozen=True)

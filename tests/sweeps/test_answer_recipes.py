@@ -343,6 +343,15 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
     assert "its training is not finished" in capsys.readouterr().err
 
 
+def test_a_sweep_on_record_is_taken_up_again(place, corpus):
+    """A method that continues another, and says nothing of how, is the same in the record."""
+    given = [corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x"]
+    first = carry.state(*asked(*given))
+    SweepFolder(Path("x")).write(first)
+    assert first.methods["rope-pi"].continues == "rope"
+    assert SweepFolder(Path("x")).state().methods == first.methods == carry.state(*asked(*given)).methods
+
+
 def test_a_fine_tuning_waits_for_the_training_before(place, corpus, capsys):
     sweep, made = asked(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
     first, tuned = made

@@ -63,8 +63,8 @@ def _further(state: State, found: Perplexities) -> list[Text]:
     lines = []
     for method in map(state.method, found.encodings):
         if method.continues:
-            updates = f" for {method.own.updates:,} updates" if method.own.updates else ""
-            at = f" at {method.own.tokens} tokens" if method.own.tokens else ""
+            updates = f" for {method.further.updates:,} updates" if method.further.updates else ""
+            at = f" at {method.further.tokens} tokens" if method.further.tokens else ""
             lines.append(f"{method.name} continues the training of {method.continues}{updates}{at}")
     if not lines:
         return []
