@@ -16,35 +16,41 @@ _WIDE = 14  # sets across from which their names stand upright
 _LONG = 9999  # from which a length takes so much room that the next one has to be far away
 
 
-def over_length(curves: Mapping[tuple[str, str], Mapping[str, Band]], tuned_at: int) -> Figure:
-    """Scores against the context length, a panel for each (set, metric): by method and tokens, a value per seed in %.
+Curves = Mapping[tuple[str, str], Mapping[str, Band]]  # by (set, metric), method and place along x; a value per seed
 
-    ``tuned_at``: tokens of the fine-tuning, where a line is drawn. Source of the kind of figure: "Functional
+
+def over_length(curves: Curves, tuned_at: int, back: Curves) -> Figure:
+    """Scores in per cent against the context length in tokens, a panel for each (set, metric).
+
+    ``tuned_at``: tokens of the fine-tuning, where a line is drawn. ``back``: on the longest context, against the words
+    between the answer and the document's end, in panels of their own. Source of the kind of figure: "Functional
     Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 left.
     """
-    columns = min(2, len(curves))
-    lines = -(-len(curves) // columns)
+    wanted = [*((key, own, False) for key, own in curves.items()), *((key, own, True) for key, own in back.items())]
+    columns = min(2, len(wanted))
+    lines = -(-len(wanted) // columns)
     shown = looks(list(dict.fromkeys(method for of_set in curves.values() for method in of_set)))
+    longest = max(n for of_set in curves.values() for points in of_set.values() for n in points)
     height = max(2.6, 0.6 + 0.19 * len(shown))
     figure, made = panels(lines, columns, (COLUMN if columns == 1 else PAGE, 0.4 + height * lines))
     ends, joint = {}, "; " if columns == 1 else "\n"
-    for ((label, metric), of_set), axes in zip(curves.items(), made, strict=False):
+    for ((label, metric), of_set, in_words), axes in zip(wanted, made, strict=False):
         for method, points in of_set.items():
             draw_band(axes, points, method, shown[method])
-        mark_training(axes, tuned_at, named=False)
-        lengths = sorted({n for points in of_set.values() for n in points})
-        lengths_along(axes, lengths)
-        if any(2 * one > other and other > _LONG for one, other in pairwise(lengths)):
-            axes.tick_params(axis="x", labelrotation=45 if columns == 1 else 90)
-        axes.set(
-            xlabel=joint.join(("context length (tokens)", f"dashed: fine-tuned at {tuned_at}")),
-            ylabel=f"{metric} (%)",
-            ylim=(0, None),
-        )
+        if in_words:
+            about = "words from the answer to the document's end", f"of {longest} tokens"
+        else:
+            about = "context length (tokens)", f"dashed: fine-tuned at {tuned_at}"
+            mark_training(axes, tuned_at, named=False)
+            lengths = sorted({n for points in of_set.values() for n in points})
+            lengths_along(axes, lengths)
+            if any(2 * one > other and other > _LONG for one, other in pairwise(lengths)):
+                axes.tick_params(axis="x", labelrotation=45 if columns == 1 else 90)
+        axes.set(xlabel=joint.join(about), ylabel=f"{metric} (%)", ylim=(0, None))
         titled(axes, "\n".join(filter(None, (label, seeds_said(of_set.values())))))
         last = {method: means_of(points) for method, points in of_set.items() if points}
         ends[axes] = [End(m, max(own), own[max(own)], shown[m].colour) for m, own in last.items()]
-    for axes in made[len(curves) :]:
+    for axes in made[len(wanted) :]:
         axes.set_visible(False)
     name_ends(figure, ends)
     return figure

@@ -24,6 +24,7 @@ from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.questions import known, prepared
 from fairseq_rpe.questions.question import Question
 from fairseq_rpe.reports import beside, kept
+from fairseq_rpe.reports.chapters import asked_questions
 from fairseq_rpe.reports.scored_answers import collect, published_mean
 from fairseq_rpe.reports.write import check, write
 from fairseq_rpe.runs.run_folder import Finished
@@ -661,6 +662,12 @@ def test_the_report_by_distance_is_of_the_longest_context(tmp_path):
     assert "gaps: em in % on 512 tokens, by words between the answer and the document's end, an eighth of" in said
     assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
     assert "| nope | 41.50 | 98.50 |" in said and "| rope | 51.50 | 108.50 |" in said
+    assert said.count("in % by context length") == 1  # of exact match alone, which is all that there is
+    figure = asked_questions.findings(state, [], collect(folder, state)).figure
+    assert [axes.get_ylabel() for axes in figure.axes] == ["em (%)", "em (%)"]
+    panel = figure.axes[1]
+    (line,) = (line for line in panel.lines if line.get_label() == "rope")
+    assert list(line.get_xdata()) == [20, 69] and list(line.get_ydata()) == [51.5, 108.5]
 
 
 def test_the_report_on_a_mixture_averages_the_sets_that_are_published(tmp_path):

@@ -6,6 +6,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from fairseq_rpe.core.table import Cell, Row, Table, number, spread, words
+from fairseq_rpe.evaluation.distances import Band
 from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.figures import score_curves
 from fairseq_rpe.reports.chapters import literature
@@ -63,12 +64,16 @@ def _at(found: Scores, label: str, length: int, metric: str | None = None) -> Ca
 
 
 def _metrics(found: Scores) -> list[tuple[str, str]]:
-    """What is shown by context length: every metric of a set that has few, or else the one that counts."""
+    """What is shown by context length: the metric that counts, and of a set that has few the others that differ."""
     return [
         (label, metric)
         for label in found.sets
         for metric in found.metrics(label)
-        if metric == found.metric(label) or len(found.metrics(label)) <= _FEW
+        if metric == found.metric(label)
+        or (
+            len(found.metrics(label)) <= _FEW
+            and any(found.of(label, m, metric) != found.of(label, m) for m in found.methods)
+        )
     ]
 
 
@@ -102,6 +107,11 @@ def _of_distance(found: Scores, label: str) -> Table | None:
         "an eighth of the questions each."
     )
     return _table(found, columns, caption, {}) if columns else None
+
+
+def _by_words(bands: Mapping[Band, Mapping[str, list[float]]], method: str) -> dict[int, list[float]]:
+    """The scores of a method at the middle of each range of words."""
+    return {(band.least + band.most) // 2: own[method] for band, own in bands.items() if method in own}
 
 
 def _seeds(values: Mapping[str, list[float]], method: str) -> list[float]:
@@ -162,7 +172,12 @@ def _figure(found: Scores) -> Figure:
     if len(found.lengths) > 1:
         curves = {one: {m: found.of(one[0], m, one[1]) for m in found.methods} for one in _metrics(found)}
         known = {one: {m: points for m, points in own.items() if points} for one, own in curves.items()}
-        return score_curves.over_length(known, found.tuned_at)
+        back = {
+            (label, found.metric(label)): {m: own for m in found.methods if (own := _by_words(bands, m))}
+            for label in found.sets
+            if (bands := found.by_distance(label, found.lengths[-1]))
+        }
+        return score_curves.over_length(known, found.tuned_at, back)
     (length,) = found.lengths
     values = {label: {m: found.of(label, m).get(length, []) for m in found.methods} for label in found.sets}
     if len(found.sets) > 1:
