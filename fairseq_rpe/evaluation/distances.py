@@ -1,15 +1,17 @@
 """Scores by how far from the end of its document a question's answer stands."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 from fairseq_rpe.core.records import Count, Natural
 from fairseq_rpe.questions import metrics
 from fairseq_rpe.questions.metrics import Scored
 from fairseq_rpe.questions.partial_scores import adds_up
 
-BANDS = 8  # of as many questions each
+BANDS = 8  # of about as many questions each
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,9 @@ class Band:
     questions: Count
     score: float
 
-    @property
-    def words(self) -> str:
-        return f"{self.least}–{self.most}"
-
 
 def bands(metric: str, items: Sequence[Scored], distances: Sequence[int | None]) -> tuple[Band, ...]:
-    """The score of the nearest eighth of the questions, of the next, and so on.
+    """The score of the nearest eighth of the questions, of the next, and so on; equal distances are not parted.
 
     None where a distance is not known, and of a metric that is no mean over questions.
     """
@@ -35,7 +33,9 @@ def bands(metric: str, items: Sequence[Scored], distances: Sequence[int | None])
     if len(known) < max(len(items), BANDS) or not adds_up(metric):
         return ()
     known.sort()
-    cuts = [len(known) * number // BANDS for number in range(BANDS + 1)]
+    sizes = [len(known) * number // BANDS for number in range(BANDS + 1)]
+    # up to the last question that stands as far as the one where an eighth ends
+    cuts = sorted({bisect_right(known, known[size - 1][0], key=itemgetter(0)) if size else 0 for size in sizes})
     found = []
     for start, end in pairwise(cuts):
         own = known[start:end]

@@ -1,12 +1,11 @@
 """What a sweep over questions found: the score of each method on each set and context length, and means of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.table import csv_text
-from fairseq_rpe.evaluation.distances import Band
 from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.reports.findings import (
     ExactAnswers,
@@ -70,13 +69,13 @@ class Scores:
         values = [(one.length, {one.published: one.score, **one.metrics}.get(metric)) for one in own]
         return by_length((length, value) for length, value in values if value is not None)
 
-    def by_distance(self, label: str, length: int) -> dict[Band, dict[str, list[float]]]:
-        """By words between answer and document's end, the score of each method's seeds; none where it is not known."""
-        found: dict[Band, dict[str, list[float]]] = {}
+    def by_distance(self, label: str, length: int) -> dict[tuple[int, int], dict[str, list[float]]]:
+        """By least and most words between answer and document's end, if known, the score of each method's seeds."""
+        found: dict[tuple[int, int], dict[str, list[float]]] = {}
         for row in self.rows:
             if self.label(row) == label and row.result.length == length:
                 for band in row.result.distances:
-                    found.setdefault(replace(band, score=0.0), {}).setdefault(row.method, []).append(band.score)
+                    found.setdefault((band.least, band.most), {}).setdefault(row.method, []).append(band.score)
         return found
 
     def mean_sets(self) -> list[str]:

@@ -197,6 +197,9 @@ def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path, capsys):
     assert whole == pytest.approx(line["score"])
     items = [Scored(text, ("Bren",)) for text in given.values()]
     assert folder.sets["made"].published == "rouge1" and len(bands("em", items, list(range(19)))) == 8
+    # equal distances stand together
+    alike = bands("em", items, [0] * 6 + [7] * 12 + [9])
+    assert [(one.least, one.most, one.questions) for one in alike] == [(0, 0, 6), (7, 7, 12), (9, 9, 1)]
     assert bands("em", items, [None, *range(18)]) == bands("matthews", items, list(range(19))) == ()
 
 

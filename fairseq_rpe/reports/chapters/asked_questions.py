@@ -6,7 +6,6 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from fairseq_rpe.core.table import Cell, Row, Table, number, spread, words
-from fairseq_rpe.evaluation.distances import Band
 from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.figures import score_curves
 from fairseq_rpe.reports.chapters import literature
@@ -101,17 +100,17 @@ def _of_distance(found: Scores, label: str) -> Table | None:
     """Methods × distances of the answer on a set, at the longest context."""
     length = found.lengths[-1]
     bands = found.by_distance(label, length)
-    columns = {band.words: partial(_seeds, own) for band, own in bands.items()}
+    columns = {f"{least}–{most}": partial(_seeds, own) for (least, most), own in bands.items()}
     caption = (
         f"{label}: {found.metric(label)} in % on {length} tokens, by words between the answer and the document's end, "
-        "an eighth of the questions each."
+        "about an eighth of the questions each."
     )
     return _table(found, columns, caption, {}) if columns else None
 
 
-def _by_words(bands: Mapping[Band, Mapping[str, list[float]]], method: str) -> dict[int, list[float]]:
+def _by_words(bands: Mapping[tuple[int, int], Mapping[str, list[float]]], method: str) -> dict[int, list[float]]:
     """The scores of a method at the middle of each range of words."""
-    return {(band.least + band.most) // 2: own[method] for band, own in bands.items() if method in own}
+    return {(least + most) // 2: own[method] for (least, most), own in bands.items() if method in own}
 
 
 def _seeds(values: Mapping[str, list[float]], method: str) -> list[float]:
