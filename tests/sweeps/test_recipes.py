@@ -478,13 +478,13 @@ def test_extended_four_times_and_read_at_sixteen_with_controls():
         methods = {method.name: scale.settled(method, tokens) for method in recipe.methods}
         for name, method in methods.items():
             at = {"pose": tokens}.get(name, 4 * tokens)
-            assert not method.continues or (method.own.tokens or tokens) == at
+            assert not method.continues or (method.further.tokens or tokens) == at
             # as many tokens an update as before
             batch = scale.batch_sentences or 16
             assert (
                 size == "large"
-                or not method.own.tokens
-                or method.own.tokens * method.own.batch_sentences == tokens * batch
+                or not method.further.tokens
+                or method.further.tokens * method.further.batch_sentences == tokens * batch
             )
         found = {n: (m.rpe, m.rpe_eval, m.positions_train, m.continues == "rope") for n, m in methods.items()}
         assert size != "laptop" or found == EXTENDED
