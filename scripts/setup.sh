@@ -98,9 +98,10 @@ if [[ ! -x "$venv/bin/python" ]]; then
     "$python" -m venv "$venv"
 fi
 
+# compiling all files ahead takes longer than the few that are loaded, which Python compiles then
 install() {
-    "$venv/bin/python" -m pip install ${pip_quiet:+"$pip_quiet"} --no-input --disable-pip-version-check \
-        --progress-bar off "$@"
+    "$venv/bin/python" -m pip install ${pip_quiet:+"$pip_quiet"} --no-compile --no-input \
+        --disable-pip-version-check --progress-bar off "$@"
 }
 pins="requirements/constraints.txt"
 detail "installing PyTorch"
