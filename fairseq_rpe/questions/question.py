@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..core import UserError, records
 from ..core.files import json_object
+from ..core.records import Natural
 
 _REMEDY = "correct it"
 
@@ -26,7 +27,7 @@ class Question:
     cue: str = ""
     group: str = ""
     choices: tuple[str, ...] = ()
-    distance: int | None = None
+    distance: Natural | None = None
 
 
 def check(question: Question, source: str) -> None:

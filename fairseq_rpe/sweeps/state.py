@@ -58,8 +58,8 @@ class Method:
     """What a sweep compares: an encoding with its position transforms; ``name`` is its label everywhere.
 
     ``rpe_eval``: the encoding that evaluation has in place of ``rpe``, without any training.
-    ``continues``: the method whose finished training it begins with, and ``further`` what its own
-    does in another way.
+    ``continues``: the method whose finished training it begins with, and ``further`` what its own does in
+    another way.
     """
 
     name: str

@@ -36,6 +36,10 @@ def test_reading(tmp_path):
         ({**GOOD, "id": "b", "prompt": " ", "document": ""}, "line 2: question 'b' has an empty prompt"),
         ({**GOOD, "id": "b", "answers": []}, "line 2: question 'b' has no answer"),
         ({**GOOD, "id": "b", "answers": ["x", " "]}, "line 2: question 'b' has an empty answer"),
+        (
+            {**GOOD, "id": "b", "distance": -1},
+            "line 2: distance of the question must be a whole number from 0 on, not -1",
+        ),
         ({**GOOD, "id": "b", "choices": ["no"]}, "line 2: answer 'Tamsin' of 'b' is none of its choices"),
     ],
 )
