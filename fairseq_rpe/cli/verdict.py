@@ -1,6 +1,8 @@
 """``verdict``: does Σ exp(bias) converge, why, to what, and how far a head then sees."""
 
 import argparse
+from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """The options that say what is judged."""
     parser.add_argument("specs", nargs="*", metavar="SPEC", help="encoding, e.g. alibi or type1:form=paper")
-    parser.add_argument("--formula", metavar="EXPR", help="log-bias as a formula in n, e.g. --formula='-2*log(n+1)'")
+    about = "log-bias as a formula in n, e.g. --formula='-2*log(n+1)', repeatable"
+    parser.add_argument("--formula", metavar="EXPR", action="append", help=about)
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="judge what a trained model has learned")
     parser.add_argument("--heads", type=heads, metavar="H", help="heads of a SPEC (default 8)")
     parser.add_argument("--head-width", type=width, metavar="D", help="width of a head of a SPEC (default 64)")
@@ -67,14 +70,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """The sources of a judgement by their names: the formula, or encodings, one or one per layer of a checkpoint."""
+    """The sources of a judgement by their names: formulas, or encodings, one or one per layer of a checkpoint."""
     if sum((bool(args.specs), args.formula is not None, args.checkpoint is not None)) != 1:
         raise UserError("give either SPEC…, or --formula, or --checkpoint")
     if not args.specs and (args.heads or args.head_width):
         flag = "--heads" if args.heads else "--head-width"
         raise UserError(f"{flag} applies to a SPEC: a formula has one head, a checkpoint its own; leave it out")
     if args.formula is not None:
-        return {args.formula: args.formula}
+        refuse_repeats(args.formula)
+        return {formula: formula for formula in args.formula}
     from fairseq_rpe import encodings
     from fairseq_rpe.analysis.convergence import LENGTH
     from fairseq_rpe.runs import checkpoints
@@ -88,8 +92,13 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
             )
         return {f"{args.checkpoint} ({spec})": learned}
     specs = [encodings.normalise(spec) for spec in args.specs]
-    for spec in specs:
-        if specs.count(spec) > 1:
-            raise UserError(f"'{spec}' is given twice: leave one out")
+    refuse_repeats(specs)
     number = args.heads or 8
     return {spec: [encodings.build(spec, number, number * (args.head_width or 64), LENGTH)] for spec in specs}
+
+
+def refuse_repeats(sources: Sequence[str]) -> None:
+    """Raise UserError if a formula or encoding occurs more than once."""
+    for source, count in Counter(sources).items():
+        if count > 1:
+            raise UserError(f"'{source}' is given twice: leave one out")

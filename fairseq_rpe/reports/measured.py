@@ -1,8 +1,10 @@
 """The report of a sweep, written for perplexities that were measured elsewhere: of models that no sweep has trained."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.encodings import Encoding
@@ -39,9 +41,16 @@ def write_report(
         title: of the page.
 
     Raises:
-        UserError: there are no results, or they are of different texts, of one length twice, or of a sweep's folder.
+        UserError: there are no results; a result holds a value that no measurement can have, such as a perplexity of
+            0, NaN or infinity; ``trained_at`` is no length or ``delta`` no positive number; two results are of
+            different texts, or of one model and length; or ``folder`` belongs to a sweep.
     """
     folder = Path(folder)
+    if isinstance(trained_at, bool) or not isinstance(trained_at, int) or trained_at < 1:
+        raise UserError(f"trained_at={trained_at!r} is no training length: give the number of tokens, 1 or more")
+    if not isinstance(delta, float | int) or not 0 < delta < math.inf:
+        raise UserError(f"delta={delta!r} is no relative deviation: give a number above 0, for example 0.05")
+    rows = {name: [_checked(name, one) for one in own] for name, own in rows.items()}
     found = Perplexities(_findings(rows, trained_at), trained_at)
     at = _places(folder)
     state = _state(rows, trained_at, title)
@@ -68,6 +77,14 @@ def write_report(
     atomic_write(at.table, made.markdown)
     atomic_write(at.results, found.csv())
     return section
+
+
+def _checked(name: str, result: TextResult) -> TextResult:
+    """The result, if a measurement can have its values: the rules of the lines of ``eval.jsonl`` apply."""
+    if not isinstance(result, TextResult):
+        raise UserError(f"the results of '{name}' hold a {type(result).__name__}: give objects of TextResult")
+    what = f"the result at {result.length} tokens"
+    return records.read(TextResult, result.record(), f"'{name}'", what, strict=False, remedy="measure it again")
 
 
 def _findings(rows: Mapping[str, Sequence[TextResult]], trained_at: int) -> list[Finding[TextResult]]:

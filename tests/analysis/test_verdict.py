@@ -437,6 +437,15 @@ def test_bad_formulas_are_one_line(command, formula, words, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_each_formula_of_a_command_is_judged(capsys, tmp_path):
+    assert main(["verdict", "--formula=-n", "--formula=-log(n+1)", "--csv", str(tmp_path / "verdicts.csv")]) == 0
+    with open(tmp_path / "verdicts.csv", newline="") as file:
+        decisions = {row["source"]: row["verdict"] for row in csv.DictReader(file)}
+    assert decisions == {"-n": CONVERGES, "-log(n+1)": DIVERGES}
+    capsys.readouterr()
+    assert "'-n' is given twice" in refused(capsys, "verdict", "--formula=-n", "--formula=-n")
+
+
 def test_other_bad_input_is_one_line(task, capsys, tmp_path):
     for bad in ("0", "1", "-0.5", "2"):
         assert "between 0 and 1" in refused(capsys, "verdict", "alibi", f"--epsilon={bad}")

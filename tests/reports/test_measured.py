@@ -60,6 +60,29 @@ def test_results_that_cannot_be_compared(rows, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_perplexity_that_no_model_can_have_is_refused(value, tmp_path):
+    with pytest.raises(UserError, match="'a'.*ppl.*128.*above 0"):
+        write_report({"a": results((10.0, value, 9.0))}, tmp_path / "out", 64)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        ({"trained_at": -5}, "trained_at=-5"),
+        ({"trained_at": 0}, "trained_at=0"),
+        ({"trained_at": 64.0}, "trained_at=64.0"),
+        ({"trained_at": 64, "delta": 0.0}, "delta=0.0"),
+        ({"trained_at": 64, "delta": float("nan")}, "delta=nan"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(arguments, culprit, tmp_path):
+    with pytest.raises(UserError, match=culprit):
+        write_report({"a": results((1.0, 2.0, 3.0))}, tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sweeps_report_is_not_replaced(tmp_path):
     (tmp_path / "sweep.json").write_text("{}")
     with pytest.raises(UserError, match="is the folder of a sweep"):
