@@ -15,7 +15,8 @@ SLURM = ["submitit>=1.5"]
 ODE = ["torchdiffeq>=0.2.4"]
 # metrics of answers to questions about texts
 ANSWERS = ["rouge-score>=0.1.2", "scikit-learn>=1.5", "scipy>=1.14"]
-# without it: encodings, attention, analysis, figures and corpora, but no models, training or evaluation
+# wheels for Linux on x86-64, Python 3.11 and 3.12; without it: encodings, attention, analysis, figures and corpora,
+# but no models, training or evaluation
 FAIRSEQ = ["ve-fairseq==0.12.3"]
 # the site of docs/: scripts/docs.sh
 SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings-python>=1.10"]
@@ -54,7 +55,7 @@ setup(
     package_data={
         "fairseq_rpe": ["corpora.toml", "recipes/*.toml", "questions/sets/*.toml", "templates/*", "py.typed"]
     },
-    python_requires=">=3.11,<3.13",
+    python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",
         "numpy>=2.0,<3",

@@ -9,6 +9,9 @@ usage: scripts/setup.sh [--verbose | --quiet]
 Makes .venv in the repository with Python 3.11 or 3.12 and the pinned requirements, and installs
 the project into it (editable). Does nothing if that was done before with the same requirements.
 
+It needs Linux on x86-64, for which fairseq's wheels are built. The PyTorch part of the project, without
+training and evaluation, installs on any platform with Python 3.11 or later: pip install .
+
 Prints one line when it begins and one when it is done.
 
   --verbose  show each step and pip's output
@@ -32,6 +35,7 @@ done
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 venv="$root/.venv"
+platforms="Linux x86_64 with Python 3.11 or 3.12"
 
 say() { if [[ -z "$quiet" ]]; then echo "$@"; fi; }
 
@@ -50,6 +54,17 @@ stamp() {
     echo "$files $(venv_version) $root"
 }
 
+# Without fairseq's wheels pip would fail only after it has downloaded everything else.
+check_platform() {
+    local system
+    system="$(uname -s) $(uname -m)"
+    if [[ "$system" != "Linux x86_64" ]]; then
+        echo "error: this is $system, and fairseq's wheels support $platforms only: use such a machine," \
+            "or install the PyTorch part alone with: pip install ." >&2
+        exit 1
+    fi
+}
+
 find_python() {
     local candidate version
     for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
@@ -57,12 +72,16 @@ find_python() {
         case "$version" in
             3.11.* | 3.12.*) echo "$candidate"; return ;;
         esac
-        if [[ -n "${PYTHON:-}" ]]; then
-            echo "error: PYTHON=$PYTHON is not a working Python 3.11 or 3.12: set PYTHON to one or unset it" >&2
+        if [[ -n "${PYTHON:-}" && -n "$version" ]]; then
+            echo "error: PYTHON=$PYTHON is Python $version, and fairseq's wheels support $platforms only:" \
+                "set PYTHON to one of these or unset it, or install the PyTorch part alone with: pip install ." >&2
+            exit 1
+        elif [[ -n "${PYTHON:-}" ]]; then
+            echo "error: PYTHON=$PYTHON does not run: set PYTHON to Python 3.11 or 3.12 or unset it" >&2
             exit 1
         fi
     done
-    echo "error: no working Python 3.11 or 3.12 found: install one, or name it with PYTHON=/path/to/python" >&2
+    echo "error: no Python 3.11 or 3.12 runs here: install one, or name it with PYTHON=/path/to/python" >&2
     exit 1
 }
 
@@ -79,6 +98,7 @@ if [[ -f "$venv/stamp" && -x "$venv/bin/fairseq-rpe" && "$(cat "$venv/stamp")" =
     exit 0
 fi
 
+check_platform
 python="$(find_python)"
 echo "setting up $venv, once: this takes a minute or more" >&2
 if [[ -d "$venv" ]]; then

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import os
+import platform
 import re
 import sys
 
@@ -45,8 +46,16 @@ _LIMITS = {
 }
 _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"
 _FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # what comes with the extra of that name
-_INSTALL = "pip install 'fairseq_rpe[fairseq]'"
+_FAIRSEQ_PLATFORM = "Linux on x86-64 with Python 3.11 or 3.12"  # for which its wheels are built
 _TORCH_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|CUDA out of memory")
+
+
+def fairseq_remedy() -> str:
+    """How to get fairseq on this machine: the command, or the platforms that its wheels support."""
+    supported = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    if supported and sys.version_info[:2] in ((3, 11), (3, 12)):
+        return "pip install 'fairseq_rpe[fairseq]'"
+    return f"its wheels support {_FAIRSEQ_PLATFORM} only, so run this command there; PyTorch alone runs the rest"
 
 
 def need_fairseq() -> None:
@@ -56,7 +65,7 @@ def need_fairseq() -> None:
     except ValueError:  # imported by a trick, or kept from being imported
         missing = sys.modules.get("fairseq") is None
     if missing:
-        raise UserError(f"this command needs fairseq, which is not installed: {_INSTALL}")
+        raise UserError(f"this command needs fairseq, which is not installed: {fairseq_remedy()}")
 
 
 def shown(path: object, most: int = 100) -> str:
@@ -89,7 +98,7 @@ def told(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FAIRSEQ:
-        return f"this command needs fairseq, and {error.name} is not installed: {_INSTALL}"
+        return f"this command needs fairseq, and {error.name} is not installed: {fairseq_remedy()}"
     if isinstance(error, OSError):
         return os_line(error)
     if isinstance(error, MemoryError):

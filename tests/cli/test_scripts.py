@@ -142,12 +142,27 @@ def test_moved_project_and_other_python_get_a_new_environment(copy):
 
 
 def test_setup_without_a_usable_python_is_one_line(copy):
-    for environment in ({"PYTHON": "/bin/false"}, {"FAKE_VERSION": "3.9.1"}, {"PYTHON": "/no/such/python"}):
+    for environment, culprit in (
+        ({"PYTHON": "/bin/false"}, "PYTHON=/bin/false does not run"),
+        ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python does not run"),
+        ({"FAKE_VERSION": "3.9.1"}, r"PYTHON=.* is Python 3\.9\.1, .* Linux x86_64 with Python 3\.11 or 3\.12 only"),
+        ({"FAKE_VERSION": "3.13.0"}, r"PYTHON=.* is Python 3\.13\.0, .* pip install \."),
+    ):
         done = call(copy / "scripts/setup.sh", **environment)
         assert done.returncode == 1 and not (copy / ".venv").exists()
-        assert re.fullmatch(r"error: PYTHON=.* is not a working Python 3.11 or 3.12: .*\n", done.stderr), done.stderr
+        assert re.fullmatch(f"error: {culprit}.*\n", done.stderr), done.stderr
     done = call(copy / "scripts/setup.sh", "--fast")
     assert done.returncode == 2 and "unknown argument '--fast'" in done.stderr
+
+
+def test_setup_on_another_platform_is_one_line(copy, tmp_path):
+    (tmp_path / "bin").mkdir()
+    uname = tmp_path / "bin/uname"
+    uname.write_text('#!/usr/bin/env bash\nif [[ "$1" == -s ]]; then echo Darwin; else echo arm64; fi\n')
+    uname.chmod(0o755)
+    done = call(copy / "scripts/setup.sh", PATH=f"{uname.parent}:{os.environ['PATH']}")
+    assert done.returncode == 1 and not (copy / ".venv").exists() and calls(copy) == []
+    assert re.fullmatch(r"error: this is Darwin arm64, .* Linux x86_64 .* pip install \.\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("name", THIN)

@@ -61,6 +61,14 @@ def test_a_module_that_is_missing(name):
     assert said == f"this command needs fairseq, and {name} is not installed: pip install 'fairseq_rpe[fairseq]'"
 
 
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")])
+def test_a_platform_that_fairseq_has_no_wheel_for(system, machine, monkeypatch):
+    monkeypatch.setattr(errors.sys, "platform", system)
+    monkeypatch.setattr(errors.platform, "machine", lambda: machine)
+    message = errors.told(ModuleNotFoundError("No module named 'fairseq'", name="fairseq"))
+    assert "Linux on x86-64 with Python 3.11 or 3.12" in message and "pip install" not in message
+
+
 def test_another_module_that_is_missing_is_a_bug():
     assert errors.told(ModuleNotFoundError("No module named 'x'", name="x")) is None
     assert errors.told(ModuleNotFoundError()) is None
