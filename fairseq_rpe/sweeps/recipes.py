@@ -182,8 +182,9 @@ def names() -> list[str]:
 def load(name: str) -> Recipe:
     """The recipe called ``name``, or the one in a TOML file of that path.
 
-    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place. Raises
-    UserError: there is none, or it does not say what a recipe must.
+    One that says ``base = "NAME"`` (or a file beside it) is that recipe with its own keys in their place; ``NAME =
+    false`` under ``[scales]`` leaves out a scale of the base. Raises UserError: there is none, or it does not say what
+    a recipe must.
     """
     path, given = _read(name, ())
     source = f"recipe {path}"
@@ -194,7 +195,9 @@ def load(name: str) -> Recipe:
             raise UserError(f"{source}: method '{label}' has a blank or comma in its name")
         named = {**method, "name": label} if isinstance(method, dict) else method
         methods[label] = records.read(Method, named, source, f"method '{label}'")
-    scales = {size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in text.scales.items()}
+    # ``false`` in place of a table drops a scale of the base
+    sizes = {size: scale for size, scale in text.scales.items() if scale is not False}
+    scales = {size: records.read(Scale, scale, source, f"scale '{size}'") for size, scale in sizes.items()}
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     _check_continued(methods, scales, source)

@@ -18,16 +18,19 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.core.sizes import SIZES
 from fairseq_rpe.evaluation.reach import longest_row
+from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Scale
 from fairseq_rpe.sweeps.state import Method
 
 BUILT_IN = recipes.names()
-DRAWN = ["fire-lm-512", "fire-lm-large"]  # their papers have figures, and no numbers
+DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers
 WARPING = ["warping-algorithmic", "warping-lm"]
 EXTEND = [name for name in BUILT_IN if name.partition("-")[0] == "extend"]  # their papers stretch LLaMA
 OWN = ["passkey", "retrieval", "survey-encodings"]  # tests that are published, at settings of this project
 UNPRINTED = ["warping-copy", *EXTEND, *OWN]  # a figure, of which no values are printed; or none of such models
+# a large model on several corpora, or tables of corpora and lengths, which no small corpus can show
+PAPER_ONLY = ["fire-lm-transfer", *(name for name in BUILT_IN if name.startswith("survey-") and name not in OWN)]
 SCALES = [(name, scale) for name in BUILT_IN for scale in recipes.load(name).scales]
 GOOD: dict[str, Any] = {
     "title": "A title",
@@ -114,7 +117,7 @@ def test_every_recipe_loads():
         assert recipe.name == name and recipe.title and recipe.paper
         assert name in UNPRINTED or recipe.published.source
         larger = {"survey-encodings": "laptop"}.get(name, "large" if name in (*OWN, *EXTEND) else "paper")
-        assert {"laptop", larger} <= set(recipe.scales)
+        assert ("laptop" in recipe.scales) == (name not in PAPER_ONLY) and larger in recipe.scales
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
@@ -235,16 +238,33 @@ def test_figure_3_copies_from_one_item_on():
         assert SIZES[recipes.load("warping-copy").scale(scale).arch].layers == 2
 
 
+def test_figure_3_compares_rope_and_alibi():
+    table = {m.name: m for m in recipes.load("warping-copy").methods}
+    assert table["rope"] == Method("rope", "rope") and table["alibi"] == Method("alibi", "alibi")
+
+
+def test_the_small_scales_of_fires_models_show_their_subject():
+    """A shorter training length, and a larger model at a lower learning rate, than fire-lm's at the same scale."""
+    usual, short, large = (recipes.load(f"fire-lm{name}").scale("laptop") for name in ("", "-512", "-large"))
+    assert (short.tokens * 4, max(short.lengths)) == (usual.tokens, 16 * short.tokens)
+    assert SIZES[large.arch].layers > SIZES[usual.arch].layers and SIZES[large.arch].width > SIZES[usual.arch].width
+    assert large.tokens == usual.tokens and large.lr < defaults_for(usual.arch, False).lr
+
+
 def test_the_other_methods_are_the_papers():
     for name, times in (("warping-algorithmic", (10, 5, 3)), ("warping-lm", (16, 8, 2))):
         table = {m.name: m for m in recipes.load(name).methods}
+        for method, warps in (("head-only", ("head=0.3", "tail=0,")), ("tail-only", ("head=0,", "tail=0.3"))):
+            assert all(warp in f"{table[method].positions_train}," for warp in warps)
+            assert (table[method].rpe, table[method].positions_eval) == ("rope", "interpolate")
         assert table["interpolation"] == Method("interpolation", "rope", positions_eval="interpolate")
         assert table["rope"] == Method("rope", "rope")
         assert table["alibi"] == Method("alibi", "alibi")
         for n in times:
             method = table[f"randomized-{n}x"]
             assert method.rpe == "rope" and method.positions_train == method.positions_eval
-            assert positions.build(method.positions_train, 100).max == 100 * n
+            transform = positions.build(method.positions_train, 100)
+            assert (transform.max, transform.config.per) == (100 * n, "row")  # a draw for each example
 
 
 @pytest.mark.parametrize(("name", "scale"), scales_of("algorithms"))
@@ -308,7 +328,7 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
                 assert flag(command, f"--{key}") == str(value)
     lengths = [600, 1200] if "--lengths" in given else settings.lengths
     for command in evaluations:
-        reach = 2 * settings.tokens if "randomized:times=2" in command else max(lengths)
+        reach = 2 * settings.tokens if "randomized:times=2,per=row" in command else max(lengths)
         expected = ",".join(str(n) for n in sorted({settings.tokens, *lengths}) if n <= reach)
         assert flag(command, "--lengths") == expected
     assert {e[5] for e in evaluations} == {str(corpus), *settings.evaluate.values()}
