@@ -37,7 +37,7 @@ SPECS = {
     "kerple_log": ["kerple_log"],
     "kerple_power": ["kerple_power", "kerple_power:p=0.5,a=0.1"],
     "sandwich": ["sandwich", "sandwich:form=evo,dim=32"],
-    "t5_bias": ["t5_bias:init_std=1"],
+    "t5_bias": ["t5_bias:init_std=1", "t5_bias:variant=clipped,buckets=9,init_std=1"],
     "rope": [
         "rope",
         "rope:rotary_fraction=0.5,interleaved=true",

@@ -36,7 +36,7 @@ from ..encodings import Encoding
 from ..encodings.alibi import Alibi
 from ..encodings.kerple import KerpleLog, KerplePower
 from ..encodings.sandwich import Sandwich
-from ..encodings.t5 import T5Bias, bucket
+from ..encodings.t5 import T5Bias
 from .fire_fit import checked_profile, ranges, summary
 
 _LISTING = 1e-6  # what the published listing adds to the denominator
@@ -175,7 +175,7 @@ def _sandwich(encoding: Sandwich, length: int) -> list[PaperFit]:
 
 def _t5(encoding: T5Bias, length: int) -> list[PaperFit]:
     d = torch.arange(length, dtype=torch.float64)
-    buckets = bucket(d, encoding.config.buckets, encoding.config.max_distance)
+    buckets = encoding.rows(d)
     starts = (buckets.diff() > 0).nonzero().flatten() + 1
     values = encoding.table.double()[buckets].T
     rises = values[:, starts] - values[:, starts - 1]

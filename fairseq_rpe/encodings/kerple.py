@@ -46,13 +46,16 @@ class _Kerple(DistanceBias):
     """Two positive numbers a head, kept in range by reparametrisation.
 
     The authors clamp in place at 0.01 instead; the functions are the same, the gradients near the edge are not.
-    A given initial value enters as a constant offset, so that it is exact rather than rounded to float32.
+    A given initial value enters as a constant offset, so that it is exact rather than rounded to float32. With
+    ``learn_p=false`` the exponents are not trained, so that what theory says of a fixed p can be tested: kerple_log
+    with p = 1 diverges and must not extrapolate.
     """
 
     @dataclass(frozen=True)
     class Config:
         p: float | None = option(None, "initial exponent of every head; none: U(0, 2) per head", above=FLOOR)
         a: float | None = option(None, "initial scale of every head; none: U(0, 1) per head", above=FLOOR)
+        learn_p: bool = option(True, "false: p stays as it starts, as for the verdict on a fixed p")
 
     paper = "Chi, Fan, Ramadge, Rudnicky 2022 (arXiv 2205.09921)"
     range_of_p = _POSITIVE
@@ -61,6 +64,7 @@ class _Kerple(DistanceBias):
 
     def setup(self) -> None:
         self.raw_p, self._p_offset = self._start(self.config.p, 2.0, self.range_of_p[1])
+        self.raw_p.requires_grad_(self.config.learn_p)
         self.raw_a, self._a_offset = self._start(self.config.a, 1.0, _POSITIVE[1])
 
     def _start(self, given: float | None, top: float, inverse: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:

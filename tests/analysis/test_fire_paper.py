@@ -31,6 +31,7 @@ PAPER = {
     "sandwich:form=evo,dim=32": "cos(x)",
     "t5_bias:init_std=1": "1 where x >= 0",
     "t5_bias:buckets=64,init_std=1": "1 where x >= 0",
+    "t5_bias:variant=clipped,init_std=1": "1 where x >= 0",
 }
 
 

@@ -437,6 +437,29 @@ def test_bad_formulas_are_one_line(command, formula, words, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [("alibi", "type2:form=paper"), ("type2:form=paper", "type1:form=paper"), ("alibi", "type1:form=paper")],
+)
+def test_theorem_0_5_of_two_series_the_one_that_decays_faster_has_the_smaller_field(faster, slower):
+    """If a_t/a <= b_t/b for all large t, then TRF_a(ε) <= TRF_b(ε) for all small ε; the theorem is asymptotic."""
+    made = [encodings.build(spec, 8, 512) for spec in (faster, slower)]
+    heads = [verdict(encoding)[0] for encoding in made]
+    # ln(b_t / B) of head 1 at distances t
+    shares = [
+        [float(parse(encoding.series()[0]).subs(N, 10**k)) - math.log(limits(head)) for k in range(2, 8)]
+        for encoding, head in zip(made, heads, strict=True)
+    ]
+    assert all(x <= y for x, y in zip(*shares, strict=True))
+    for epsilon in (Fraction(1, 10**k) for k in range(3, 10)):
+        assert heads[0].trf(epsilon).high <= heads[1].trf(epsilon).low
+
+
+def test_theorem_0_5_says_nothing_of_large_epsilon():
+    type1, type2 = (verdict(encodings.build(f"{name}:form=paper", 8, 512))[0] for name in ("type1", "type2"))
+    assert type2.trf(Fraction(1, 2)).low > type1.trf(Fraction(1, 2)).high
+
+
 def test_each_formula_of_a_command_is_judged(capsys, tmp_path):
     assert main(["verdict", "--formula=-n", "--formula=-log(n+1)", "--csv", str(tmp_path / "verdicts.csv")]) == 0
     with open(tmp_path / "verdicts.csv", newline="") as file:

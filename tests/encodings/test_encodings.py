@@ -9,6 +9,7 @@ import torch
 from conftest import ALL_SPECS, SPECS
 from golden import BUCKETS_32, BUCKETS_64, DISTANCES, GOLDEN
 
+from fairseq_rpe.analysis.convergence import DIVERGES, verdict
 from fairseq_rpe.core import Positions, UserError, block
 from fairseq_rpe.encodings import build, describe, load_module, names, normalise
 from fairseq_rpe.encodings.alibi import alibi_slopes
@@ -97,6 +98,24 @@ def test_alibi_slopes_of_other_head_counts():
     expected = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
     expected += [0.7071067812, 0.3535533906, 0.1767766953, 0.0883883476]
     assert alibi_slopes(12) == pytest.approx(expected, abs=1e-10)
+
+
+def test_clipped_t5_has_a_bucket_for_each_distance_up_to_the_last():
+    encoding = build("t5_bias:variant=clipped,buckets=5,init_std=1", 2, 16)
+    expected = encoding.table.double().T[:, [0, 1, 2, 3, 4, 4, 4]]
+    assert torch.equal(encoding.profile(7), expected)
+    with pytest.raises(UserError, match=r"variant=clipped.*ends at distance buckets-1 = 31.*max_distance=64"):
+        build("t5_bias:variant=clipped,max_distance=64", 2, 16)
+
+
+def test_a_fixed_p_of_kerple_is_not_trained():
+    encoding = build("kerple_log:p=1,learn_p=false", 4, 32)
+    optimizer = torch.optim.SGD([x for x in encoding.parameters() if x.requires_grad], lr=1.0)
+    encoding.bias(torch.arange(9.0)).sum().backward()
+    optimizer.step()
+    assert torch.equal(encoding.p(), torch.ones(4)) and encoding.raw_a.detach().abs().min() > 0
+    # Σ 1/(1 + a·n) diverges whatever a is: theory says that the model does not extrapolate
+    assert {head.decision for head in verdict(encoding)} == {DIVERGES}
 
 
 def test_inv_n_is_kerple_log_with_p_one():
