@@ -76,6 +76,7 @@ SPECS = {
 ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
 # the same for encodings that depend on what the tokens are
 CONTENT = {
+    "huang": ["huang:max_distance=5", "huang:method=1,max_distance=6", "huang:method=3,max_distance=7"],
     "shaw": ["shaw:clip=5", "shaw:clip=7,values=true"],
     "music": ["music:max_distance=9", "music:beyond=clip"],
     "transformer_xl": ["transformer_xl", "transformer_xl:clamp=6"],

@@ -12,7 +12,20 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..core import ByKey, ByQuery, Content, Curve, Form, Pair, Pointwise, Sum, Toeplitz, UserError, scores
+from ..core import (
+    ByKey,
+    ByQuery,
+    Content,
+    Curve,
+    Form,
+    Pair,
+    Pointwise,
+    QueryKeyTableBias,
+    Sum,
+    Toeplitz,
+    UserError,
+    scores,
+)
 from ..core.scores import Function
 from .plan import Plan
 
@@ -69,6 +82,8 @@ def never(plan: Plan) -> str | None:
     """What of an encoding this backend serves nowhere."""
     if plan.remap is not None or plan.reading is not None:
         return "this encoding needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"
+    if _has_products(plan.form):
+        return "backend 'flex' has no products of queries, keys and vectors of their distance: use 'sdpa'"
     if _widest(plan.form) > WIDEST:
         return (
             f"backend 'flex' keeps what a token reads from a table of at most {WIDEST:,} distances, and this one has "
@@ -93,6 +108,13 @@ def _learned(form: Form | None) -> bool:
     if isinstance(form, Content):
         return True
     return form is not None and (form.table if isinstance(form, Toeplitz) else form.bias).requires_grad
+
+
+def _has_products(form: Form | None) -> bool:
+    """Whether the bias is a product of query, key and a vector of their distance."""
+    if isinstance(form, Sum):
+        return any(map(_has_products, form.forms))
+    return isinstance(form, QueryKeyTableBias)
 
 
 def _widest(form: Form | None) -> int:

@@ -22,7 +22,7 @@ _NAMES = {
             "Pointwise",
             "Positions",
         ),
-        *("Reading", "Sum", "Toeplitz", "added", "block", "part"),
+        *("QueryKeyTableBias", "Reading", "Sum", "Toeplitz", "added", "block", "part"),
     ),
     "log_weights": ("LogWeight", "exact"),
     "regions": ("Region",),

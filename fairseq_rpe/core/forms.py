@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .errors import UserError
 
 _ALL = slice(None)
+_PRODUCTS = 1 << 22  # of query, key and vector, element by element, in memory at a time
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,28 @@ class ByKey:
 
 
 @dataclass(frozen=True)
+class QueryKeyTableBias:
+    """A bias of query, key and distance: bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c, e].
+
+    c = c(i, j) as in :class:`ByQuery`. O(n·E + R·E) memory; pairs nearer than the table's last column take O(E) time
+    each, all others one product of matrices.
+
+    Attributes:
+        query: (B, H, n, E), scaled already; carries the gradient to q.
+        key: (B, H, m, E).
+        vectors: (H or 1, R, E).
+        origin: column that holds distance 0.
+        step: distance between neighbouring columns.
+    """
+
+    query: Tensor
+    key: Tensor
+    vectors: Tensor
+    origin: int = 0
+    step: float = 1.0
+
+
+@dataclass(frozen=True)
 class Levels:
     """One number per token: bias[b, h, i, j] = query[b, h, i] + key[b, h, j]. O(n) memory.
 
@@ -206,11 +231,11 @@ class Reading:
 
 
 # the most structured first
-Form = Toeplitz | Pair | Levels | ByQuery | ByKey | Sum | Dense
-Content = Levels | ByQuery | ByKey | Sum  # of what the tokens are
+Form = Toeplitz | Pair | Levels | ByQuery | ByKey | QueryKeyTableBias | Sum | Dense
+Content = Levels | ByQuery | ByKey | QueryKeyTableBias | Sum  # of what the tokens are
 
 
-def column_of(table: Toeplitz | ByQuery | ByKey | Reading, i: Tensor, j: Tensor) -> Tensor:
+def column_of(table: Toeplitz | ByQuery | ByKey | QueryKeyTableBias | Reading, i: Tensor, j: Tensor) -> Tensor:
     """int64 (B or 1, n, m): the column of ``table`` for queries at i (B or 1, n) and keys at j (B or 1, m)."""
     last = (table.table if isinstance(table, Toeplitz) else table.vectors).shape[1] - 1
     found = torch.round((i[:, :, None] - j[:, None, :]) / table.step).long() + table.origin
@@ -233,6 +258,8 @@ def block(form: Form, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) ->
         return form.table[:, at].transpose(0, 1)
     if isinstance(form, ByQuery):
         return looked_up(form.query[:, :, rows], form.vectors, at)
+    if isinstance(form, QueryKeyTableBias):
+        return products_with_columns(form.query[:, :, rows], form.key[:, :, cols], form.vectors, at)
     return looked_up(form.key[:, :, cols], form.vectors, at.mT).mT
 
 
@@ -240,6 +267,45 @@ def looked_up(own: Tensor, vectors: Tensor, at: Tensor) -> Tensor:
     """own (B, H, n, E) · vectors (H or 1, R, E) of the columns at (B or 1, n, m): (B, H, n, m)."""
     found = torch.matmul(own, vectors.to(own.dtype).mT)
     return found.gather(3, at[:, None].expand(*found.shape[:2], -1, -1))
+
+
+def products_with_columns(query: Tensor, key: Tensor, vectors: Tensor, columns: Tensor) -> Tensor:
+    """Σ_e query[…, i, e] · key[…, j, e] · vectors[…, c(i, j), e] of all pairs.
+
+    Args:
+        query: (B, H, n, E).
+        key: (B, H, m, E).
+        vectors: (H or 1, R, E).
+        columns: int64 (B or 1, n, m), the column c of each pair.
+
+    Returns:
+        (B, H, n, m).
+    """
+    vectors = vectors.to(query.dtype)
+    last = vectors.shape[1] - 1
+    far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m), right for all pairs of the last column
+    near = (columns < last).any(dim=0)  # (n, m)
+    keys = near.any(dim=0).nonzero().flatten()
+    if not len(keys):
+        return far
+    first, stop = int(keys[0]), int(keys[-1]) + 1
+    # the difference to the last column, so that pairs beyond the table add nothing: (H or 1, R, E)
+    differences = vectors - vectors[:, -1:]
+    size = max(1, _PRODUCTS // (query.shape[0] * query.shape[1] * query.shape[3] * (stop - first)))
+
+    def rows_of(queries: Tensor, keys: Tensor, table: Tensor, columns: Tensor) -> Tensor:
+        # table[:, columns]: (H or 1, B or 1, n', m', E) -> (B or 1, H or 1, n', m', E)
+        factors = table[:, columns].transpose(0, 1)
+        # (B, H, n', m', E) · (B, H, 1, m', E), summed over E -> (B, H, n', m')
+        return torch.einsum("bhnme,bhme->bhnm", queries[:, :, :, None] * factors, keys)
+
+    found = []
+    for start in range(0, query.shape[2], size):
+        rows = slice(start, start + size)
+        arguments = query[:, :, rows], key[:, :, first:stop], differences, columns[:, rows, first:stop]
+        # the products of a few rows fill the memory that all of them may take: the backward pass makes them again
+        found.append(checkpoint(rows_of, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return far + F.pad(torch.cat(found, dim=2), (first, key.shape[2] - stop))
 
 
 def part(form: Form | None, rows: slice, keys: int) -> Form | None:
@@ -256,6 +322,8 @@ def part(form: Form | None, rows: slice, keys: int) -> Form | None:
         return replace(form, query=form.query[:, :, rows])
     if isinstance(form, ByKey):
         return replace(form, key=form.key[:, :, :keys])
+    if isinstance(form, QueryKeyTableBias):
+        return replace(form, query=form.query[:, :, rows], key=form.key[:, :, :keys])
     return form
 
 
@@ -270,6 +338,8 @@ def leaves(form: Form | None) -> list[tuple[Tensor, str]] | None:
         return [(form.query, "rows"), (form.vectors, "table")]
     if isinstance(form, ByKey):
         return [(form.key, "keys"), (form.vectors, "table")]
+    if isinstance(form, QueryKeyTableBias):
+        return [(form.query, "rows"), (form.key, "keys"), (form.vectors, "table")]
     if isinstance(form, Levels):
         return [(form.query, "rows"), (form.key, "keys")]
     return [] if form is None else [(form.table, "table")] if isinstance(form, Toeplitz) else None
@@ -283,6 +353,8 @@ def rebuilt(form: Form | None, tensors: Iterator[Tensor]) -> Form | None:
         return replace(form, query=next(tensors), vectors=next(tensors))
     if isinstance(form, ByKey):
         return replace(form, key=next(tensors), vectors=next(tensors))
+    if isinstance(form, QueryKeyTableBias):
+        return replace(form, query=next(tensors), key=next(tensors), vectors=next(tensors))
     if isinstance(form, Levels):
         return Levels(next(tensors), next(tensors))
     return replace(form, table=next(tensors)) if isinstance(form, Toeplitz) else form

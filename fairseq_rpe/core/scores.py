@@ -6,7 +6,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .forms import ByKey, ByQuery, Content, Curve, Dense, Form, Levels, Pieces, Pointwise, Positions, Sum, Toeplitz
+from .errors import UserError
+from .forms import (
+    ByKey,
+    ByQuery,
+    Content,
+    Curve,
+    Dense,
+    Form,
+    Levels,
+    Pieces,
+    Pointwise,
+    Positions,
+    QueryKeyTableBias,
+    Sum,
+    Toeplitz,
+)
 
 Function = Callable[..., Tensor]
 CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
@@ -78,6 +93,11 @@ def _of_content(form: Content, pos: Positions, batch: int, padding: Tensor | Non
         middle = form.key.detach().mean(2, keepdim=True)  # rounded to float32, which holds small numbers better
         of_query, of_key = ((x.expand(batch, -1, -1)).float() for x in (form.query + middle, form.key - middle))
         return lambda score, b, h, i, j: score + (of_query[b, h, i] + of_key[b, h, j])
+    if isinstance(form, QueryKeyTableBias):
+        raise UserError(
+            "a bias that multiplies queries, keys and vectors of their distance is no function of one score: use "
+            "attention backend 'sdpa'"
+        )
     at_q, at_k = (_copy(x.expand(batch, -1)) for x in columns(form, pos))
     own = form.query if isinstance(form, ByQuery) else form.key
     table = _copy(torch.matmul(own, form.vectors.to(own.dtype).mT).expand(batch, -1, -1, -1))

@@ -20,6 +20,7 @@ from . import (  # noqa: F401  (registers)
     fire,
     floater,
     forgetting,
+    huang,
     kerple,
     longer,
     longrope,

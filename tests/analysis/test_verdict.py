@@ -39,7 +39,7 @@ EXPECTED = {
 } | dict.fromkeys(
     "nope sinusoidal learned rope xpos longrope clex inv_n inv_nlnn sandwich t5_bias fire".split()
     + "tisa tupe complex bipe".split()
-    + "self_extend rerope leaky_rerope dual_chunk shaw music transformer_xl deberta cope".split(),
+    + "self_extend rerope leaky_rerope dual_chunk shaw huang music transformer_xl deberta cope".split(),
     DIVERGES,
 )
 EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS}

@@ -140,6 +140,8 @@ def test_refusals():
     ):
         with pytest.raises(UserError, match=why):
             choose(name, [build(spec, H, H * D)])
+    with pytest.raises(UserError, match=r"backend 'flex' has no products .*: use 'sdpa'"):
+        found("huang:method=3,max_distance=5", "flex", 3, grads=False)
     with pytest.raises(UserError, match=r"table of at most 1,024 distances, and this one has 1,201: use 'sdpa'"):
         found("music:max_distance=1200", "flex", 3, grads=False)
     x = torch.zeros(B, H, 5, D)

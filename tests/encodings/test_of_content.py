@@ -17,6 +17,13 @@ from fairseq_rpe.encodings import build
 SHAPES = [(1, 1, 4), (5, 2, 4), (9, 3, 6), (16, 4, 2), (23, 2, 8)]  # tokens, heads, head width
 
 
+def huang(q, k, x, p, i, j, h, spec):
+    a, content = p["table"][min(i - j, 3)], q[h, i] * k[h, j]
+    if "method" in spec:  # 1: a number, 3: a vector
+        return (content * a).sum() / math.sqrt(q.shape[2])
+    return (content.sum() + q[h, i] @ a + k[h, j] @ a) / math.sqrt(q.shape[2])
+
+
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -92,6 +99,9 @@ def forgetting(q, k, x, p, i, j, h, spec):
 
 
 CASES = {
+    "huang:max_distance=3": huang,
+    "huang:method=1,max_distance=3": huang,
+    "huang:method=3,max_distance=3": huang,
     "shaw:clip=3": shaw,
     "shaw:clip=3,values=true": shaw,
     "music:max_distance=6": music,

@@ -100,7 +100,8 @@ PAPERS = {
     "fire-lm-shared": {**FIRE, "rpe_share": "model"},
     "fire-lm-large": {**FIRE, "arch": "large", "lr": 3e-4, "min_lr": 3e-5},  # Table 8; Brown et al.: a tenth of it
     "fire-lm-512": {**FIRE, "tokens": 512, "warmup": round(375e6 / (256 * 512))},  # Figure 6
-    "fire-lm-transfer": {**FIRE, "arch": "large", "lr": 3e-4, "min_lr": 3e-5, "evaluate": ["arxiv", "github"]},  # Figure 2
+    # Figure 2
+    "fire-lm-transfer": {**FIRE, "arch": "large", "lr": 3e-4, "min_lr": 3e-5, "evaluate": ["arxiv", "github"]},
     "fire-lm-stretched": {
         **FIRE,
         "further": {
