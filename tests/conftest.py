@@ -47,6 +47,8 @@ SPECS = {
         "rope:scaling=ntk_by_parts,factor=4,original_length=64,ramp=paper",
         "rope:scaling=yarn,factor=auto,original_length=64,resonance=true",
         "rope:scaling=truncated,factor=2,original_length=64",
+        "rope:scaling=truncated,truncate_high=0.2,truncate_low=0.01,truncate_value=0.05",
+        "rope:scaling=llama3,factor=4,original_length=64",
     ],
     "longrope": [
         "longrope",
@@ -54,7 +56,7 @@ SPECS = {
         "longrope:factors=yarn,factor=4,original_length=64,start_tokens=5,short=scaled,rotary_fraction=0.5",
     ],
     "clex": ["clex:original_length=64"],
-    "xpos": ["xpos", "xpos:scale_base=16"],
+    "xpos": ["xpos", "xpos:scale_base=16", "xpos:decay=0.98,rotary_fraction=0.5,interleaved=false"],
     "tisa": ["tisa"],
     "tupe": ["tupe", "tupe:relative=true"],
     "floater": ["floater:steps=1"],
@@ -82,7 +84,12 @@ CONTENT = {
     "transformer_xl": ["transformer_xl", "transformer_xl:clamp=6"],
     "deberta": ["deberta", "deberta:max_distance=12,buckets=6", "deberta:max_distance=9,p2c=paper"],
     "cope": ["cope:max_positions=5", "cope:scaled=content"],
-    "dape": ["dape", "dape:base=fire", "dape:base=rope"],
+    "dape": [
+        "dape",
+        "dape:base=fire",
+        "dape:base=rope",
+        "dape:base=rope,rope_base=500,rotary_fraction=0.5,interleaved=true",
+    ],
     "forgetting": ["forgetting", "forgetting:gate=bias"],
 }
 SPECS |= CONTENT

@@ -1,7 +1,7 @@
 """What an encoding is, and the families that authors fill with one method. Its doors are in ``doors``."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -34,6 +34,7 @@ class Encoding(Doors):
     ``reads_tokens``: the encoding needs the ids of the tokens, ``Positions.tokens``.
     ``bounded``: why scores without additive bias, or with one that depends on the tokens, are bounded.
     ``depends``: what can be said of a bias that depends on the tokens and has no bound.
+    ``changes_base``: another base than the model was trained with is a method of this encoding, not a mistake.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
     """
@@ -51,6 +52,7 @@ class Encoding(Doors):
     positions: ClassVar[str] = "any"
     bounded: ClassVar[str] = ""
     depends: str = ""
+    changes_base: ClassVar[bool] = False
 
     def __init__(
         self, config: Any, heads: int, width: int, length: int | None = None, symbols: Sequence[str] | None = None
@@ -63,6 +65,27 @@ class Encoding(Doors):
 
     def setup(self) -> None:
         """Create parameters here; ``config``, ``heads``, ``width`` and ``length`` are set."""
+
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        """Name the options that describe the rotation which a model's weights were trained with.
+
+        A spec that leaves one of them open takes the model's value where the encoding replaces another one in a trained
+        model. An encoding without such options brings a rotation of its own, or none.
+
+        Args:
+            config: an instance of ``Config``.
+
+        Returns:
+            Names of options, each with the quantity that it states: ``base``, ``rotary_fraction``, ``interleaved``,
+            ``resonance``, ``logn``, ``original_length`` or ``scaling``.
+        """
+        return {}
+
+    @classmethod
+    def rotation_scaling(cls, config: Any) -> str:
+        """Name what scales the frequencies of the rotation with these options; empty where nothing does."""
+        return ""
 
     @property
     def bias_of_distance(self) -> bool:
@@ -194,6 +217,9 @@ class Rotary(Encoding):
 
     A pair is (s, s + P) of the first 2P of a head's D elements, or with ``interleaved`` (2s, 2s + 1); the rest passes
     through. Angles, cosines and products are float32 or better whatever the dtype of x; only the result is cast.
+
+    Options named ``base``, ``rotary_fraction`` and ``interleaved`` are taken from a trained model where a spec leaves
+    them open; see ``rotation_options``.
     """
 
     shares = ("model",)
@@ -201,6 +227,11 @@ class Rotary(Encoding):
     interleaved: bool = False
     rotary_fraction: float = 1.0
     whole: bool = False
+
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        known = {f.name for f in fields(config)}
+        return {key: key for key in ("base", "rotary_fraction", "interleaved") if key in known}
 
     def setup(self) -> None:
         self._kept: dict[bool, tuple[Tensor, Positions, tuple[Tensor, Tensor, Tensor | None]]] = {}

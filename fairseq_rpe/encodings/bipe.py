@@ -1,6 +1,6 @@
 """BiPE: one position within a segment of the text, another of the segment."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,6 +91,10 @@ class Bipe(Encoding):
     reads_tokens = True
     rotation_is_fixed = True
     ends: Tensor
+
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        return {"base": "base"} if config.inter == "rope" else {}
 
     def setup(self) -> None:
         cfg = self.config

@@ -1,8 +1,9 @@
 """CLEX: rotary whose frequencies follow a learned differential equation in the length."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,14 @@ class Clex(Rotary):
     formula = "(R_i q)·(R_j k),  R_p turns pair s by p·θ_s(t),  d ln θ/dt = network(ln θ, t) + NTK's own"
     paper = "Chen et al. 2023 (arXiv 2310.16450)"
     reads_length = True
+
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        return {**super().rotation_options(config), "original_length": "original_length"}
+
+    @classmethod
+    def rotation_scaling(cls, config: Any) -> str:
+        return "clex"
 
     def setup(self) -> None:
         cfg = self.config

@@ -1,16 +1,20 @@
 """Data-adaptive positional encoding: a small network of all heads' scores and biases adjusts the bias."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import Positions, block, option
+from ..core import Positions, UserError, block, option
 from .base import Encoding, register, registry
 
 PAIRS = 1 << 12  # whose hidden units are in memory at a time, without gradients on a CPU
 BASES = ("kerple_log", "alibi", "fire", "rope", "nope")
+# options of ``rope`` as they are named here, where ``base`` is the encoding
+ROTATION = {"rope_base": "base", "rotary_fraction": "rotary_fraction", "interleaved": "interleaved"}
 
 
 @register("dape")
@@ -26,6 +30,11 @@ class Dape(Encoding):
     class Config:
         base: str = option("kerple_log", "the encoding that is adjusted", choices=BASES)
         width: int = option(32, "w, hidden units", minimum=1, maximum=1 << 12)
+        rope_base: float = option(10000.0, "base=rope: b in θ_s = b^(-2s/d)", above=1)
+        rotary_fraction: float = option(
+            1.0, "base=rope: part of a head that turns, from its first element", above=0, maximum=1
+        )
+        interleaved: bool = option(False, "base=rope: turn pairs (2s, 2s+1) instead of (s, s + d/2)")
 
     formula = "s + b + f([s; b]),  s = q·k/√D,  b of its base"
     paper = "Zheng et al. 2024 (arXiv 2405.14722)"
@@ -34,9 +43,19 @@ class Dape(Encoding):
         "a network of all heads' scores adds to the bias of its base, with no bound: nothing follows for all texts"
     )
 
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        return ROTATION if config.base == "rope" else {}
+
     def setup(self) -> None:
-        cls, _, config = registry.resolve(self.config.base)
-        self.base = cls(config, self.heads, self.width, self.length)
+        cfg = self.config
+        cls = registry.get(cfg.base)
+        rotates = cfg.base == "rope"
+        for f in fields(cfg):
+            if f.name in ROTATION and not rotates and getattr(cfg, f.name) != f.default:
+                raise UserError(f"'dape:base={cfg.base}' does not read {f.name}: leave it out, or give base=rope")
+        own = {key: getattr(cfg, option) for option, key in ROTATION.items()} if rotates else {}
+        self.base = cls(cls.Config(**own), self.heads, self.width, self.length)
         self.rotation_is_fixed, self.reads_length = self.base.rotation_is_fixed, self.base.reads_length
         self.biased = self.base.adds_bias
         self.mix = nn.Linear(self.heads * (1 + self.biased), self.config.width)

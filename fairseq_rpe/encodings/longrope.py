@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +59,14 @@ class LongRope(Rotary):
 
     formula = "(R_i q)·(R_j k),  R_p turns pair s by p·θ_s/λ_s where p >= n̂, else by p·θ_s"
     paper = "Ding et al. 2024 (arXiv 2402.13753)"
+
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        return {**super().rotation_options(config), "original_length": "original_length"}
+
+    @classmethod
+    def rotation_scaling(cls, config: Any) -> str:
+        return "longrope" if config.factors != "1" or config.factor != 1 else ""
 
     def setup(self) -> None:
         cfg = self.config

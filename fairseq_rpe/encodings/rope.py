@@ -1,8 +1,9 @@
 """Rotary position embedding and what stretches it beyond the training length."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ READS = {
     "ntk": ("factor",),
     "dynamic_ntk": ("factor", "original_length"),
     "ntk_by_parts": _RAMP,
+    "llama3": tuple(key for key in _RAMP if key != "ramp"),
     "yarn": (*_RAMP, "temperature", "scaled"),
-    "truncated": ("factor", "original_length"),
+    "truncated": ("factor", "original_length", "truncate_high", "truncate_low", "truncate_value"),
 }
 _ALWAYS = ("base", "scaling", "resonance", "logn", "rotary_fraction", "interleaved")
 
@@ -38,8 +40,11 @@ class Rope(Rotary):
       between the two betas, rounded outwards. The default is the code. Peng et al. 2023 (arXiv 2309.00071).
     - yarn: ntk_by_parts, and q and k times 0.1·ln κ + 1. Public code scales the turned part alone (``scaled=turned``);
       by default the whole head is scaled, which is the paper's temperature for partial rotary as well.
-    - truncated: with b = 2π/(κ·L), θ where θ >= b, b/16 where b/8 <= θ < b, 0 below (the paper leaves the edges
-      open; this is its code). It needs fine-tuning. Pal et al. 2023 (arXiv 2308.10882).
+    - llama3: ntk_by_parts with the paper's γ and betas of 4 and 1, transformers' ``high_freq_factor`` and
+      ``low_freq_factor``. Llama 3.1 has κ = 8 and L = 8192. Grattafiori et al. 2024 (arXiv 2407.21783).
+    - truncated: θ where θ >= b, ρ where a <= θ < b, 0 below; by default b = 2π/(κ·L), a = b/8 and ρ = b/16 (the paper
+      leaves the values and the edges open; these are its code's). It needs fine-tuning. Pal et al. 2023
+      (arXiv 2308.10882).
     - resonance: wavelengths 2π/θ rounded, each angle taken from within one period. Wang et al. 2024 (2403.00071).
     - logn: query i times ln(i+1)/ln L, the whole head; clipped: at least 1. It keeps the entropy of attention as keys
       become more (Su 2021; Chiang & Cholak 2022, arXiv 2202.12172). ``base=500000,logn=clipped`` is entropy-aware ABF,
@@ -61,8 +66,14 @@ class Rope(Rotary):
             above=0,
         )
         original_length: int = option(0, "L, tokens of the original training; 0: the training length", minimum=0)
-        beta_fast: float = option(32.0, "ntk_by_parts, yarn: pairs of more turns within L keep their θ", above=0)
-        beta_slow: float = option(1.0, "ntk_by_parts, yarn: pairs of fewer turns within L are divided by κ", above=0)
+        beta_fast: float | Literal["auto"] = option(
+            "auto",
+            "ntk_by_parts, llama3, yarn: pairs of more turns within L keep their θ; auto: 32, and 4 for llama3",
+            above=0,
+        )
+        beta_slow: float = option(
+            1.0, "ntk_by_parts, llama3, yarn: pairs of fewer turns within L are divided by κ", above=0
+        )
         ramp: str = option(
             "code",
             "between the betas: linear in the pair's index (code) or its turns (paper)",
@@ -76,6 +87,15 @@ class Rope(Rotary):
             "yarn: what the temperature scales: the whole head, or the turned part as in public code",
             choices=("head", "turned"),
         )
+        truncate_high: float | None = option(
+            None, "truncated: b, pairs of this θ and above keep it; none: 2π/(κ·L)", above=0
+        )
+        truncate_low: float | None = option(
+            None, "truncated: a, pairs of θ below it do not turn; none: b/8", minimum=0
+        )
+        truncate_value: float | None = option(
+            None, "truncated: ρ, the θ of pairs between a and b; none: b/16", minimum=0
+        )
         resonance: bool = option(False, "round every wavelength to whole tokens, after any other change")
         logn: str = option(
             "none",
@@ -87,6 +107,16 @@ class Rope(Rotary):
 
     formula = "(R_i q)·(R_j k),  R_p turns pair s by p·θ_s,  θ_s = base^(-2s/d)"
     paper = "Su et al. 2021 (arXiv 2104.09864)"
+    changes_base = True
+
+    @classmethod
+    def rotation_options(cls, config: Any) -> Mapping[str, str]:
+        length = ("original_length",) if "original_length" in options_read(config) else ()
+        return {**super().rotation_options(config), **{key: key for key in ("resonance", "logn", "scaling", *length)}}
+
+    @classmethod
+    def rotation_scaling(cls, config: Any) -> str:
+        return "" if config.scaling == "none" else str(config.scaling)
 
     def setup(self) -> None:
         cfg = self.config
@@ -94,11 +124,11 @@ class Rope(Rotary):
         self.whole = cfg.scaled == "head"
         super().setup()
         self.original = cfg.original_length or self.length or 0
-        grows = cfg.factor == "auto" or cfg.logn != "none"
-        reads = (*_ALWAYS, *READS[cfg.scaling], *(("original_length",) if grows else ()))
+        reads = options_read(cfg)
         for f in fields(cfg):
             if f.name not in reads and getattr(cfg, f.name) != f.default:
-                raise UserError(f"'rope:scaling={cfg.scaling}' does not read {f.name}: leave it out")
+                with_b = ",truncate_high=…" if f.name in READS[cfg.scaling] else ""
+                raise UserError(f"'rope:scaling={cfg.scaling}{with_b}' does not read {f.name}: leave it out")
         if cfg.factor is None and "factor" in reads and cfg.scaling != "dynamic_ntk":
             raise UserError(f"'rope:scaling={cfg.scaling}' needs factor=NUMBER or factor=auto")
         if cfg.factor == "auto" and cfg.scaling == "dynamic_ntk":
@@ -109,8 +139,17 @@ class Rope(Rotary):
             raise UserError("'rope' divides by ln L for logn, which is 0 for L = 1: give another original_length=N")
         if cfg.logn != "none" and not self.whole:
             raise UserError("'rope:logn' scales whole queries: leave scaled=turned out")
-        if cfg.beta_fast <= cfg.beta_slow:
-            raise UserError(f"'rope': beta_fast={cfg.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
+        automatic = 4.0 if cfg.scaling == "llama3" else 32.0
+        self.beta_fast = automatic if cfg.beta_fast == "auto" else cfg.beta_fast
+        if self.beta_fast <= cfg.beta_slow:
+            raise UserError(f"'rope': beta_fast={self.beta_fast:g} must be more than beta_slow={cfg.beta_slow:g}")
+        if cfg.scaling == "truncated" and cfg.truncate_low is not None:
+            factor = cfg.factor if isinstance(cfg.factor, float) else 1.0  # auto: at least 1
+            high = cfg.truncate_high or 2 * math.pi / (factor * self.original)
+            if cfg.truncate_low > high:
+                raise UserError(
+                    f"'rope': truncate_low={cfg.truncate_low:g} is above {high:.4g}, which is truncate_high: lower it"
+                )
         self.reads_length = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
         # of a class derived from this one nothing is known
         self.rotation_is_fixed = type(self) is Rope and not self.reads_length
@@ -134,17 +173,20 @@ class Rope(Rotary):
             theta = theta / kappa
         elif scaling in ("ntk", "dynamic_ntk"):
             theta = theta * kappa ** (-2 * s / max(d - 2, 1))
-        elif scaling in ("ntk_by_parts", "yarn"):
+        elif scaling in ("ntk_by_parts", "llama3", "yarn"):
             theta = torch.lerp(theta / kappa, theta, self._kept_part(theta, s))
         elif scaling == "truncated":
-            b = 2 * math.pi / (kappa * self.original)
-            theta = torch.where(theta >= b, theta, torch.where(theta < b / 8, 0.0, b / 16))
+            high, low, value = self.config.truncate_high, self.config.truncate_low, self.config.truncate_value
+            b = 2 * math.pi / (kappa * self.original) if high is None else torch.full_like(kappa, high)
+            a = b / 8 if low is None else torch.full_like(b, low)
+            rho = b / 16 if value is None else torch.full_like(b, value)
+            theta = torch.where(theta >= b, theta, torch.where(theta < a, 0.0, rho))
         return 2 * math.pi / self._wavelengths(theta) if self.config.resonance else theta
 
     def _kept_part(self, theta: Tensor, s: Tensor) -> Tensor:
         """γ: the share of its own frequency that each pair keeps."""
-        fast, slow = self.config.beta_fast, self.config.beta_slow
-        if self.config.ramp == "paper":
+        fast, slow = self.beta_fast, self.config.beta_slow
+        if self.config.ramp == "paper" or self.config.scaling == "llama3":
             return ((self.original * theta / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
         low, high = self.ramp_ends()
         return 1 - ((s - low) / (high - low)).clamp(0, 1)
@@ -154,7 +196,7 @@ class Rope(Rotary):
         d, base = self.rotated, self.config.base
         fast, slow = (
             d * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(base))
-            for turns in (self.config.beta_fast, self.config.beta_slow)
+            for turns in (self.beta_fast, self.config.beta_slow)
         )
         low, high = (min(max(end, 0), d - 1) for end in (math.floor(fast), math.ceil(slow)))
         return low, high if high != low else high + 0.001
@@ -187,6 +229,15 @@ class Rope(Rotary):
         if self.config.temperature == "auto":
             return (0.1 * kappa.clamp_min(1).log() + 1).to(at.dtype)
         return torch.full_like(kappa, self.config.temperature).to(at.dtype)
+
+
+def options_read(config: Rope.Config) -> tuple[str, ...]:
+    """Names of the options that have an effect beside the others of ``config``."""
+    reads = READS[config.scaling]
+    if config.scaling == "truncated" and config.truncate_high is not None:  # it stands for 2π/(κ·L)
+        reads = tuple(key for key in reads if key not in ("factor", "original_length"))
+    reads_length = config.factor == "auto" or config.logn != "none"
+    return (*_ALWAYS, *reads, *(("original_length",) if reads_length else ()))
 
 
 def length_of(pos: Positions) -> Tensor:

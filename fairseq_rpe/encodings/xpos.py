@@ -1,12 +1,13 @@
 """xPos: rotary with an exponential decay per pair."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import Positions, option
+from ..core import Positions, UserError, option
 from .base import Rotary, register
 
 
@@ -26,11 +27,32 @@ class XPos(Rotary):
         base: float = option(10000.0, "b in θ_s = b^(-2s/d)", above=1)
         scale_base: float = option(512.0, "S: tokens over which pair s decays by ζ_s", above=0)
         gamma: float = option(0.4, "γ in ζ_s = (2s + γd) / ((1 + γ)d); larger decays less", above=0)
+        decay: float | None = option(
+            None,
+            "γ of the survey's Eq. 15: all pairs decay by γ per token of distance; none: the paper's ζ_s",
+            above=0,
+            maximum=1,
+        )
+        rotary_fraction: float = option(1.0, "part of a head that turns, from its first element", above=0, maximum=1)
+        interleaved: bool = option(True, "turn pairs (2s, 2s+1) instead of (s, s + d/2)")
 
     formula = "Σ_s ζ_s^((i-j)/S)·(R_i q)_s·(R_j k)_s,  ζ_s = (2s + γd) / ((1 + γ)d)"
     paper = "Sun et al. 2023 (arXiv 2212.10554)"
     bounded = "scores decay to 0, so their exponentials tend to 1"
-    interleaved = True
+
+    @classmethod
+    def rotation_scaling(cls, config: Any) -> str:
+        return "xpos"
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.interleaved, self.rotary_fraction = cfg.interleaved, cfg.rotary_fraction
+        super().setup()
+        for f in fields(cfg):
+            if cfg.decay is not None and f.name in ("scale_base", "gamma") and getattr(cfg, f.name) != f.default:
+                raise UserError(f"'xpos:decay={cfg.decay:g}' does not read {f.name}: leave it out")
+        if cfg.decay == 1:
+            raise UserError("'xpos:decay=1' does not decay, which is 'rope': use that, or a decay below 1")
 
     def _pairs(self, at: Tensor) -> Tensor:
         return torch.arange(self.rotated // 2, device=at.device, dtype=torch.float64)
@@ -40,19 +62,28 @@ class XPos(Rotary):
         d, gamma = self.rotated, self.config.gamma
         return (2 * self._pairs(at) + gamma * d) / ((1 + gamma) * d)
 
+    def log_decay(self, at: Tensor) -> Tensor:
+        """(P,) float64 logarithm of each pair's factor per token of distance, on the device of ``at``."""
+        if self.config.decay is not None:
+            return torch.full_like(self._pairs(at), math.log(self.config.decay))
+        return self.zeta(at).log() / self.config.scale_base
+
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
         return at[..., None] * (self.config.base ** (-2 * self._pairs(at) / self.rotated)).to(at.dtype)
 
     def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor:
         centre = (pos.q.amin(dim=1, keepdim=True) + pos.q.amax(dim=1, keepdim=True)) / 2
-        exponent = ((centre - at) if key else (at - centre)) / self.config.scale_base
-        return torch.exp(exponent[..., None] * self.zeta(at).log().to(at.dtype))
+        tokens = (centre - at) if key else (at - centre)
+        return torch.exp(tokens[..., None] * self.log_decay(at).to(at.dtype))
 
     def query_limit(self, pos: Positions, dtype: torch.dtype) -> int:
         """How many neighbouring queries keep both factors well within the range of ``dtype``."""
         # log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
         room = 8 if dtype == torch.float16 else 64
-        reach = self.config.scale_base * room / math.log2((1 + self.config.gamma) / self.config.gamma)
+        cfg = self.config
+        # of pair 0, which decays fastest, in bits per token
+        rate = math.log2((1 + cfg.gamma) / cfg.gamma) / cfg.scale_base if cfg.decay is None else -math.log2(cfg.decay)
+        reach = room / rate
         if pos.contiguous and pos.step is not None:
             return max(1, int(reach / pos.step))
         n = pos.q.shape[1]

@@ -128,6 +128,29 @@ def test_truncated():
     assert not got[28:].any()
 
 
+def test_truncated_with_values_of_ones_own():
+    """The survey's Eq. 24: θ from b on, ρ from a to b, 0 below a; each of the three by itself or not."""
+    plain = theta()
+    got = theta("scaling=truncated,truncate_high=0.01,truncate_low=0.001,truncate_value=0.004")
+    expected = torch.where(plain >= 0.01, plain, torch.where(plain >= 0.001, plain.new_tensor(0.004), 0.0))
+    assert torch.equal(got, expected) and 0 < (got == 0.004).sum() < 32 and (got == 0).any()
+    own = theta("scaling=truncated,truncate_high=0.01")  # a and ρ follow b
+    assert torch.equal(own, theta("scaling=truncated,truncate_high=0.01,truncate_low=0.00125,truncate_value=0.000625"))
+    all_turn = theta("scaling=truncated,factor=4,truncate_low=0")[21:]
+    assert torch.equal(all_turn, own.new_full((11,), 2 * math.pi / 32768))
+
+
+def test_llama3_is_ntk_by_parts_with_the_papers_ramp():
+    got = theta("scaling=llama3,factor=8,original_length=8192,base=500000")
+    named = "factor=8,original_length=8192,base=500000,ramp=paper,beta_fast=4"
+    assert torch.equal(got, theta(f"scaling=ntk_by_parts,{named}"))
+    assert not torch.equal(got, theta("scaling=llama3,factor=8,original_length=8192,base=500000,beta_fast=8"))
+    small = build("rope:scaling=llama3,factor=8,original_length=8192,base=500000", 1, 16)
+    slower = build("rope:base=500000", 1, 16).frequencies(torch.ones(1).double())
+    slower = slower / small.frequencies(torch.ones(1).double())
+    assert slower.tolist() == pytest.approx([1, 1, 1, 1, 2.6945296879, 8, 8, 8], rel=1e-9)
+
+
 def test_resonance():
     waves = 2 * math.pi / theta("resonance=true")
     assert_values(waves, {0: 6, 1: 8, 2: 11, 3: 15, 8: 63, 16: 628, 31: 47117}, rel=1e-12)
@@ -238,20 +261,20 @@ def test_bf16_and_gradients(spec):
     assert torch.isfinite(y.grad).all() and y.grad.abs().amax() > 0
 
 
-def xpos_scores(q, k, i, j, scale_base=512, gamma=0.4, base=10000.0):
+def xpos_scores(q, k, i, j, scale_base=512, gamma=0.4, base=10000.0, decay=None):
     """Independent: pairs as complex numbers and one factor of the distance, in float64."""
     d = q.shape[-1]
     s = torch.arange(d // 2, dtype=torch.float64)
     z = [torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) for x in (q, k)]
     n = (i[:, None] - j[None, :]).double()[..., None]
-    decay = torch.log((2 * s + gamma * d) / ((1 + gamma) * d)) * n / scale_base
-    turn = torch.polar(torch.exp(decay), n * base ** (-2 * s / d))
+    zeta = ((2 * s + gamma * d) / ((1 + gamma) * d)) ** (n / scale_base) if decay is None else decay**n
+    turn = torch.polar(zeta.expand(*n.shape[:2], d // 2), n * base ** (-2 * s / d))
     return torch.einsum("bhis,bhjs,ijs->bhij", z[0], z[1].conj(), turn).real
 
 
 def test_xpos_against_the_formula():
     q, k, _ = vectors(2, 3, 40, 16)
-    for options in ({}, {"scale_base": 16, "gamma": 1.5, "base": 500}):
+    for options in ({}, {"scale_base": 16, "gamma": 1.5, "base": 500}, {"decay": 0.9}):  # the last: the survey's
         spec = "xpos" + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
         i = torch.arange(40)
         pos = Positions.arange(40)
@@ -389,6 +412,14 @@ def test_padding_does_not_lengthen_a_row(task, spec):
         ("rope:rotary_fraction=0.4", "even and at least 2, not 3"),
         ("rope:base=1", "more than 1"),
         ("xpos:gamma=0", "more than 0"),
+        ("xpos:decay=1", "use that, or a decay below 1"),
+        ("xpos:decay=0.9,gamma=1", "'xpos:decay=0.9' does not read gamma: leave it out"),
+        ("rope:scaling=llama3,factor=8,original_length=9,ramp=paper", "'rope:scaling=llama3' does not read ramp"),
+        ("rope:scaling=llama3,factor=8,original_length=9,beta_slow=4", "beta_fast=4 must be more than beta_slow=4"),
+        ("rope:scaling=truncated,truncate_high=1,factor=2", "truncate_high=…' does not read factor"),
+        ("rope:scaling=truncated,truncate_high=1,truncate_low=2", "truncate_low=2 is above 1"),
+        ("rope:scaling=truncated,factor=2,original_length=9,truncate_low=2", "truncate_low=2 is above 0.349"),
+        ("rope:scaling=linear,factor=2,truncate_low=0", "does not read truncate_low"),
     ],
 )
 def test_refusals(spec, words):
