@@ -1,6 +1,7 @@
 """Models of Hugging Face transformers with any encoding of this package."""
 
 import copy
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -23,11 +24,10 @@ from transformers import PreTrainedModel
 
 from ..attention import choose
 from ..core import UserError
-from ..core.spec import canonical, parse, show
+from ..core.spec import canonical, parse
 from ..encodings import Encoding, build, names, normalise
 from ..encodings.base import registry
-from ..encodings.longer import Longer
-from ..encodings.rope import Rope
+from ..encodings.model_rotation import ModelRotation, complete
 from ..modules.moves import Moves
 from .scoring import evaluate
 
@@ -50,10 +50,10 @@ def use_encoding(
     """Change a model in place: its own rotation goes, and ``encoding`` acts in its attention, or at its input.
 
     What an encoding does is as in :func:`fairseq_rpe.attend`: softmax(s·q·kᵀ + bias) v, with q and k turned first where
-    it turns them; s is the model's own factor, mostly 1/sqrt(D) for heads of width D. Of ``rope``, and of what reads a
-    rope model beyond its length, what the spec leaves open is the model's: ``base`` its rope_theta, ``rotary_fraction``
-    its partial_rotary_factor, and YaRN scales the turned part, as transformers does. Scaling is never taken from the
-    config.
+    it turns them; s is the model's own factor, mostly 1/sqrt(D) for heads of width D. An encoding that rotates queries
+    and keys as ``rope`` does takes from the model what its spec leaves open: ``base`` is the model's rope_theta,
+    ``rotary_fraction`` the part of a head that the model rotates, pairs are (s, s + d/2), and YaRN scales the rotated
+    part, as transformers does. Scaling is never taken from the config.
 
     Args:
         model: of a type in ``TYPES``, with a head or without, on one device.
@@ -81,7 +81,7 @@ def use_encoding(
     if length is None:
         length = (config.rope_parameters or {}).get("original_max_position_embeddings", config.max_position_embeddings)
     if isinstance(encoding, str):
-        spec = _completed(encoding, config)
+        spec = _completed(encoding, _rotation_of(base, head))
         made = _built(spec, share, heads, head, config.hidden_size, length, len(layers))
     else:
         if share not in ("auto", "model"):
@@ -163,23 +163,37 @@ def _device(model: PreTrainedModel) -> torch.device:
     return devices.pop()
 
 
-def _completed(spec: str, config: Any) -> str:
-    """Of ``rope``, and what reads it beyond its length, with what the model itself says where the spec says nothing."""
-    name, given = parse(spec)
-    cls = registry.resolve(spec)[0]  # a wrong option is refused as it was written
-    if not issubclass(cls, (Rope, Longer)):
-        return normalise(spec)
-    own = config.rope_parameters or {}
-    kind = own.get("rope_type", "default")
-    if kind != "default" and "scaling" not in given:
-        remedy = "name a scaling, if need be scaling=none" if issubclass(cls, Rope) else "use rope, which has scalings"
-        raise UserError(f"the model's own rotation is scaled ({kind}), and '{spec}' would drop that: {remedy}")
-    known: dict[str, Any] = {"base": own.get("rope_theta")}
-    known["rotary_fraction"] = own.get("partial_rotary_factor")
-    if given.get("scaling") == "yarn" and known["rotary_fraction"] not in (None, 1):
-        known["scaled"] = "turned"
-    given = {**{key: show(value) for key, value in known.items() if value is not None}, **given}
-    return normalise(f"{name}:" + ",".join(f"{key}={value}" for key, value in given.items()) if given else name)
+def _rotation_of(base: Any, head: int) -> ModelRotation:
+    """The model's own rotation, for heads of ``head`` elements.
+
+    Its width is that of the frequencies that the model has: ``partial_rotary_factor`` of a config says nothing where
+    the model's class ignores it.
+    """
+    adapter = getattr(base, NAME, None)
+    rotation = adapter.undo[0] if isinstance(adapter, Adapter) else base.rotary_emb
+    frequencies = getattr(rotation, "inv_freq", None)
+    if frequencies is None:
+        raise UserError(f"{type(rotation).__name__} has no inv_freq, which transformers 5.23 has: use that version")
+    rotated, config = 2 * len(frequencies), base.config.rope_parameters or {}
+    candidates = (config.get("partial_rotary_factor"), rotated / head, math.nextafter(rotated / head, 1.0))
+    fraction = next(x for x in candidates if x and int(head * x) == rotated)
+    values = {"base": config.get("rope_theta"), "rotary_fraction": fraction, "interleaved": False}
+    kind = config.get("rope_type", "default")
+    return ModelRotation(values, "" if kind == "default" else kind)
+
+
+def _completed(spec: str, rotation: ModelRotation) -> str:
+    """The spec with what the model's rotation gives where it is left open; what it states is kept."""
+    full = complete(spec, rotation, strict=False)
+    stated, options = parse(full)[1], vars(registry.resolve(full)[2])
+    if (
+        "scaled" in options
+        and stated.get("scaling") == "yarn"
+        and "scaled" not in stated
+        and rotation.values["rotary_fraction"] != 1
+    ):
+        full += ",scaled=turned"
+    return normalise(full)
 
 
 def _built(spec: str, share: str, heads: int, head: int, width: int, length: int | None, layers: int) -> list[Encoding]:

@@ -26,15 +26,13 @@ class ModelRotation:
     Attributes:
         values: value of each quantity that is known: ``base``, ``rotary_fraction``, ``interleaved``, and of ``rope``
             ``resonance``, ``logn`` and ``original_length``.
-        source: where the values are from, as a clause of a message.
         scaling: name of what scales the frequencies, empty where nothing does.
-        name: name of the encoding that the model was trained with, empty where it is none of this package's.
+        spec: the encoding that the model was trained with, empty where it is none of this package's.
     """
 
     values: Mapping[str, Any]
-    source: str
     scaling: str = ""
-    name: str = ""
+    spec: str = ""
 
 
 def rotation_of(spec: str) -> ModelRotation | None:
@@ -49,7 +47,7 @@ def rotation_of(spec: str) -> ModelRotation | None:
     Raises:
         UserError: the spec names no encoding, or an option that the encoding does not have.
     """
-    cls, name, config = registry.resolve(spec)
+    cls, _, config = registry.resolve(spec)
     options = cls.rotation_options(config)
     if not options:
         return None
@@ -57,7 +55,7 @@ def rotation_of(spec: str) -> ModelRotation | None:
     values |= {quantity: getattr(config, option) for option, quantity in options.items() if quantity != "scaling"}
     if not values.get("original_length"):
         values.pop("original_length", None)
-    return ModelRotation(values, f"the model was trained with '{spec}'", cls.rotation_scaling(config), name)
+    return ModelRotation(values, cls.rotation_scaling(config), spec)
 
 
 def complete_for_checkpoint(spec: str, trained: str) -> str:
@@ -112,15 +110,15 @@ def complete(spec: str, model: ModelRotation | None, *, strict: bool = True) -> 
         may_differ = quantity in _METHODS or (quantity == "base" and cls.changes_base)
         if strict and not may_differ and getattr(config, option) != value:
             raise UserError(
-                f"'{spec}' has {option}={show(getattr(config, option))}, but {model.source}: give "
-                f"{option}={show(value)}, or leave it out"
+                f"'{spec}' has {option}={show(getattr(config, option))}, but the model was trained with "
+                f"'{model.spec}': give {option}={show(value)}, or leave it out"
             )
     for quantity, default in _IMPLIED.items():
         value = model.values.get(quantity)
         if value is not None and quantity not in options.values() and value != getattr(cls, quantity, default):
             raise UserError(
-                f"'{spec}' has no option for {quantity}={show(value)}, but {model.source}: use an encoding that has, "
-                "such as rope"
+                f"'{spec}' has no option {quantity}, and the model's rotation has {quantity}={show(value)}: use an "
+                "encoding with that option, such as rope"
             )
     if not missing:
         return spec
@@ -133,7 +131,7 @@ def _check_scaling(
 ) -> None:
     """Refuse a spec under which the model's scaling would be lost without a word."""
     own = next((option for option, quantity in options.items() if quantity == "scaling"), None)
-    if not model.scaling or (own in stated if own else name == model.name):
+    if not model.scaling or (own in stated if own else model.spec and name == parse(model.spec)[0]):
         return
     remedy = f"name a scaling, if need be {own}=none" if own else "use rope, which has scalings"
     raise UserError(f"the model's own rotation is scaled ({model.scaling}), and '{spec}' would drop that: {remedy}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_SPECS, LONGER, make_model
+from conftest import ALL_SPECS, make_model
 
 from fairseq_rpe import build
 from fairseq_rpe.core import UserError
@@ -142,7 +142,8 @@ def test_wide_heads():
 
 def same_weights(ours, spec: str):
     """A GPT-NeoX with the weights of our decoder: layer norms first, no parallel residual, embeddings not scaled."""
-    config = GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="gelu")
+    rotation = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config = GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="gelu", rope_parameters=rotation)
     theirs, decoder = neox_of(config), ours.decoder
     base = theirs.gpt_neox
 
@@ -164,9 +165,8 @@ def same_weights(ours, spec: str):
                 getattr(p, name).unflatten(0, (4, 8)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
             ]
             getattr(there.attention.query_key_value, name).data.copy_(torch.cat(parts, dim=1).flatten(0, 1))
-    # rope of this config turns a quarter of a head by default, our decoder's all of it
-    if spec.startswith(("rope", *LONGER)) and "rotary_fraction" not in spec:
-        spec += f"{',' if ':' in spec else ':'}rotary_fraction=1"
+    if spec.startswith("xpos") and "interleaved" not in spec:  # pairs of GPT-NeoX are (s, s + d/2)
+        spec += f"{',' if ':' in spec else ':'}interleaved=true"
     share = "model" if len(decoder.encodings) == 1 else "layer"
     adapted = use_encoding(theirs, spec, share=share)
     put(adapted.base_model.fairseq_rpe.encodings, decoder.encodings)
@@ -241,16 +241,75 @@ def test_perplexities_equal_our_evaluation(task, spec, tmp_path):
     assert changed.checkpoint != rows[0].checkpoint and changed.ppl != rows[0].ppl
 
 
-def test_longer_readings_take_the_models_rotation():
-    """Its base and the part that turns; near keys alone are read as the model reads them."""
-    for own, given in ((llama(), "base=500"), (neox(0.5), "rotary_fraction=0.5")):
-        ids = text(tokens=40)
-        for spec in ("streaming_llm", "lm_infinite", "rerope:window=64"):
-            ours = with_encoding(own, spec)
-            assert given in ours.base_model.fairseq_rpe.spec
-            torch.testing.assert_close(logits(ours, ids), logits(own, ids), rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match=r"is scaled \(linear\), and 'rerope' would drop that: use rope"):
-        use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), "rerope")
+# encodings that rotate, with options under which they change nothing within 40 tokens
+ROTATING = ("rope", "longrope:factors=2", "clex", "streaming_llm", "lm_infinite", "rerope:window=64", "dape:base=rope")
+
+
+def without_the_network(model):
+    """Dape's network switched off."""
+    for encoding in model.base_model.fairseq_rpe.encodings:
+        if hasattr(encoding, "out"):
+            torch.nn.init.zeros_(encoding.out.weight)
+            torch.nn.init.zeros_(encoding.out.bias)
+    return model
+
+
+@pytest.mark.parametrize("spec", [*ROTATING, "xpos:scale_base=1000000"])
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (llama, "base=500"),
+        (lambda: llama({"rope_theta": 5e5}), "base=500000"),
+        (lambda: neox(0.5), "rotary_fraction=0.5"),
+        (lambda: with_encoding(llama(), "alibi"), "base=500"),  # of the rotation that was there before
+    ],
+    ids=["base", "larger base", "half of a head", "adapted before"],
+)
+def test_what_a_spec_leaves_open_is_the_models_rotation(make, given, spec):
+    model = make()
+    own = copy.deepcopy(model)
+    own = restore(own) if hasattr(own.base_model, "fairseq_rpe") else own
+    ids = text(tokens=40)
+    ours = without_the_network(with_encoding(model, spec))
+    assert given in ours.base_model.fairseq_rpe.spec
+    # xpos decays, if slowly
+    torch.testing.assert_close(logits(ours, ids), logits(own, ids), rtol=0, atol=1e-2 if "xpos" in spec else 1e-4)
+
+
+@pytest.mark.parametrize("spec", [*ROTATING[1:], "xpos"])
+def test_a_scaled_rotation_is_dropped_by_nobody(spec):
+    name = spec.partition(":")[0]
+    with pytest.raises(UserError, match=rf"is scaled \(linear\), and '{name}.*' would drop that: use rope"):
+        use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), spec)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_config_that_the_models_class_ignores(kind):
+    """Llama and Qwen2 rotate whole heads, whatever partial_rotary_factor their config has."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    config = transformers.AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, rope_parameters=rope)
+    own = random_model(config)
+    ours = with_encoding(own, "rope")
+    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
+    assert "rotary_fraction" not in ours.base_model.fairseq_rpe.spec
+
+
+def test_llama3_is_transformers_own():
+    """Frequencies of ROPE_INIT_FUNCTIONS, and a model's logits."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    own = llama({**rope, "rope_theta": 500000.0, "original_max_position_embeddings": 8192}, head_dim=64)
+    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](own.config, torch.device("cpu"))
+    length = torch.ones(1, dtype=torch.float64)
+    for scaling in ("llama3", "ntk_by_parts,ramp=paper,beta_fast=4"):
+        spec = f"rope:scaling={scaling},factor=8,base=500000,original_length=8192"
+        got = build(spec, 4, 256).frequencies(length)
+        torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
+    assert factor == 1 and (build("rope:base=500000", 4, 256).frequencies(length) / got)[-1] == pytest.approx(8)
+    own = llama({**rope, "original_max_position_embeddings": 16})
+    ours = with_encoding(own, "rope:scaling=llama3,factor=8")
+    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
 
 
 # -- what a forward pass may ask for
