@@ -23,10 +23,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.answers import algorithm_of, measuring
+    from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation
     from fairseq_rpe.evaluation.results import AnswerRequest, AnswerResult, resumed
     from fairseq_rpe.runs import checkpoints
 
-    request = filled(AnswerRequest, args)
+    request = with_checkpoint_rotation(filled(AnswerRequest, args))
     checkpoint = checkpoints.load(request.checkpoint)
     algorithm = algorithm_of(checkpoint)
     with Progress(algorithm.spec, "tokens") as bar:

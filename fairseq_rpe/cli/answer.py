@@ -35,7 +35,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.question_results import QuestionRequest
     from fairseq_rpe.evaluation.questioning import answered
+    from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation
 
+    request = with_checkpoint_rotation(filled(QuestionRequest, args))
     with Progress(args.data.name, "questions") as bar:
-        for result in answered(filled(QuestionRequest, args), bar):
+        for result in answered(request, bar):
             bar.say(json.dumps(result.record()))

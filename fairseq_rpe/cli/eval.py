@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.results import TextKey, TextRequest, TextResult, resumed
 
     request = filled(TextRequest, args)
+    if request.rpe is not None:
+        from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation
+
+        request = with_checkpoint_rotation(request)
 
     def begin(_: Sequence[TextKey]) -> Callable[[TextKey], TextResult]:
         from fairseq_rpe.evaluation.perplexity import measuring

@@ -86,7 +86,12 @@ def resolved(args: argparse.Namespace) -> Sweep:
     """The sweep that the command line asks for."""
     own = [name for name in inspect.signature(resolve).parameters if name != "base"]
     base = filled(Request, args, rpe="", save_dir=args.out, data=None, seed=1)
-    return resolve(base, **{name: getattr(args, name) for name in own})
+    sweep = resolve(base, **{name: getattr(args, name) for name in own})
+    if any(method.continues or method.rpe_eval for method in sweep.trained):
+        from fairseq_rpe.sweeps.methods import with_checkpoint_rotations
+
+        return with_checkpoint_rotations(sweep)
+    return sweep
 
 
 def run(args: argparse.Namespace) -> int:

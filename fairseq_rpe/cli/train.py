@@ -54,10 +54,12 @@ def run(args: argparse.Namespace) -> None:
     request = filled(Request, args)
     if request.inspect_every and not request.tensorboard:
         raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
-    if request.finetune_from and training_data.asks(request.data):
+    if request.finetune_from:
         from fairseq_rpe.runs import fine_tuning
 
-        request = fine_tuning.filled(request)
+        request = fine_tuning.with_checkpoint_rotation(request)
+        if training_data.asks(request.data):
+            request = fine_tuning.filled(request)
     wanted = training_data.checked(request)
     node = launch.here(request)
     if args.dry_run:

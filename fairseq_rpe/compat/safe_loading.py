@@ -13,6 +13,7 @@ from fairseq.models import BaseFairseqModel
 from ..core import UserError, checkpoint_file, checkpoint_state
 from ..core.checkpoint_state import State, same_kind
 from ..encodings.longer import check_trained, reads_longer
+from ..encodings.model_rotation import complete_for_checkpoint
 from ..encodings.trained import restore
 from .flags import overrides
 from .literals import evaluate_literal, literal_eval_only
@@ -35,9 +36,13 @@ def safe_checkpoints(original: Any, path: str, arg_overrides: Any = None, *args:
     """``load_checkpoint_to_cpu`` names no ``weights_only``: an environment variable can switch the protection off.
 
     Loading is always weights-only here, what cannot be loaded is one line before anything is built, and a checkpoint
-    never names a Python file to import.
+    never names a Python file to import. An encoding that replaces the checkpoint's has its rotation.
     """
-    _check(checkpoint_state.load(Path(path)), arg_overrides or {})
+    saved = checkpoint_state.load(Path(path))
+    if arg_overrides and "rpe" in arg_overrides and "rpe" in saved.model:
+        completed = complete_for_checkpoint(str(arg_overrides["rpe"]), str(saved.model["rpe"]))
+        arg_overrides = {**arg_overrides, "rpe": completed}
+    _check(saved, arg_overrides or {})
     try:
         state = original(path, arg_overrides, *args, **kwargs)
     except KeyError as error:
@@ -83,6 +88,7 @@ def flags_over_settings(
             checkpoint_file.check(Path(path))
     models, cfg, task = original(filenames, {**(arg_overrides or {}), **overrides}, *args, **kwargs)
     for key, value in overrides.items():
-        if getattr(cfg.model, key, None) != value:
+        # an encoding has been completed with the checkpoint's rotation
+        if getattr(cfg.model, key, None) != value and (key != "rpe" or getattr(cfg.model, key, None) is None):
             raise UserError(f"{filenames[0]} has no setting '{key}' to replace: it is not a transformer_rpe_lm")
     return models, cfg, task

@@ -52,7 +52,8 @@ def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None 
     with one_line(f"{path} cannot be used with {data}" if data else f"{path} cannot be used", log):
         models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], changed)
     for key, value in wanted.items():
-        if getattr(cfg.model, key, None) != value:
+        # an encoding has been completed with the checkpoint's rotation
+        if getattr(cfg.model, key, None) != value and (key != "rpe" or getattr(cfg.model, key, None) is None):
             flag = "--" + key.removesuffix("_eval").replace("_", "-")
             raise UserError(f"{path} is older than {flag}: leave the flag out or train it again")
     return models[0].eval().to(devices.chosen(use.device)), task

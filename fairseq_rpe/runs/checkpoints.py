@@ -9,6 +9,7 @@ from fairseq_rpe.core.checkpoint_state import State
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import replace_with
 from fairseq_rpe.encodings import Encoding, trained
+from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 
 
@@ -34,6 +35,20 @@ class Checkpoint(State):
             raise UserError(
                 f"{self.path} is not of this plugin (its model is '{self.arch}'): name a transformer_rpe_lm{otherwise}"
             )
+
+    def complete(self, spec: str) -> str:
+        """Return ``spec``, an encoding to replace the model's, with the model's rotation where it leaves it open.
+
+        Args:
+            spec: an encoding; one of the user's own is to be registered before.
+
+        Returns:
+            The spec, unchanged where nothing is missing.
+
+        Raises:
+            UserError: it is not valid, or contradicts the rotation that the model was trained with.
+        """
+        return complete_for_checkpoint(spec, str(self.model["rpe"])) if "rpe" in self.model else spec
 
     def learned(self) -> list[Encoding]:
         """The encodings with their parameters, one for the model or one per layer, without fairseq.

@@ -1,4 +1,4 @@
-"""A training on questions that begins with a checkpoint: what it takes over from it.
+"""A training that begins with a checkpoint: what it takes over from it, and a training on questions in particular.
 
 The new checkpoint keeps the length of the original training as its own (``--rpe-train-length``). So ``factor=auto``, an
 ``original_length`` that is not given, and interpolated positions compare with that and not with the questions' length.
@@ -16,6 +16,24 @@ from fairseq_rpe.runs import architecture, checkpoints
 from fairseq_rpe.runs.settings import Request
 
 _LENGTH = "--rpe-train-length"
+
+
+def with_checkpoint_rotation(request: Request) -> Request:
+    """Return the request with the rotation of the checkpoint that it begins with where its ``rpe`` leaves it open.
+
+    Args:
+        request: a training with ``finetune_from``.
+
+    Returns:
+        The request, unchanged where nothing is missing.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or ``rpe`` is not valid or contradicts the checkpoint's rotation.
+    """
+    assert request.finetune_from is not None
+    if request.rpe_module is not None:
+        encodings.load_module(request.rpe_module)
+    return replace(request, rpe=checkpoints.load(request.finetune_from).complete(request.rpe.strip()))
 
 
 def filled(asked: Request) -> Request:

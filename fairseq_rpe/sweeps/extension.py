@@ -159,7 +159,7 @@ def _filled(asked: Request, checkpoint: Checkpoint, tokens: int) -> Request:
     }
     own |= {key: value for key, value in some.items() if getattr(asked, key) is None}
     own["positions_train"] = own.get("positions_train") or asked.positions_train or IDENTITY
-    return replace(asked, **own, rpe=asked.rpe or checkpoint.encoding)
+    return replace(asked, **own, rpe=checkpoint.complete(asked.rpe) if asked.rpe else checkpoint.encoding)
 
 
 def _trained(checkpoint: Checkpoint) -> int:

@@ -1,12 +1,40 @@
 """The methods of a sweep looked at before anything is trained."""
 
 import sys
+from dataclasses import replace
 
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.core.errors import UserError, need_fairseq
+from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
 from fairseq_rpe.runs.start import check_specs
 from fairseq_rpe.sweeps.cells import Cell
 from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.sweeps.state import Method
+
+
+def with_checkpoint_rotations(sweep: Sweep) -> Sweep:
+    """Return the sweep with each method's specs as training and evaluation complete them.
+
+    A method that continues another begins with that one's rotation, and ``rpe_eval`` reads the rotation of ``rpe``.
+
+    Args:
+        sweep: its methods come after those that they continue.
+
+    Returns:
+        The sweep; specs in which nothing is missing are unchanged.
+
+    Raises:
+        UserError: a spec is not valid, or contradicts the rotation of the method before it.
+    """
+    if sweep.base.rpe_module is not None:
+        encodings.load_module(sweep.base.rpe_module)
+    completed: dict[str, Method] = {}
+    for method in sweep.trained:
+        rpe = complete_for_checkpoint(method.rpe, completed[method.continues].rpe) if method.continues else method.rpe
+        rpe_eval = complete_for_checkpoint(method.rpe_eval, rpe) if method.rpe_eval else method.rpe_eval
+        completed[method.name] = replace(method, rpe=rpe, rpe_eval=rpe_eval)
+    methods, needed = (tuple(completed[one.name] for one in some) for some in (sweep.methods, sweep.needed))
+    return replace(sweep, methods=methods, needed=needed)
 
 
 def check(sweep: Sweep, cells: list[Cell]) -> None:

@@ -117,6 +117,18 @@ def test_fast_equals_fairseq_eval_lm(state, corpus, tmp_path, capsys, spec, flag
     assert len({row["loss_base2"] for row in fast}) == len(fast)
 
 
+@pytest.mark.parametrize("engine", ["fast", "fairseq"])
+def test_an_encoding_in_place_of_the_checkpoints_has_its_rotation(engine, state, corpus, tmp_path, capsys):
+    """What a spec leaves open is the checkpoint's: these change nothing, and the results name what was evaluated."""
+    rotation = "base=500,rotary_fraction=0.5"
+    checkpoint = checkpoint_with(state, tmp_path, f"rope:{rotation}")
+    [own] = rows_of(capsys, checkpoint, corpus, "37", "--engine", engine)
+    for spec in ("longrope:factors=1+1", "rope:scaling=linear,factor=1", "rerope:window=99"):
+        [row] = rows_of(capsys, checkpoint, corpus, "37", "--engine", engine, "--rpe", spec)
+        assert row["ppl"] == pytest.approx(own["ppl"], rel=1e-6), spec
+        assert row["rpe"] == f"{spec},{rotation}"
+
+
 RANDOM = ("--positions", "randomized:max=2000")
 
 
@@ -317,7 +329,8 @@ def test_failures_are_one_line(state, corpus, tmp_path, capsys):
     assert "did you mean 'alibi'" in refusal(capsys, checkpoint, corpus, "--rpe", "alibbi")
     for engine in ("fast", "fairseq"):  # what reads rope beyond its length reads no other rotation than was trained
         checkpoint = checkpoint_with(state, tmp_path, "rope:base=500")
-        assert "give base=500" in refusal(capsys, checkpoint, corpus, "--rpe", "rerope", "--engine", engine)
+        for spec in ("rerope:base=10000", "longrope:base=10000"):
+            assert "give base=500" in refusal(capsys, checkpoint, corpus, "--rpe", spec, "--engine", engine)
     assert "was with 'alibi'" in refusal(capsys, checkpoint_with(state, tmp_path), corpus, "--rpe", "dual_chunk")
     state = {**state, "model": {**state["model"]}}
     state["model"]["decoder.embed_tokens.weight"] = torch.full_like(

@@ -182,7 +182,8 @@ def test_resumed_training_draws_the_same(corpus, tmp_path):
 
 
 def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
-    train_here(corpus, tmp_path, "--rpe", "rope", updates=6)
+    """With the rotation of the checkpoint, where the new encoding leaves it open."""
+    train_here(corpus, tmp_path, "--rpe", "rope:base=500,rotary_fraction=0.5", updates=6)
     checkpoint = tmp_path / "checkpoint_last.pt"
 
     def loss(*flags: str) -> float:
@@ -195,3 +196,5 @@ def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
     assert scaled == pytest.approx(loss("--positions-eval", "interpolate:ratio=1/8"), abs=2e-4)
     with pytest.raises(UserError, match="the checkpoint does not fit this model"):
         loss("--rpe-eval", "kerple_log")
+    with pytest.raises(UserError, match="give rotary_fraction=0.5, or leave it out"):
+        loss("--rpe-eval", "rope:scaling=linear,factor=8,rotary_fraction=1")

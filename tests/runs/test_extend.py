@@ -78,6 +78,16 @@ def test_positions_are_the_checkpoints_unless_one_of_them_is_said(state, corpus,
     assert resolved(*thin, lengths=None).lengths == (32, 64, 128)
 
 
+def test_what_a_new_encoding_leaves_open_is_the_checkpoints(state, corpus, tmp_path, capsys):
+    path = checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5")
+    given = [path, corpus, "--tokens", 64, "--out", tmp_path / "x", "--rpe"]
+    found = resolved(*given, "longrope:factors=2")
+    words = launch.command(found.request, found.plan, launch.Node(), 0)
+    assert flag(words, "--rpe") == found.request.rpe == "longrope:factors=2,base=500,rotary_fraction=0.5"
+    assert "give base=500, or leave it out" in refused(capsys, *given, "longrope:factors=2,base=10000")
+    assert resolved(*given, "rope:base=9000").request.rpe == "rope:base=9000,rotary_fraction=0.5"  # ABF
+
+
 def test_extended_twice_it_goes_by_the_first_length(state, corpus, tmp_path, capsys):
     path = checkpoint_with(state, tmp_path, YARN, task={"tokens_per_sample": 64}, rpe_train_length=32)
     found = resolved(path, corpus, "--tokens", 96, "--out", tmp_path / "x", lengths=None)

@@ -106,6 +106,20 @@ def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, ot
     assert [line[0] for line in alone] == ["train", "train", "eval", "eval"] and alone[0] == lines[0]
 
 
+def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, corpus, tmp_path, capsys):
+    """Of the method that is continued, and of the method's own where another encoding evaluates it."""
+    text = RECIPE.replace('rpe = "rope"', 'rpe = "rope:base=500"\nrpe_eval = "longrope:factors=2"')
+    recipe.write_text(text)
+    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
+    lines = [shlex.split(line)[3:] for line in dry_run(capsys, *given)]
+    trained = [build_parser().parse_args(line).rpe for line in lines if line[0] == "train"]
+    assert trained == ["rope:base=500", "rope:scaling=yarn,factor=2,original_length=32,base=500"]
+    evaluated = [build_parser().parse_args(line).rpe for line in lines if line[0] == "eval"]
+    assert evaluated == ["longrope:factors=2,base=500", None]
+    recipe.write_text(text.replace("longrope:factors=2", "longrope:factors=2,base=10000"))
+    assert "give base=500, or leave it out" in refused(capsys, *given)
+
+
 def test_its_batch_is_divided_too(recipe, corpus, tmp_path, capsys):
     given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
     lines = [line for line in dry_run(capsys, *given, "--nproc", "2") if " train " in line]
