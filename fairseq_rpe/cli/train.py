@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
     if request.finetune_from:
         from fairseq_rpe.runs import fine_tuning
 
-        request = fine_tuning.with_checkpoint_rotation(request)
+        if request.finetune_from.is_file():  # one that is not there is refused below
+            request = fine_tuning.with_checkpoint_rotation(request)
         if training_data.asks(request.data):
             request = fine_tuning.filled(request)
     wanted = training_data.checked(request)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import run_here, with_vocabulary
+from conftest import checkpoint_with, run_here, with_vocabulary
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.cli.sweep import resolved
@@ -212,6 +212,18 @@ def test_a_checkpoint_to_begin_with_that_is_not_there(corpus, tmp_path, capsys):
     assert f"checkpoint {tmp_path}/no.pt does not exist" in capsys.readouterr().err
     assert main([*map(str, given), "--finetune-from", "no.pt", "--", "--finetune-from-model", "a.pt"]) == 2
     assert "give --finetune-from before the -- instead" in capsys.readouterr().err
+
+
+def test_what_the_spec_of_a_further_training_leaves_open_is_the_checkpoints(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5")
+    given = ["train", corpus, "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32", "--dry-run"]
+    given += ["--init-from", checkpoint, "--rpe"]
+    assert main([*map(str, given), "rope:scaling=linear,factor=2"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[words.index("--rpe") + 1] == "rope:scaling=linear,factor=2,base=500,rotary_fraction=0.5"
+    assert main([*map(str, given), "longrope:factors=2,base=10000"]) == 2
+    assert "give base=500, or leave it out" in capsys.readouterr().err
+    assert main([*map(str, given), "alibi"]) == 0
 
 
 # what is carried out, and kept
