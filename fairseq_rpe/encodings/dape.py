@@ -54,8 +54,8 @@ class Dape(Encoding):
         for f in fields(cfg):
             if f.name in ROTATION and not rotates and getattr(cfg, f.name) != f.default:
                 raise UserError(f"'dape:base={cfg.base}' does not read {f.name}: leave it out, or give base=rope")
-        own = {key: getattr(cfg, option) for option, key in ROTATION.items()} if rotates else {}
-        self.base = cls(cls.Config(**own), self.heads, self.width, self.length)
+        rotation = {key: getattr(cfg, name) for name, key in ROTATION.items()} if rotates else {}
+        self.base = cls(cls.Config(**rotation), self.heads, self.width, self.length)
         self.rotation_is_fixed, self.reads_length = self.base.rotation_is_fixed, self.base.reads_length
         self.biased = self.base.adds_bias
         self.mix = nn.Linear(self.heads * (1 + self.biased), self.config.width)

@@ -127,8 +127,8 @@ class Rope(Rotary):
         reads = options_read(cfg)
         for f in fields(cfg):
             if f.name not in reads and getattr(cfg, f.name) != f.default:
-                with_b = ",truncate_high=…" if f.name in READS[cfg.scaling] else ""
-                raise UserError(f"'rope:scaling={cfg.scaling}{with_b}' does not read {f.name}: leave it out")
+                instead = ",truncate_high=…" if f.name in READS[cfg.scaling] else ""  # what takes its place
+                raise UserError(f"'rope:scaling={cfg.scaling}{instead}' does not read {f.name}: leave it out")
         if cfg.factor is None and "factor" in reads and cfg.scaling != "dynamic_ntk":
             raise UserError(f"'rope:scaling={cfg.scaling}' needs factor=NUMBER or factor=auto")
         if cfg.factor == "auto" and cfg.scaling == "dynamic_ntk":

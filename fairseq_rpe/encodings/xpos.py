@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError, option
+from ..core import LogWeight, Positions, UserError, option
 from .base import Rotary, register
 
 
@@ -53,6 +53,12 @@ class XPos(Rotary):
                 raise UserError(f"'xpos:decay={cfg.decay:g}' does not read {f.name}: leave it out")
         if cfg.decay == 1:
             raise UserError("'xpos:decay=1' does not decay, which is 'rope': use that, or a decay below 1")
+
+    def series(self) -> list[str] | list[LogWeight] | None:
+        if self.rotary_fraction == 1:
+            return super().series()
+        # scores of elements that pass through do not decay
+        return [LogWeight("0", f"no additive bias: {Rotary.bounded}")] * self.heads
 
     def _pairs(self, at: Tensor) -> Tensor:
         return torch.arange(self.rotated // 2, device=at.device, dtype=torch.float64)

@@ -315,6 +315,7 @@ def test_verdicts():
         ("forgetting:longest=9", "'forgetting:gate=full' does not read longest"),
         ("forgetting:gate=bias,shortest=9,longest=3", "shortest=9 is more than longest=3"),
         ("dape:base=t5_bias", "option 'base' of 'dape' is one of kerple_log"),
+        ("dape:base=alibi,rotary_fraction=0.5", "'dape:base=alibi' does not read rotary_fraction"),
         ("cope:max_positions=1", "must be at least 2"),
     ],
 )

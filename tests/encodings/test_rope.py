@@ -282,6 +282,11 @@ def test_xpos_against_the_formula():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_xpos_scores_decay_to_zero_where_all_elements_turn():
+    whole, part = (build(f"xpos:rotary_fraction={fraction}", 3, 48).series()[0].note for fraction in (1, 0.5))
+    assert "scores decay to 0" in whole and "decay" not in part and "bounded" in part
+
+
 def test_xpos_against_centring_in_the_middle_of_the_input():
     """Sun et al.'s code: exponents from floor(-T/2) on, queries times the power, keys divided by it."""
     q, k, _ = vectors(1, 2, 1000, 16)
