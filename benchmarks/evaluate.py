@@ -75,7 +75,7 @@ TransformerRPELanguageModel.build_model = classmethod(build)
 def measured(*command: object) -> tuple[list[dict[str, Any]], float, float, float]:
     """The JSON lines that a process prints, its seconds, those of the processor, and its peak memory in MiB."""
     start = time.perf_counter()
-    argv = [sys.executable, *map(str, command)]
+    argv = [sys.executable, "-P", *map(str, command)]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         errors = process.stderr.read()

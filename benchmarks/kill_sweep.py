@@ -40,7 +40,7 @@ PACKAGES = ("asyncio", "email", "http", "importlib", "json", "logging", "multipr
 EARLY = 0.2  # the part of the kills that may come in the start-up
 _POLL = 0.02
 _PATIENCE = 120.0  # seconds until what goes on after a kill must have ended
-_PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+_PROGRAM = [sys.executable, "-P", "-m", "fairseq_rpe.cli.main"]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def as_fairseq(text: Path, folder: Path) -> None:
 
 def preprocess(folder: Path) -> None:
     """From ``folder/train.spm`` to fairseq's binarised split."""
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--workers", "2"]
+    command = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", "--only-source", "--workers", "2"]
     command += ["--srcdict", str(folder / "dict.txt"), "--trainpref", str(folder / "train.spm")]
     command += ["--destdir", str(folder / "binarised"), "--dataset-impl", "mmap"]
     subprocess.run(command, check=True, capture_output=True)

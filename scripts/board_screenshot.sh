@@ -5,8 +5,8 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh" --quiet
 # only for the pictures of the docs: not in everybody's set-up, and it drives the system's browser
-if ! "$root/.venv/bin/python" -c "import playwright" 2>/dev/null; then
-    (cd "$root" && .venv/bin/python -m pip install -q --no-input --disable-pip-version-check \
+if ! "$root/.venv/bin/python" -P -c "import playwright" 2>/dev/null; then
+    (cd "$root" && .venv/bin/python -P -m pip install -q --no-input --disable-pip-version-check \
         -c requirements/constraints.txt playwright)
 fi
 exec "$root/.venv/bin/python" "$root/docs/tools/board_screenshot.py" "$@"

@@ -20,8 +20,8 @@ scripts/setup.sh --quiet
 export NO_MKDOCS_2_WARNING=1
 # signatures are formatted by ruff
 export PATH="$PWD/.venv/bin:$PATH"
-if [[ ! -x .venv/bin/mkdocs ]] || ! python -c "import material, mkdocstrings_handlers.python" 2>/dev/null; then
-    python -m pip install -qq --no-input --disable-pip-version-check -c requirements/constraints.txt \
+if [[ ! -x .venv/bin/mkdocs ]] || ! python -P -c "import material, mkdocstrings_handlers.python" 2>/dev/null; then
+    python -P -m pip install -qq --no-input --disable-pip-version-check -c requirements/constraints.txt \
         mkdocs-material mkdocstrings-python
 fi
 if [[ "${1:-}" == "--serve" ]]; then

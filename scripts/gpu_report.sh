@@ -37,7 +37,8 @@ if [[ ! "$device" =~ ^(cuda|cpu)$ || -z "$out" ]]; then
 fi
 python="${PYTHON:-$root/.venv/bin/python}"
 command -v "$python" >/dev/null || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# python -m and -c would import from the current folder
+export PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # what auto finds out is part of the report, and is found out anew
 export FAIRSEQ_RPE_CACHE="$out/auto"
 

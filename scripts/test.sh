@@ -17,7 +17,7 @@ scripts/setup.sh --quiet
 export PATH="$PWD/.venv/bin:$PATH"
 # too large for everybody's set-up; torch's builds for CUDA bring their own triton
 missing=()
-while read -r name; do missing+=("$name"); done < <(python -c '
+while read -r name; do missing+=("$name"); done < <(python -P -c '
 import sys
 from importlib.metadata import distributions
 there = {one.name.lower() for one in distributions()}
@@ -27,7 +27,7 @@ sys.stdout.writelines(name + "\n" for name in wanted if name.partition("=")[0] n
 ')
 if ((${#missing[@]})); then
     # compiling all of them ahead takes longer than the few that are loaded
-    python -m pip install -qq --no-compile --no-input --disable-pip-version-check \
+    python -P -m pip install -qq --no-compile --no-input --disable-pip-version-check \
         -c requirements/constraints.txt "${missing[@]}"
 fi
 ruff check .
@@ -36,4 +36,4 @@ shellcheck scripts/*.sh .ci/run
 # a process per core, and one for those that wait: tests are small, and threads that wait for each other cost more
 # than they give
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec pytest -q -n "$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')" --dist loadfile --no-loadscope-reorder "$@"
+exec pytest -q -n "$(python -P -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')" --dist loadfile --no-loadscope-reorder "$@"

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from fairseq_rpe import __version__
 from fairseq_rpe.cli.options import make_ready
+from fairseq_rpe.core.child_processes import safe_path
 from fairseq_rpe.core.display import displayed
 from fairseq_rpe.core.errors import DEBUG, UserError, told
 from fairseq_rpe.core.spec import nearest
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = DEBUG_FLAG in ours or DEBUG in os.environ
     calm_warnings()
     processes.wait_briefly()
-    with displayed() as out, _debugging(debug):
+    with displayed() as out, _debugging(debug), safe_path():
         code = _guarded([word for word in ours if word != DEBUG_FLAG], extra, debug)
         out.flush()
         if out.failure is not None and code == 0:

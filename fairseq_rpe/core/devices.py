@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .child_processes import SAFE_PATH
 from .errors import UserError
 
 # A driver leaves one of these (NVIDIA's, WSL's, AMD's): without any, torch need not be asked.
@@ -25,7 +26,8 @@ def gpus() -> tuple[str, ...]:
     """
     if sys.platform == "linux" and not any(Path(driver).exists() for driver in _DRIVERS):
         return ()
-    told = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, "-P", "-c", _PROBE], {**os.environ, **SAFE_PATH}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if told.returncode:
         reason = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
         raise UserError(f"torch cannot report its GPUs ({reason}): repair its installation, or give --device cpu")

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from fairseq_rpe.core.child_processes import safe_path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.encoders import BOS, EOS, UNK, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import read_manifest, read_split, write_index
@@ -135,6 +136,7 @@ def encode_chunks(
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     try:
         with (
+            safe_path(),
             TemporaryDirectory(dir=folder) as encoded,
             ProcessPoolExecutor(workers, context, _start_worker, (kind, folder, boundaries)) as pool,
         ):

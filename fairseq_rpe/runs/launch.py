@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from fairseq_rpe.core import devices
+from fairseq_rpe.core.child_processes import interpreter, module_command
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes, training_data
@@ -87,11 +88,11 @@ def _slurm_master() -> str | None:
 
 def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
     """The command that trains on this node, with its ``gpus`` or, if 0, on its processors."""
-    trainer, flags = ["-m", "fairseq_rpe.runs.launch"], _fairseq_flags(request, plan)
+    flags = _fairseq_flags(request, plan)
     if request.world == 1:
         on_cpu = ["--cpu"] if request.device == "cpu" else []
-        return [sys.executable, *trainer, *flags, *on_cpu, "--distributed-world-size", "1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(request.nproc)]
+        return module_command("fairseq_rpe.runs.launch", *flags, *on_cpu, "--distributed-world-size", "1")
+    torchrun = module_command("torch.distributed.run", "--nproc-per-node", str(request.nproc))
     if node.master is None:
         torchrun.append("--standalone")
     else:
@@ -101,6 +102,9 @@ def command(request: Request, plan: Plan, node: Node, gpus: int) -> list[str]:
     # torch's own DistributedDataParallel, fairseq's default, is asked for a GPU by fairseq
     kind = [] if gpus else ["--cpu", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     world = ["--distributed-world-size", str(request.world)]
+    # torchrun starts the interpreter itself, and its children inherit PYTHONSAFEPATH; words after sys.executable -P, if
+    # any, are a script
+    trainer = [*interpreter()[2:], "-m", "fairseq_rpe.runs.launch"]
     return [*torchrun, *trainer, *flags, *kind, *world]
 
 

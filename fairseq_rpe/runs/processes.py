@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
+from fairseq_rpe.core.child_processes import SAFE_PATH
+
 _GRACE_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -45,6 +47,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own; must be called from the main thread.
 
+    A Python process does not have the current folder on its import path.
     ``log`` takes its output, ``errors`` its standard error, without which that goes the way of its output.
 
     Only we pass Ctrl-C on (a terminal would send it to the whole group as well), and if we are
@@ -52,7 +55,7 @@ def spawn(
     """
     return subprocess.Popen(
         list(command),
-        env={**os.environ, **environment},
+        env={**os.environ, **SAFE_PATH, **environment},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log is not None and errors is None else errors,

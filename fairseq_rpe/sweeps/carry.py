@@ -15,7 +15,7 @@ from fairseq_rpe.evaluation.results import TextKey
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.runs import launch, training_data
 from fairseq_rpe.sweeps import local, slurm
-from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Stage
+from fairseq_rpe.sweeps.cells import Cell, Stage, command_line
 from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import Asking, Questions, Scored, State, SweepFolder, SweepSettings
 
@@ -96,7 +96,7 @@ def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:
     made = [sweep.preparation] if sweep.preparation else []
     made += [sweep.preparing(name) for name in sweep.evaluate if name in sweep.prepared]
     made += [sweep.preparing_questions(name) for name, one in sweep.questions.items() if one.prepare]
-    lines = [shlex.join((*PROGRAM, *words)) for words in made]
+    lines = [shlex.join(command_line(*words)) for words in made]
     if on_slurm is not None:
         given = ", ".join(f"{key}={value}" for key, value in slurm.settings(sweep, on_slurm).items())
         firsts = [cell for cell in cells if cell.parent is None]

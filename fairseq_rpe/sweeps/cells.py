@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.algorithms import build
+from fairseq_rpe.core.child_processes import module_command
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation import results
@@ -24,7 +24,11 @@ from fairseq_rpe.sweeps.state import Kind, Method, SweepFolder
 
 TRAINING, EVALUATING = "training", "evaluating"
 RESULTS: dict[Kind, type[Result]] = {"text": TextResult, "algorithms": AnswerResult, "answers": QuestionResult}
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
+
+
+def command_line(*words: str) -> list[str]:
+    """The command that carries out a command of ``fairseq-rpe`` in a process of its own."""
+    return module_command("fairseq_rpe.cli.main", *words)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Cell:
 
     @property
     def train_command(self) -> list[str]:
-        return [*PROGRAM, "train", *self.request.argv()]
+        return command_line("train", *self.request.argv())
 
     @property
     def rows(self) -> int:
@@ -186,7 +190,7 @@ def _evaluations(
     of["draws"] = results.draws_of(method.positions_eval)
     checkpoint, task = str(cell.folder.checkpoints.last), cell.request.algorithm
     if task:
-        command = [*PROGRAM, "accuracy", checkpoint, "--split", sweep.subset, *common]
+        command = command_line("accuracy", checkpoint, "--split", sweep.subset, *common)
         answers = AnswerKey(checkpoint="", algorithm=task, split=sweep.subset, **of, length=1)
         depths = build(task).depths(sweep.subset) or (None,)
         keys = tuple(replace(answers, length=n, depth=depth) for n in lengths for depth in depths)
@@ -195,7 +199,7 @@ def _evaluations(
     text = TextKey(checkpoint="", subset=sweep.subset, **of, length=1)
     return [
         Evaluation(
-            [*PROGRAM, "eval", checkpoint, str(data), "--subset", sweep.subset, *common],
+            command_line("eval", checkpoint, str(data), "--subset", sweep.subset, *common),
             tuple(replace(text, data=digest, length=n) for n in lengths),
             data,
             name,

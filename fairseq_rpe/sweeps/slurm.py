@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fairseq_rpe.core.child_processes import interpreter
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
 from fairseq_rpe.runs import processes
@@ -101,7 +103,8 @@ def executor(sweep: Sweep, given: Sequence[tuple[str, str]]) -> submitit.AutoExe
     """
     import submitit
 
-    made = submitit.AutoExecutor(sweep.out / FOLDER / "%j", cluster="slurm", slurm_max_num_timeout=_TIMEOUTS)
+    of: dict[str, Any] = {"slurm_max_num_timeout": _TIMEOUTS, "slurm_python": shlex.join(interpreter())}
+    made = submitit.AutoExecutor(sweep.out / FOLDER / "%j", cluster="slurm", **of)
     wanted = {key if key in _COMMON else f"slurm_{key}": value for key, value in settings(sweep, given).items()}
     try:
         made.update_parameters(**wanted)

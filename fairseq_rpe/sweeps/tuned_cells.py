@@ -13,7 +13,7 @@ from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.partial_scores import adds_up
 from fairseq_rpe.runs.settings import Request, plan
-from fairseq_rpe.sweeps.cells import PROGRAM, Cell, Evaluation, common_words, request_of, within
+from fairseq_rpe.sweeps.cells import Cell, Evaluation, command_line, common_words, request_of, within
 from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
 from fairseq_rpe.sweeps.recipes import Scale, divided
 from fairseq_rpe.sweeps.request import Sweep
@@ -121,7 +121,7 @@ def _asked(sweep: Sweep, folder: Folder, cell: Cell, method: Method) -> Evaluati
         beam=asking.beam,
         cut=asking.cut,
     )
-    words = [*PROGRAM, "answer", str(request.checkpoint), str(data), "--subset", sweep.subset]
+    words = command_line("answer", str(request.checkpoint), str(data), "--subset", sweep.subset)
     words += ["--sets", ",".join(folder.sets)] if folder.sets else []
     said = {key: value for key, value in asking.options.items() if value != getattr(Asking(), key)}
     words += [word for key, value in said.items() for word in (f"--{key}", str(value))]

@@ -25,7 +25,7 @@ _TITLES = {"commit": "git commit", "python": "Python", "threads": "threads of a 
 _LAST = ("threads", "gpus")
 OPTIMISER = "AdamW"  # fairseq's adam, whose weight decay is decoupled
 TIED = {True: "one table for input and output", False: "two tables"}
-_PROGRAM = re.compile(r"\S*python[\d.]* -m fairseq_rpe\.cli\.main\b")
+_PROGRAM = re.compile(r"\S*python[\d.]*( -P)?( \S+/run_module\.py)? -m fairseq_rpe\.cli\.main\b")
 _ABSOLUTE = re.compile(r"(?<![\w.~/…$-])/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
 _COSTS = ("parameters", "training (s)", "tokens/s", "training loss", "validation loss", "evaluation (s)", "tokens/s")
 _OPTIONAL = ("peak memory (MiB)", "engine")  # columns that are shown where they say something
