@@ -80,24 +80,96 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, nothing if there is no such file."""
-    lines = _lines(path).split(b"\n")[:-1]
+    """The objects of a JSON-lines file, nothing if there is no such file.
+
+    A last line that a killed process left unfinished is no row. Raises UserError: another line is damaged.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1] or _is_unfinished(lines[-1]):
+        del lines[-1]
     return [json_object(line, path, DELETE_LINE, n) for n, line in enumerate(lines, start=1)]
 
 
-def _lines(path: Path) -> bytes:
-    """Whole lines of a file, none if there is no such file."""
-    if not path.exists():
-        return b""
-    text = path.read_bytes()
-    return text if text.endswith(b"\n") or not text else text + b"\n"
-
-
 def append_json_line(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a JSON-lines file, whose others stay as they are; refused where one of them is damaged."""
-    read_json_lines(path)
-    text = _lines(path) + json.dumps(row).encode() + b"\n"
-    replace_with(path, lambda temporary: temporary.write_bytes(text))
+    """Append a row to a JSON-lines file, while other processes append to it too; create the file if it is missing.
+
+    It reads and writes no more than the last line and the new one, however long the file is. The row is on the disk
+    when it returns. A last line that a killed process left unfinished is cut off first.
+
+    Args:
+        path: the file; its folder is created if it is missing.
+        row: what :func:`json.dumps` can write.
+
+    Raises:
+        UserError: ``path`` is no plain file, or its last line is damaged otherwise; it is then untouched.
+        OSError: the row cannot be written; the file then ends as before.
+    """
+    check_kind("file", path)
+    line = json.dumps(row).encode() + b"\n"
+    with _locked_for_append(path) as handle:
+        end = os.lseek(handle, 0, os.SEEK_END)
+        tail = _after_last_newline(handle, end)
+        if _is_unfinished(tail):
+            end -= len(tail)
+        elif tail:  # written by hand, without a newline
+            if not _is_object(tail):
+                read_json_lines(path)  # raises, with the number of the line
+            line = b"\n" + line
+        try:
+            os.ftruncate(handle, end)
+            os.lseek(handle, end, os.SEEK_SET)
+            left = memoryview(line)
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, end)
+            error.filename = error.filename or str(path)
+            raise
+
+
+@contextlib.contextmanager
+def _locked_for_append(path: Path) -> Iterator[int]:
+    """The descriptor of a file that is locked until the end, once no other process holds its lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # another process may have replaced or removed the file meanwhile
+            if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
+                yield handle
+                return
+        finally:
+            os.close(handle)
+
+
+def _after_last_newline(handle: int, end: int, block: int = 4096) -> bytes:
+    """What follows the last newline of a file of ``end`` bytes."""
+    tail = b""
+    while end > 0 and b"\n" not in tail:
+        start = max(0, end - block)
+        tail = os.pread(handle, end - start, start) + tail
+        end = start
+    return tail.rpartition(b"\n")[2]
+
+
+def _is_unfinished(tail: bytes) -> bool:
+    """Whether what follows the last newline is the beginning of a row, as a process leaves it that is killed.
+
+    After a power failure, null bytes may stand where the rest had been.
+    """
+    return bool(tail) and tail.rstrip(b"\0")[:1] in (b"", b"{") and not _is_object(tail)
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def check_kind(flag: str, path: Path) -> None:

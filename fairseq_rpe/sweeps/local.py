@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import DEBUG
-from fairseq_rpe.core.files import read_json_lines
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.log import Heard
@@ -56,6 +56,26 @@ class Following(Heard):
             self.hear(line)
 
 
+class RowCount:
+    """Counts the lines of a file of results that grows; each look reads only what was added since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._position, self._lines = path, 0, 0
+
+    def read(self) -> int:
+        """The lines that the file has now, none if there is no such file."""
+        try:
+            with open(self.path, "rb") as file:
+                if file.seek(0, os.SEEK_END) < self._position:  # another file took its place
+                    self._position = self._lines = 0
+                file.seek(self._position)
+                self._lines += file.read().count(b"\n")
+                self._position = file.tell()
+        except FileNotFoundError:
+            self._position = self._lines = 0
+        return self._lines
+
+
 @dataclass(frozen=True)
 class Work:
     """What a run costs: each of its updates, and each of its results in turn."""
@@ -87,8 +107,10 @@ class _Active:
     child: subprocess.Popen[bytes] | None = None
     log_start: int = 0
     following: Following = field(init=False)
+    rows: RowCount = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rows = RowCount(self.cell.folder.results)
         self.following = Following(self.stages[0].log, self.log_start)
 
     @property
@@ -99,7 +121,7 @@ class _Active:
         """Of its work."""
         if self.trains:
             return work.done(self.following.updates, 0)
-        return work.done(self.cell.plan.updates, len(read_json_lines(self.cell.folder.results)))
+        return work.done(self.cell.plan.updates, self.rows.read())
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start the next stage."""

@@ -328,7 +328,7 @@ def test_files_are_whole_or_absent(tmp_path):
     path.write_text("{")
     with pytest.raises(UserError, match="a.json line 1 is not a JSON object"):
         files.read_json(path)
-    path.write_text('{"a": 1}\n{"a"')
+    path.write_text('{"a": 1}\n["a"')
     with pytest.raises(UserError, match="line 2 is not a JSON object"):
         files.append_json_line(path, {})
 
