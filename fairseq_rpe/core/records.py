@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import reprlib
@@ -83,18 +84,61 @@ def read_lines(kind: type[Record], path: Path, what: str) -> list[Record]:
 def _record(kind: type[Record], given: object, source: str, what: str, strict: bool) -> Record:
     if not isinstance(given, Mapping):
         raise UserError(f"{source}: {what} is not a table")
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind, include_extras=True)
+    fields, hints, plain = _fields(kind)
     values = {}
     for key, value in given.items():
         if key in fields:
-            values[key] = _value(hints[key], value, source, key, what, strict)
+            checked = key in plain and plain[key].admits(value)
+            values[key] = value if checked else _value(hints[key], value, source, key, what, strict)
         elif strict:
             raise UserError(f"{source}: {what} has an unknown key '{key}'{nearest(key, fields)}")
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{source}: {what} lacks {name}")
     return kind(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plain:
+    """An annotation that is one of JSON's types, with a rule or without, and whether None is allowed too."""
+
+    kind: type[Any]
+    holds: Callable[[Any], bool] | None
+    optional: bool
+
+    def admits(self, value: object) -> bool:
+        """Whether a value is certainly as annotated; of others :func:`_value` decides."""
+        if value is None:
+            return self.optional
+        if type(value) is not self.kind:
+            return False
+        if isinstance(value, str) and not value.isascii():
+            return False
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return self.holds is None or self.holds(value)
+
+    @classmethod
+    def of(cls, hint: Any) -> "_Plain | None":
+        optional = False
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+            if len(kinds) > 1:
+                return None
+            hint, optional = kinds[0], True
+        holds = None
+        if typing.get_origin(hint) is Annotated:
+            hint, rule = typing.get_args(hint)
+            holds = rule.holds
+        return cls(hint, holds, optional) if hint in (str, int, float, bool) else None
+
+
+@functools.cache
+def _fields(kind: type[Any]) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any], dict[str, _Plain]]:
+    """The fields of a dataclass and their annotations, by name, and what is plain of these."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    plain = {name: one for name, hint in hints.items() if (one := _Plain.of(hint)) is not None}
+    return {f.name: f for f in dataclasses.fields(kind)}, hints, plain
 
 
 def write(record: Any) -> dict[str, Any]:
@@ -104,7 +148,7 @@ def write(record: Any) -> dict[str, Any]:
 
 def filled(kind: type[Record], source: object, **own: object) -> Record:
     """A record of what ``source`` has by the names of its fields, and of what is its ``own``."""
-    given = {f.name: getattr(source, f.name) for f in dataclasses.fields(kind) if hasattr(source, f.name)}
+    given = {name: getattr(source, name) for name in _fields(kind)[0] if hasattr(source, name)}
     return kind(**{**given, **own})
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -71,6 +72,26 @@ def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     writer.writerow(head)
     writer.writerows(rows)
     return out.getvalue()
+
+
+def spaced(values: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of ``values``, the first and the last among them, evenly spaced on a logarithmic scale.
+
+    >>> spaced(range(1, 1001), 4)
+    [1, 10, 100, 1000]
+
+    Args:
+        values: rising whole numbers above 0.
+        most: how many to choose, at least 2.
+
+    Returns:
+        The chosen ones, rising; all of them if they are no more than ``most``.
+    """
+    if len(values) <= most:
+        return list(values)
+    first, ratio = values[0], values[-1] / values[0]
+    chosen = {bisect_left(values, round(first * ratio ** (k / (most - 1)))) for k in range(most)}
+    return [values[k] for k in sorted(chosen | {len(values) - 1}) if k < len(values)]
 
 
 def spread(mean: float | None, form: str, seeds: Sequence[float], best: float | None = None) -> Cell:

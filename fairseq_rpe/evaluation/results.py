@@ -1,5 +1,7 @@
 """Measurements as records: what is asked, what each is of, and what came out, kept so that nothing is done twice."""
 
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +209,20 @@ def draws_of(positions: str | None) -> int | None:
 
 
 def read(kind: type[Found], path: Path) -> list[Found]:
-    """The results in a JSON-lines file, none if there is no such file."""
+    """The results in a JSON-lines file, none if there is no such file.
+
+    They are read once for as long as the file stays the same: a report needs those of each run several times.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return []
+    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return list(_read_version(kind, path, version))
+
+
+@functools.lru_cache(maxsize=256)
+def _read_version(kind: type[Found], path: Path, version: tuple[int, ...]) -> list[Found]:
     return records.read_lines(kind, path, "the result")
 
 

@@ -12,6 +12,7 @@ from .style import COLUMN, NAME, PAGE, PALETTE, TICK, panels, titled
 
 Grid = Mapping[tuple[int, float], float]
 _COLUMNS = 3
+_TICKS = 24  # columns of a panel that are named at most
 _LEGIBLE = 8  # columns of a panel that still have room for numbers
 
 
@@ -33,9 +34,8 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
         lengths, depths = (sorted({key[axis] for _, g in grids[task].items() for key in g}) for axis in (0, 1))
         values = np.array([[grid.get((n, depth), np.nan) for n in lengths] for depth in depths])
         axes.imshow(values, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
-        axes.set_xticks(
-            range(len(lengths)), [str(n) for n in lengths], fontsize=TICK if len(lengths) < 5 else TICK - 1.5
-        )
+        along = range(0, len(lengths), -(-len(lengths) // _TICKS))
+        axes.set_xticks(along, [str(lengths[k]) for k in along], fontsize=TICK if len(lengths) < 5 else TICK - 1.5)
         every = -(-len(depths) // 11)
         axes.set_yticks(range(0, len(depths), every), [f"{depth:g}" for depth in depths[::every]])
         for (row, column), value in np.ndenumerate(values):

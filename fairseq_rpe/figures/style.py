@@ -15,6 +15,7 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import offset_copy
 
 from ..core.files import replace_with
+from ..core.table import spaced
 
 # Okabe and Ito's colours, told apart with any kind of colour vision, but for their yellow, too pale for a thin line;
 # three that are darker or greyer than all of these follow.
@@ -38,6 +39,7 @@ _KNOWN = {
     if name != "-"
 }
 _PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3.6}  # two dashes of each style
+_TICKS = 64  # of an axis that are still apart from each other
 COLUMN, PAGE = 4.8, 7.2  # widest figures in inches, so that print at 3.4 and 6.9 leaves their letters legible
 TITLE, NAME, TICK = 9.0, 9.0, 8.0  # points
 
@@ -104,7 +106,12 @@ def mark_training(axes: Axes, length: int, named: bool = True) -> None:
 
 
 def lengths_along(axes: Axes, lengths: Sequence[int], most: int = 9) -> None:
-    """A logarithmic x axis with a tick at each length in tokens, and numbers at no more than ``most`` of them."""
+    """A logarithmic x axis with a tick at each length in tokens, and numbers at no more than ``most`` of them.
+
+    Of more lengths than have room for a tick, those with a number alone have one.
+    """
+    if len(lengths) > _TICKS:
+        lengths = spaced(lengths, most)
     every = -(-len(lengths) // most)
     # counted from the longest, which is always named
     named = [str(n) if not (len(lengths) - 1 - k) % every else "" for k, n in enumerate(lengths)]

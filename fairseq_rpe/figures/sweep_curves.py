@@ -199,6 +199,8 @@ def _ends(curves: Mapping[str, Band], shown: Mapping[str, Look]) -> list[End]:
 def draw_band(axes: Axes, points: Band, label: str, look: Look, **how: Any) -> None:
     """The mean over seeds; from the least of them to the largest an error bar, or a shade where points are many."""
     x, means = list(points), list(means_of(points).values())
+    if len(x) > _FEW:  # markers that touch each other would hide the line
+        how = {"markevery": max(1, len(x) // _FEW), **how}
     axes.plot(x, means, **look.drawn(), **how, label=label)
     if all(len(values) == 1 for values in points.values()):
         return

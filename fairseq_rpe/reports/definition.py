@@ -107,7 +107,7 @@ def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Ju
 def contextless(found: Perplexities, name: str) -> list[str]:
     """Why the model of a seed cannot be said to use its context yet, by its result at the training length."""
     start = found.longer.get(name, found.trained_at)
-    own = (row.result for row in found.rows if row.method == name and row.result.length == start)
+    own = (row.result for row in found.rows_of(name) if row.result.length == start)
     return [why for one in own if (why := _contextless(one))]
 
 

@@ -1,12 +1,13 @@
 """The results that belong to a sweep's settings, in the order in which they were asked for, and their means."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.table import csv_text
+from fairseq_rpe.core.table import csv_text, spaced
 from fairseq_rpe.evaluation import results
 from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.evaluation.reach import most_items
@@ -15,6 +16,9 @@ from fairseq_rpe.runs.run_folder import RunFolder, Which
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 Found = TypeVar("Found", TextResult, AnswerResult, QuestionResult)
+Row = TypeVar("Row")
+Key = TypeVar("Key")
+SHOWN = 48  # lengths in a table that can still be read; CSV files have all
 HELD = 90.0  # per cent of exact answers at every depth from which a method is said to find what is asked for
 
 
@@ -49,37 +53,51 @@ class Perplexities:
     others: Mapping[str, "Perplexities"] = field(default_factory=dict)
     longer: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def encodings(self) -> list[str]:
-        return list(dict.fromkeys(row.method for row in self.rows))
+    @cached_property
+    def _by_encoding(self) -> dict[str, list[Finding[TextResult]]]:
+        return grouped(self.rows, lambda row: row.method)
 
     @property
+    def encodings(self) -> list[str]:
+        return list(self._by_encoding)
+
+    def rows_of(self, encoding: str) -> list[Finding[TextResult]]:
+        """The results of one method, none if it has no result."""
+        return self._by_encoding.get(encoding, [])
+
+    @cached_property
     def lengths(self) -> list[int]:
         return sorted({row.result.length for row in self.rows})
 
+    @cached_property
+    def shown_lengths(self) -> list[int]:
+        """The lengths that tables and descriptions show: all, or as many as can be read, the training length too."""
+        if len(self.lengths) <= SHOWN:
+            return self.lengths
+        return sorted({*spaced(self.lengths, SHOWN - 1), *({self.trained_at} & set(self.lengths))})
+
     def of(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed."""
-        return by_length((row.result.length, row.result.ppl) for row in self.rows if row.method == encoding)
+        return by_length((row.result.length, row.result.ppl) for row in self.rows_of(encoding))
 
     def seeds(self, encoding: str) -> list[dict[int, float]]:
         """The perplexity by length of each seed that was evaluated at its training length and beyond it."""
         start = self.longer.get(encoding, self.trained_at)
         own: dict[int, dict[int, float]] = {}
-        for row in self.rows:
-            if row.method == encoding:
-                own.setdefault(row.seed, {})[row.result.length] = row.result.ppl
+        for row in self.rows_of(encoding):
+            own.setdefault(row.seed, {})[row.result.length] = row.result.ppl
         return [one for one in own.values() if start in one and max(one) > start]
 
     def ratios(self, encoding: str) -> dict[int, list[float]]:
         """By length, the perplexity of each seed over that of the same run at the training length."""
-        own = [row for row in self.rows if row.method == encoding]
+        own = self.rows_of(encoding)
         return by_length((row.result.length, row.ratio) for row in own if row.ratio is not None)
 
     def means(self, encoding: str) -> dict[int, float]:
         """By length, the mean over seeds."""
         return {length: sum(values) / len(values) for length, values in self.of(encoding).items()}
 
-    @property
+    @cached_property
     def shared_lengths(self) -> list[int]:
         """At which every run was measured."""
         runs: dict[tuple[str, int], set[int]] = {}
@@ -89,16 +107,16 @@ class Perplexities:
 
     def over_lengths(self, encoding: str) -> list[float]:
         """Of each seed the mean of its perplexities at the lengths that all runs share."""
-        shared, found = self.shared_lengths, dict[int, list[float]]()
-        for row in self.rows:
-            if row.method == encoding and row.result.length in shared:
+        shared, found = set(self.shared_lengths), dict[int, list[float]]()
+        for row in self.rows_of(encoding):
+            if row.result.length in shared:
                 found.setdefault(row.seed, []).append(row.result.ppl)
         return [sum(values) / len(values) for values in found.values()]
 
     def ratio(self, encoding: str) -> float | None:
         """At the longest length of all, the mean over seeds."""
         at = self.lengths[-1]
-        return _mean(row.ratio for row in self.rows if (row.method, row.result.length) == (encoding, at))
+        return _mean(row.ratio for row in self.rows_of(encoding) if row.result.length == at)
 
     def csv(self) -> str:
         found = ((row, row.result) for row in self.rows)
@@ -120,34 +138,40 @@ class ExactAnswers:
     longest: Mapping[str, int]
     ends: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
+    @cached_property
+    def _by_task_and_method(self) -> dict[tuple[str, str], list[Finding[AnswerResult]]]:
+        return grouped(self.rows, lambda row: (row.result.algorithm, row.method))
+
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(row.task for row in self.rows))
+        return list(dict.fromkeys(task for task, _ in self._by_task_and_method))
 
     def methods(self, task: str | None = None) -> list[str]:
         """Those with results, of one task or of any."""
-        return list(dict.fromkeys(row.method for row in self.rows if task in (None, row.task)))
+        return list(dict.fromkeys(method for of, method in self._by_task_and_method if task in (None, of)))
+
+    def rows_of(self, task: str, method: str) -> list[Finding[AnswerResult]]:
+        """The results of one method on one task, none if it has no result."""
+        return self._by_task_and_method.get((task, method), [])
 
     def of(self, task: str, method: str) -> dict[int, list[float]]:
         """By number of items, the exact answers of each seed in per cent, the mean over depths where there are any."""
         runs: dict[tuple[int, int], list[float]] = {}
-        for row in self.rows:
-            if (row.task, row.method) == (task, method):
-                runs.setdefault((row.result.length, row.seed), []).append(100 * row.result.accuracy)
+        for row in self.rows_of(task, method):
+            runs.setdefault((row.result.length, row.seed), []).append(100 * row.result.accuracy)
         return by_length((length, sum(values) / len(values)) for (length, _), values in runs.items())
 
-    @property
+    @cached_property
     def deep(self) -> list[str]:
         """The tasks with depths."""
-        return [
-            task for task in self.tasks if any(one.result.depth is not None for one in self.rows if one.task == task)
-        ]
+        known = {row.result.algorithm for row in self.rows if row.result.depth is not None}
+        return [task for task in self.tasks if task in known]
 
     def grid(self, task: str, method: str) -> dict[tuple[int, float], float]:
         """By length and depth, the exact answers in per cent, the mean over seeds; nothing of a task without depths."""
         cells: dict[tuple[int, float], list[float]] = {}
-        for row in self.rows:
-            if (row.task, row.method) == (task, method) and row.result.depth is not None:
+        for row in self.rows_of(task, method):
+            if row.result.depth is not None:
                 cells.setdefault((row.result.length, row.result.depth), []).append(100 * row.result.accuracy)
         return {key: sum(values) / len(values) for key, values in sorted(cells.items())}
 
@@ -193,6 +217,14 @@ class ExactAnswers:
         if not self.deep:
             return csv_text(head, lines)
         return csv_text((*head, "depth"), ((*line, r.depth) for line, (r, _) in zip(lines, own, strict=True)))
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """The rows by their keys, keys and rows in the order in which they come."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def by_length(found: Iterable[tuple[int, float]]) -> dict[int, list[float]]:

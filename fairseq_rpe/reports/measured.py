@@ -15,7 +15,7 @@ from fairseq_rpe.reports.chapters import perplexities
 from fairseq_rpe.reports.definition import DELTA, NONE, Prediction
 from fairseq_rpe.reports.findings import Finding, Perplexities
 from fairseq_rpe.reports.kept import Places
-from fairseq_rpe.reports.page import Part, Section
+from fairseq_rpe.reports.page import Section
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
 
 
@@ -62,7 +62,7 @@ def write_report(
     }
     judged = definition.judge(found, said)
     made = perplexities.findings(state, [], found, definition.blocks(judged, trained_at, delta))
-    parts = [*made.parts, Part("measurements", "Every measurement", [made.every])]
+    parts = [*made.parts, page.measurements(len(found.rows), made.every, at.results.name)]
     section = Section(
         name=folder.resolve().name,
         title=title,

@@ -1,7 +1,7 @@
 """Reports as one self-contained HTML page: what it is made of, how it is written, and the same as Markdown."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -10,11 +10,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from fairseq_rpe import __version__
+from fairseq_rpe.core.errors import UserError, shown
 from fairseq_rpe.core.files import PACKAGE, atomic_write
 from fairseq_rpe.core.table import Table
 from fairseq_rpe.figures.style import to_svg
 
 NOT_RECORDED = "not recorded"
+_GENERATOR = '<meta name="generator" content="fairseq_rpe '  # near the beginning of every page
+_MOST_ROWS = 5000  # of a table on a page
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,33 @@ class Section:
 class Findings:
     """What a sweep found: for the page, as Markdown, and the figure that stands beside the page.
 
-    ``others``: by name, the figures on further texts.
+    ``every``: makes the table of every measurement. ``others``: by name, the figures on further texts.
     """
 
     lead: list[str]
     parts: list[Part]
-    every: Table
+    every: Callable[[], Table]
     markdown: str
     figure: Figure
     others: Mapping[str, Figure] = field(default_factory=dict)
+
+
+def measurements(count: int, every: Callable[[], Table], results: str) -> Part:
+    """The chapter with every measurement; where they are too many for a page, it names their files instead.
+
+    Args:
+        count: of the measurements.
+        every: makes the table with a row for each of them.
+        results: the name of the CSV file that has them.
+
+    Returns:
+        The last chapter of a section.
+    """
+    too_many = (
+        f"{results} has all {count:,} measurements, and the eval.jsonl of each run what each of them took. The page "
+        f"shows no more than {_MOST_ROWS:,}."
+    )
+    return Part("measurements", "Every measurement", [Text(too_many) if count > _MOST_ROWS else every()])
 
 
 def picture(figure: Figure, alt: str, caption: str) -> Picture:
@@ -100,6 +121,24 @@ def markdown(blocks: Sequence[Block]) -> str:
         elif isinstance(block, Text):
             found += f"\n{block.text}{f' {block.link}.' if block.link else ''}\n"
     return found
+
+
+def check_target(flag: str, path: Path) -> None:
+    """Refuse to replace a file that is no page of this command; an empty one holds nothing to lose.
+
+    Args:
+        flag: the option that names the file, for the message.
+        path: it need not exist.
+
+    Raises:
+        UserError: the file exists and is something else.
+    """
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        begin = file.read(1 << 14)
+    if begin and _GENERATOR.encode() not in begin:
+        raise UserError(f"{flag} {shown(path)} is not a page of this command and would be replaced: name another file")
 
 
 def write(sections: Sequence[Section], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from fairseq_rpe.core.errors import UserError
@@ -14,6 +15,7 @@ from fairseq_rpe.reports.findings import (
     asked,
     by_length,
     exact_answers,
+    grouped,
     measured,
     perplexities,
 )
@@ -35,45 +37,71 @@ class Scores:
     trained_at: int
     averaged: Sequence[str] = ()
 
-    @property
-    def sets(self) -> list[str]:
-        return list(dict.fromkeys(self.label(row) for row in self.rows))
+    @cached_property
+    def _ambiguous(self) -> set[str]:
+        """The sets that several folders have."""
+        folders = grouped(self.rows, lambda row: row.result.set)
+        return {name for name, rows in folders.items() if len({row.folder for row in rows}) > 1}
+
+    @cached_property
+    def _by_set(self) -> dict[str, list[Finding[QuestionResult]]]:
+        return grouped(self.rows, self.label)
+
+    @cached_property
+    def _by_set_and_method(self) -> dict[tuple[str, str], list[Finding[QuestionResult]]]:
+        return grouped(self.rows, lambda row: (self.label(row), row.method))
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str, str | None], dict[int, list[float]]]:
+        """What :meth:`of` has computed: tables ask for it at every length."""
+        return {}
+
+    @cached_property
+    def _means(self) -> dict[str, dict[int, list[float]]]:
+        """What :meth:`over_sets` has computed."""
+        return {}
 
     @property
+    def sets(self) -> list[str]:
+        return list(self._by_set)
+
+    @cached_property
     def methods(self) -> list[str]:
         return list(dict.fromkeys(row.method for row in self.rows))
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         return sorted({row.result.length for row in self.rows})
 
     def label(self, row: Finding[QuestionResult]) -> str:
         """The name of a result's set, after that of its folder where another folder has the same set."""
-        folders = {one.folder for one in self.rows if one.result.set == row.result.set}
-        return row.result.set if len(folders) == 1 else f"{row.folder}/{row.result.set}"
+        return f"{row.folder}/{row.result.set}" if row.result.set in self._ambiguous else row.result.set
 
     def metric(self, label: str) -> str:
         """What a set is scored by."""
-        return next(row.result.published for row in self.rows if self.label(row) == label)
+        return self._by_set[label][0].result.published
 
     def metrics(self, label: str) -> list[str]:
         """All that is known of a set, what it is scored by first."""
-        own = (row.result for row in self.rows if self.label(row) == label)
+        own = (row.result for row in self._by_set.get(label, ()))
         return list(dict.fromkeys(name for one in own for name in (one.published, *one.metrics)))
 
     def of(self, label: str, method: str, metric: str | None = None) -> dict[int, list[float]]:
         """By context length, the score of each seed on a set, or another metric."""
-        own = [row.result for row in self.rows if row.method == method and self.label(row) == label]
-        if metric is None:
-            return by_length((one.length, one.score) for one in own)
-        values = [(one.length, {one.published: one.score, **one.metrics}.get(metric)) for one in own]
-        return by_length((length, value) for length, value in values if value is not None)
+        if (label, method, metric) not in self._known:
+            own = [row.result for row in self._by_set_and_method.get((label, method), ())]
+            values = (
+                (one.length, one.score if metric is None else {one.published: one.score, **one.metrics}.get(metric))
+                for one in own
+            )
+            self._known[label, method, metric] = by_length((n, value) for n, value in values if value is not None)
+        return self._known[label, method, metric]
 
     def by_distance(self, label: str, length: int) -> dict[tuple[int, int], dict[str, list[float]]]:
         """By least and most words between answer and document's end, if known, the score of each method's seeds."""
         found: dict[tuple[int, int], dict[str, list[float]]] = {}
-        for row in self.rows:
-            if self.label(row) == label and row.result.length == length:
+        for row in self._by_set.get(label, ()):
+            if row.result.length == length:
                 for band in row.result.distances:
                     found.setdefault((band.least, band.most), {}).setdefault(row.method, []).append(band.score)
         return found
@@ -84,13 +112,15 @@ class Scores:
 
     def over_sets(self, method: str) -> dict[int, list[float]]:
         """By context length, the mean over sets of each seed that has them all."""
-        wanted = self.mean_sets()
-        runs: dict[tuple[int, int], dict[str, float]] = {}
-        for row in self.rows:
-            if row.method == method and (label := self.label(row)) in wanted:
-                runs.setdefault((row.result.length, row.seed), {})[label] = row.result.score
-        whole = {key: own for key, own in runs.items() if len(own) == len(wanted)}
-        return by_length((n, sum(own.values()) / len(own)) for (n, _), own in sorted(whole.items()))
+        if method not in self._means:
+            wanted = self.mean_sets()
+            runs: dict[tuple[int, int], dict[str, float]] = {}
+            for label in wanted:
+                for row in self._by_set_and_method.get((label, method), ()):
+                    runs.setdefault((row.result.length, row.seed), {})[label] = row.result.score
+            whole = {key: own for key, own in runs.items() if len(own) == len(wanted)}
+            self._means[method] = by_length((n, sum(own.values()) / len(own)) for (n, _), own in sorted(whole.items()))
+        return self._means[method]
 
     def over_lengths(self, label: str, method: str, metric: str | None = None) -> list[float]:
         """The mean over all context lengths of each seed; nothing where one is missing."""

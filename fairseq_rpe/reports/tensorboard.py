@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, asked
+from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, asked, grouped
 from fairseq_rpe.reports.scored_answers import Scores
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.settings import IDENTITY
@@ -28,7 +29,7 @@ Chosen = dict[str, str | float]
 def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers | Scores, target: Path) -> None:
     """Replace the folder ``target`` by a sweep's evaluations."""
     if isinstance(found, Perplexities):
-        names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in found.lengths}
+        names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in found.shown_lengths}
         tag, title = "ppl_by_length", "perplexity over evaluation length (step = tokens)"
     elif isinstance(found, Scores):
         names = {f"score_at/{n}": f"mean score (%) at {n} tokens" for n in found.lengths}
@@ -42,13 +43,14 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers 
     # beside tensorboard/, not in it: a running TensorBoard would show the unfinished folder
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".board-") as name:
         made, sessions = Path(name) / "new", []
+        by_run: dict[Any, list[Any]] = grouped(found.rows, lambda row: (row.task, row.method, row.seed))
         for task, method, seed, run in asked(folder, state):
             label = method.name
-            rows = [row for row in found.rows if (row.task, row.method, row.seed) == (task, label, seed)]
-            if rows:
+            if rows := by_run.get((task, label, seed)):
                 sessions.append(_chosen(state, task, method, seed, run.checkpoints.record() or RunRecord()))
                 session = made / slug(f"{task}@{label}" if task else label, seed)
-                _session(session, sessions[-1], *_measured(replace(found, rows=rows), label, task), tag)
+                metrics, curve = _measured(replace(found, rows=rows), label, task)
+                _session(session, sessions[-1], {k: v for k, v in metrics.items() if k in names}, curve, tag)
         _experiment(made, charts, names, sessions)
         if target.exists():
             target.rename(Path(name) / "old")

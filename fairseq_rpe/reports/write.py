@@ -8,7 +8,7 @@ from fairseq_rpe.reports.chapters import asked_questions, exact_match, literatur
 from fairseq_rpe.reports.definition import DELTA
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.kept import Places
-from fairseq_rpe.reports.page import Part, Section
+from fairseq_rpe.reports.page import Section
 from fairseq_rpe.reports.scored_answers import Scores, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
@@ -41,7 +41,7 @@ def write(folder: SweepFolder, delta: float | None = None) -> Section:
         made = asked_questions.findings(state, runs, found)
     else:
         made = exact_match.findings(state, runs, found)
-    parts = [*made.parts, *training.parts(state, runs), Part("measurements", "Every measurement", [made.every])]
+    parts = [*made.parts, *training.parts(state, runs), page.measurements(len(found.rows), made.every, at.results.name)]
     section = Section(
         name=folder.path.resolve().name,
         title=state.title or "",

@@ -39,7 +39,7 @@ def findings(state: State, runs: Sequence[Run], found: Scores) -> Findings:
             Part("scores", "Scores", [*tables, *printed, drawn, Text(_about(state, found))]),
             Part("published", "Beside the published values", literature.blocks(state, runs)),
         ],
-        _measurements(found),
+        partial(_measurements, found),
         markdown([*tables, *printed, *about]).lstrip(),
         figure,
     )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
@@ -42,7 +43,7 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
             Part("depths", "Found at every depth?", blocks),
             Part("published", "Beside the published values", literature.blocks(state, runs)),
         ],
-        _measurements(found),
+        partial(_measurements, found),
         stacked(values, "task").markdown() + markdown([*about, *blocks]),
         figure,
         {"depths": maps} if maps else {},

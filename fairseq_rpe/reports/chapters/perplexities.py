@@ -1,6 +1,7 @@
 """A sweep on text: perplexities over length, loss by position, Definition 0.1."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -30,7 +31,7 @@ def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: lis
             Part("positions", "Loss by position", _positions(found)),
             Part("verdict", "Does it extrapolate?", theory),
         ],
-        _measurements(found),
+        partial(_measurements, found),
         # of what stands beside, the caution and the values
         values.markdown()
         + markdown([*further, *(own[0] for own in others.values()), *theory, *beside[:1], *beside[-1:]]),
@@ -45,8 +46,9 @@ def _over_length(state: State, found: Perplexities, text: str = "") -> tuple[Tab
     curves, ratios = ({name: of(name) for name in found.encodings} for of in (found.of, found.ratios))
     figure = sweep_curves.perplexity(curves, ratios, found.trained_at, text)
     alt = "; ".join(
-        f"{name} " + ", ".join(f"{value:.2f} at {n}" for n, value in found.means(name).items())
+        f"{name} " + ", ".join(f"{means[n]:.2f} at {n}" for n in found.shown_lengths if n in means)
         for name in found.encodings
+        if (means := found.means(name))
     )
     drawn = picture(
         figure,
@@ -100,17 +102,18 @@ def _lead(state: State, found: Perplexities, data: str | None) -> list[str]:
 
 def _table(state: State, found: Perplexities, on: str = "") -> Table:
     """Perplexity per token, encodings × lengths; the last column is the longest over the training length."""
-    last = found.lengths[-1]
+    last, lengths = found.lengths[-1], found.shown_lengths
     means = {name: found.means(name) for name in found.encodings}
-    best = {n: least([row.get(n) for row in means.values()]) for n in found.lengths}
+    best = {n: least([row.get(n) for row in means.values()]) for n in lengths}
     smallest = least([found.ratio(name) for name in means])
     rows, ended = [], False
     for name, row in means.items():
-        spans = {n: f"{min(v):.2f}–{max(v):.2f}" for n, v in found.of(name).items() if len(v) > 1}
+        seeds = found.of(name)
+        spans = {n: f"{min(v):.2f}–{max(v):.2f}" for n in lengths if len(v := seeds.get(n, ())) > 1}
         end = longest_row(state.method(name).positions_eval, found.trained_at)
         cells = [
             number(row.get(n), ".2f", best[n], spans.get(n, "")) if end is None or n <= end else words(f"ends at {end}")
-            for n in found.lengths
+            for n in lengths
         ]
         ended |= end is not None and end < last
         cells.append(spread(found.ratio(name), ".3f", found.ratios(name).get(last, []), smallest))
@@ -121,9 +124,11 @@ def _table(state: State, found: Perplexities, on: str = "") -> Table:
     caption = f"Perplexity per token{on} by evaluation length and, last, its ratio {ratio}."
     if len(state.seeds) > 1:
         caption += " Mean over the seeds, least to largest below it."
+    if len(lengths) < len(found.lengths):
+        caption += f" It shows {len(lengths)} of {len(found.lengths):,} lengths; the CSV file has all."
     if ended:
         caption += " Ends at N: the method has positions for rows of up to N tokens, so it is not evaluated beyond."
-    return Table(caption, ["encoding", *map(str, found.lengths), ratio], rows, starred="least")
+    return Table(caption, ["encoding", *map(str, lengths), ratio], rows, starred="least")
 
 
 def _mean(found: Perplexities) -> list[Block]:
