@@ -5,10 +5,11 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 usage: scripts/prepare_stdlib.sh [--dest DIR] [--source DIR] [--vocab-size N] [--seed N]
-                                 [--valid-fraction X] [--test-fraction X] [--workers N] [--max-bytes N]
+                                 [--valid-fraction X] [--test-fraction X] [--workers N] [--max-bytes N] [--overwrite]
 
 Makes a binarised code corpus, data-bin/stdlib, from the Python standard library: about ten seconds,
-no network. Does nothing if it already exists. Relative paths count from the root of the repository.
+no network. Does nothing if it already exists; a corpus made with other options is replaced only with
+--overwrite. Relative paths count from the root of the repository.
 Sets up .venv first if needed; all options go to fairseq-rpe prepare-stdlib, whose --help explains them.
 TEXT
 }

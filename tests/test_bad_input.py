@@ -523,6 +523,7 @@ train {zoo}/odd_dict --rpe alibi {run} {small}  -> odd_dict/dict.txt line 1 is n
 train {data} --rpe typ1 {run} {small}  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
 train {data} --rpe '' {run} {small}  -> --rpe: is empty: write name or name:key=value,key=value
 train {data} --rpe window:window=99999999999999999999999 {run} {small}  -> option 'window' of 'window' must be at most 1000000000, not
+train {data} --rpe alibi --save-dir {data} {small}  -> is a data folder (it has dict.txt): name another one
 train {data} --rpe alibi --save-dir {zoo}/text {small}  -> --save-dir text: text is a file, not a folder
 train {data} --rpe alibi --save-dir {zoo}/text/below {small}  -> --save-dir text/below: text is a file, not a folder
 train {data} --rpe alibi --save-dir {zoo}/loop {small}  -> --save-dir loop is a link that leads back to itself
@@ -580,6 +581,7 @@ sweep {data} --encodings alibi --out {zoo}/loop --lengths 64  -> --out loop is a
 sweep {data} --encodings alibi --out /proc/nothing --lengths 64  -> --out /proc/nothing does not exist: name another place
 sweep {data} --encodings alibi --out {long} --lengths 64  -> too long a name
 sweep {data} --encodings alibi --out {zoo}/sweep_empty --lengths 64  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
+sweep {data} --encodings alibi --out {data} --lengths 64  -> is a data folder (it has dict.txt): name another one
 sweep {data} --encodings alibi --out {zoo}/sweep_list --lengths 64  -> sweep_list/sweep.json line 1 is not a JSON object (it is a list): restore
 sweep {data} --encodings alibi --out {zoo}/sweep_deep --lengths 64  -> sweep_deep/sweep.json line 1 is not a JSON object (nested too deep)
 sweep {data} --encodings alibi {sweep} --seeds 0  -> --seeds: '0' is not a whole number from 1 to 4294967295

@@ -12,6 +12,7 @@ from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import DIVISIONS, KNOWN, TOKENIZERS, PrepareOptions, choose, compare, gpt2_vocabulary
 
 _TWICE = "Does nothing if the corpus already exists, made from the same text with the same options."
+OVERWRITE = "replace what this command made in --dest with other settings; checkpoints may need its vocabulary"
 
 
 def add_stdlib(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +73,7 @@ def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> 
     for split in ("valid", "test"):
         about = f"share of the {what} for the {split} split (default: 0.05)"
         parser.add_argument(f"--{split}-fraction", type=float, metavar="X", help=about)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     parser.add_argument("--workers", type=int, metavar="N", help="processes; changes only the time (default: 2)")
 
 

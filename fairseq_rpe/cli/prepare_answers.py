@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import positive_int, seed
+from fairseq_rpe.cli.prepare import OVERWRITE
 from fairseq_rpe.core import records
 from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.hub import sources
@@ -65,6 +66,7 @@ def _add_places(parser: argparse.ArgumentParser, what: str, kind: type) -> None:
     parser.add_argument("--dest", type=Path, required=True, metavar="DIR", help="folder to make, e.g. data-bin/NAME")
     about = "take the vocabulary of this prepared corpus, that of the pre-training"
     parser.add_argument("--vocab-from", type=Path, required=True, metavar="DIR", help=about)
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
 
 
 def run(args: argparse.Namespace) -> None:

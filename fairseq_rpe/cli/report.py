@@ -17,18 +17,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.reports import beside, page
+    from fairseq_rpe.reports import beside, kept, page
     from fairseq_rpe.reports.write import check, write
     from fairseq_rpe.sweeps.state import SweepFolder
 
     if args.out is not None:
         check_file("--out", args.out)
+        page.check_target("--out", args.out)
     if len(set(args.sweeps)) < len(args.sweeps):
         raise UserError("a sweep is named twice: leave one out")
     folders = [SweepFolder(path) for path in args.sweeps]
     for folder in folders:
-        check(folder, args.delta)
+        files = kept.Places(folder, check(folder, args.delta)).files
         check_folder(folder.path, flag="sweep")
+        if args.out is not None and args.out.resolve() in [path.resolve() for path in files]:
+            raise UserError(f"--out {args.out} is a file of the report on {folder.path}: name another one")
     sections = []
     for folder in folders:
         sections.append(write(folder, args.delta))

@@ -10,6 +10,7 @@ from fairseq_rpe.cli.options import add_training, int_list, positive_int, proces
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder, lock, read_json_lines
 from fairseq_rpe.core.records import filled
+from fairseq_rpe.data.folder import check_not_data
 from fairseq_rpe.reports import kept
 from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps import carry, cells, recipes, slurm, tuned_cells
@@ -97,6 +98,7 @@ def resolved(args: argparse.Namespace) -> Sweep:
 def run(args: argparse.Namespace) -> int:
     sweep = resolved(args)
     on_slurm = _on_slurm(args)
+    check_not_data("--out", sweep.out)
     digest = carry.check_data(sweep, dry=args.launcher == "dry-run")
     unseen: set[str] = set()
     if sweep.base.inspect_every:

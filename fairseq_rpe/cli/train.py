@@ -47,11 +47,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from fairseq_rpe.data.folder import check_not_data
     from fairseq_rpe.runs import launch, training_data
     from fairseq_rpe.runs.run_folder import CheckpointFolder
     from fairseq_rpe.runs.settings import Request
 
     request = filled(Request, args)
+    check_not_data("--save-dir", request.save_dir)
     if request.inspect_every and not request.tensorboard:
         raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
     if request.finetune_from:

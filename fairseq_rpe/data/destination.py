@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, shown
 from fairseq_rpe.core.files import lock, write_json
 from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest
 
+_NAMED = 3  # settings in a message
+# parts of a key that are digests or numbers of no meaning to users
+_SAID = {
+    "format": "by another version",
+    "digest": "of another text",
+    "texts": "of another text",
+    "files": "of other files",
+    "division": "of texts divided otherwise",
+    "given_vocabulary": "with another vocabulary",
+}
 _FILES = ("dict.txt", "spm.model", "vocab.json", "merges.txt", *BINARIES)
 
 
@@ -38,6 +48,37 @@ def _up_to_date(folder: Path, key: Mapping[str, Any], contents: Contents) -> dic
         return manifest if files and files == describe_files(folder, files) else None
     except OSError:
         return None
+
+
+def _check_same_settings(dest: Path, key: Mapping[str, Any], contents: Contents) -> None:
+    """Refuse a folder that these commands made with other settings: checkpoints may need its vocabulary."""
+    manifest = contents.read(dest)
+    if manifest and any(manifest.get(name) != value for name, value in key.items()):
+        changed = _changes(manifest, key) or ["other options"]
+        some = "; ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
+        raise UserError(
+            f"{dest} was made with other settings ({some}), and checkpoints may need its vocabulary: give another "
+            "--dest, or --overwrite to replace it"
+        )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In words, which settings of a folder differ from those that are given now."""
+    found = []
+    for name, value in now.items():
+        old = before.get(name)
+        if name in _SAID:
+            found += [_SAID[name]] * (old != value)
+        elif isinstance(value, Mapping):
+            known = old if isinstance(old, Mapping) else {}
+            found += _changes(known, dict.fromkeys(known) | dict(value))
+        elif old != value:
+            found.append(f"{name} is {_value(old)} there, {_value(value)} here")
+    return found
+
+
+def _value(value: object) -> str:
+    return "the default" if value is None else shown(str(value))
 
 
 def _check_replaceable(dest: Path, contents: Contents) -> None:
@@ -98,11 +139,13 @@ def make_once(
     build: Callable[[Path], dict[str, Any]],
     say: Callable[[str], None],
     contents: Contents = CORPUS,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Make a corpus, or a folder with other ``contents``, in ``dest`` unless it already exists; returns its manifest.
 
     ``key`` is what decides its files; ``build`` fills the folder that it is given and returns the rest of the manifest;
-    ``say`` takes short lines about the progress.
+    ``say`` takes short lines about the progress. A folder that was made with another ``key`` is replaced only with
+    ``overwrite``, one of which files are damaged is made again.
 
     Raises UserError if ``dest`` holds something else or cannot be written; it is then untouched.
     """
@@ -114,6 +157,8 @@ def make_once(
             manifest = _up_to_date(place, key, contents)
             if not manifest:
                 _check_replaceable(place, contents)
+                if not overwrite:
+                    _check_same_settings(place, key, contents)
                 made = folder / "made"
                 made.mkdir()
                 manifest = {**key, **build(made)}

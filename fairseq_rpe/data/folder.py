@@ -56,6 +56,21 @@ def check_folder(data: Path, *splits: str) -> None:
     check_as_made(data, names)
 
 
+def check_not_data(flag: str, folder: Path) -> None:
+    """Refuse, as the place of other output, a folder that holds a corpus or questions.
+
+    Args:
+        flag: the option that names the folder, for the message.
+        folder: it need not exist.
+
+    Raises:
+        UserError: it holds the dictionary, a split or the description of a data folder.
+    """
+    names = ("dict.txt", *BINARIES, MANIFEST)
+    if held := next((name for name in names if (folder / name).exists()), None):
+        raise UserError(f"{flag} {folder} is a data folder (it has {held}): name another one")
+
+
 def check_as_made(folder: Path, names: Iterable[str]) -> None:
     """Refuse files of a folder that are others than its manifest describes; not all have one."""
     made = read_manifest(folder).get("files", {})

@@ -42,7 +42,9 @@ def prepare(options: PrepareOptions, say: Callable[[str], None] = print) -> dict
         "options": options.key(),
         "given_vocabulary": {name: file_digest(path) for name, path in given[1].items()} if given else None,
     }
-    return make_once(options.dest, key, lambda made: _build(options, source, given, made, say), say)
+    return make_once(
+        options.dest, key, lambda made: _build(options, source, given, made, say), say, overwrite=options.overwrite
+    )
 
 
 def _build(

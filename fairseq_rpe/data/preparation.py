@@ -22,7 +22,7 @@ TOKENIZERS = ("bpe", "gpt2", "words")
 DIVISIONS = ("text", "path", "part")
 
 # The text and a given vocabulary, which are known by their digests, and what changes nothing.
-_NOT_DECIDING = ("dest", "train", "valid", "test", "gpt2", "vocab_from", "workers")
+_NOT_DECIDING = ("dest", "train", "valid", "test", "gpt2", "vocab_from", "workers", "overwrite")
 # Named only where they are not the usual ones, so that corpora made before there were such options stay up to date.
 _LATER = ("divide_by", "boundaries", "max_bytes", "documents", "test_from_valid")
 
@@ -60,6 +60,7 @@ class PrepareOptions:
     # Half of the documents of ``valid``, by a hash of their text, are the test split, which has no files.
     test_from_valid: bool = False
     workers: int = 2  # processes; changes nothing but the time
+    overwrite: bool = False  # replace a corpus in ``dest`` that was made with other options or of another text
 
     def check(self) -> None:
         """Refuse what does not go together, and numbers out of range, naming the option."""

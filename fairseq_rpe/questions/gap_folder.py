@@ -54,6 +54,7 @@ class GapOptions:
     form: str = "gap"  # of the question; one of FORMS
     names: str = "own"  # one of NAMES
     seed: int = 1  # chooses questions; divides documents, too, where the corpus' were not
+    overwrite: bool = False  # replace a folder in ``dest`` that was made otherwise
 
     def check(self) -> None:
         """Refuse numbers out of range, naming the option."""
@@ -132,12 +133,12 @@ def make_gaps(options: GapOptions, say: Callable[[str], None] = print) -> Prepar
         answer_tokens=ANSWER_TOKENS,
         splits={split: partial(choice.asked, split) for split in SPLITS},
     )
-    places = ("dest", "vocab_from", "train", "valid", "test")
+    places = ("dest", "vocab_from", "train", "valid", "test", "overwrite")
     chosen = {name: value for name, value in vars(options).items() if name not in places}
     source: dict[str, object] = {"texts": documents.digest, "options": chosen}
     if division != Division(options.seed):
         source["division"] = vars(division)
-    return store(options.dest, [asked], options.vocab_from, MADE_BY, source, say)
+    return store(options.dest, [asked], options.vocab_from, MADE_BY, source, say, options.overwrite)
 
 
 @dataclass

@@ -38,6 +38,7 @@ class AnswerOptions:
     name: str = ""  # of the set of own questions
     metrics: Words = ()  # of own questions, the one that counts first
     answer_tokens: int | None = None  # most of an answer, its end symbol included; None is what each set has
+    overwrite: bool = False  # replace a folder in ``dest`` that was made of others
 
     def check(self) -> None:
         """Refuse what does not go together, naming the option."""
@@ -69,7 +70,7 @@ def make_answers(options: AnswerOptions, say: Callable[[str], None] = print) -> 
     options.check()
     check_dest(options.dest)
     asked, source = _known(options, say) if options.names else _own(options)
-    prepared = store(options.dest, asked, options.vocab_from, MADE_BY, source, say)
+    prepared = store(options.dest, asked, options.vocab_from, MADE_BY, source, say, options.overwrite)
     say(summary(prepared))
     return prepared
 

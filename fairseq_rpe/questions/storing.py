@@ -61,6 +61,7 @@ def store(
     made_by: str,
     source: Mapping[str, object],
     say: Callable[[str], None] = print,
+    overwrite: bool = False,
 ) -> Prepared:
     """Make the prepared folder unless it is there already, made of the same.
 
@@ -68,6 +69,7 @@ def store(
         dest: the folder; ``sets``: what it shall hold.
         vocab_from: a prepared corpus, whose tokenizer and dictionary are taken.
         made_by: the command; ``source``: what decides the questions, as JSON keeps it.
+        overwrite: replace a folder that was made otherwise.
 
     Raises:
         UserError: two questions of a split and set have one id, a text cannot be got back from its tokens, an answer
@@ -82,7 +84,7 @@ def store(
         "source": source,
         "given_vocabulary": {name: file_digest(path) for name, path in given[1].items()},
     }
-    make_once(dest, key, lambda made: _build(sets, given, made), say, CONTENTS)
+    make_once(dest, key, lambda made: _build(sets, given, made), say, CONTENTS, overwrite)
     return load(dest)
 
 

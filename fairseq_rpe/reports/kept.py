@@ -1,5 +1,7 @@
 """Where a sweep's report lies, and what it says as long as it is up to date: told without drawing anything."""
 
+from pathlib import Path
+
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.reports.findings import ExactAnswers, Perplexities
 from fairseq_rpe.reports.scored_answers import collect
@@ -33,6 +35,12 @@ class Places:
             for name in state.evaluate
         }
         self.drawn |= {name: files[1:] for name, files in self.texts.items()}
+
+    @property
+    def files(self) -> list[Path]:
+        """All files of the report, but for those of TensorBoard."""
+        drawn = [path for paths in (*self.drawn.values(), *self.texts.values()) for path in paths]
+        return [self.results, self.table, self.page, *self.figures, *self.others, *drawn]
 
     def text(self, table: str) -> str:
         """What is printed: the table and where everything is."""

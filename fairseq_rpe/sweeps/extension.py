@@ -66,6 +66,7 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     check_plain(checkpoint)
     folder = RunFolder(asked.save_dir)
     check_folder(folder.path)
+    corpus.check_not_data("--out", folder.path)
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")
     corpus.check_folder(data, "train", "valid", subset)

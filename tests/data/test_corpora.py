@@ -503,7 +503,7 @@ def test_failure_leaves_the_old_state(
 
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(UserError if isinstance(kind, OSError) else kind) as caught:
-        prepare(quick(dest, rows, seed=2), lambda _: None)
+        prepare(quick(dest, rows, seed=2, overwrite=True), lambda _: None)
     if isinstance(kind, OSError):
         assert str(caught.value).startswith("no space left for ")
     assert (contents(dest) if existing else None) == before
@@ -548,6 +548,36 @@ def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus" / "checkpoint.pt").write_bytes(b"weights")
     assert "checkpoint.pt" in refused(quick(tmp_path / "corpus", rows, seed=2))
     assert (tmp_path / "corpus" / "checkpoint.pt").read_bytes() == b"weights"
+
+
+def test_a_corpus_made_with_other_settings_is_replaced_only_if_that_is_said(rows: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "corpus"
+    prepare(quick(dest, rows), lambda _: None)
+    before = contents(dest)
+    message = refused(quick(dest, rows, seed=2, divide_by="part"))
+    assert f"{dest} was made with other settings" in message and "--overwrite" in message
+    assert "seed is 1 there, 2 here" in message and "divide_by is the default there, part here" in message
+    assert "of another text" in refused(quick(dest, write_rows(tmp_path / "more.jsonl", ["a b\n"] * 9)))
+    vocabulary = quick(tmp_path / "other", rows, vocab_from=dest, seed=3)
+    prepare(vocabulary, lambda _: None)
+    assert "with another vocabulary" in refused(quick(tmp_path / "other", rows, seed=3))
+    assert contents(dest) == before
+    prepare(quick(dest, rows, seed=2, overwrite=True), lambda _: None)
+    assert read_manifest(dest)["options"]["seed"] == 2
+    (dest / "train.bin").write_bytes(b"damaged")  # with the same settings it is made again
+    prepare(quick(dest, rows, seed=2), lambda _: None)
+    assert read_manifest(dest)["options"]["seed"] == 2 and (dest / "train.bin").read_bytes() != b"damaged"
+
+
+def test_commands_replace_a_corpus_only_if_that_is_said(rows: Path, tmp_path: Path, capsys: Any) -> None:
+    for command in (["prepare"], ["prepare-known", "openwebtext2", "--from"]):
+        words = [*command, str(rows), "--tokenizer", "words", "--dest", str(tmp_path / command[0])]
+        assert main(words) == 0 and main(words) == 0
+        capsys.readouterr()
+        assert main([*words, "--seed", "2"]) == 2
+        assert "seed is 1 there, 2 here" in capsys.readouterr().err
+        assert main([*words, "--seed", "2", "--overwrite"]) == 0
+        assert main([*words, "--seed", "2"]) == 0
 
 
 def test_two_preparations_wait_for_each_other(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,7 +210,7 @@ def test_a_corpus_made_in_the_old_way_is_used_and_replaced(source: Path, made: P
     shared = options(source, tmp_path / "shared", vocab_size=None, vocab_from=old)
     prepare(shared, lambda _: None)
     assert digest(tmp_path / "shared") == digest(made)
-    prepare(options(source, old), lambda _: None)
+    prepare(options(source, old, overwrite=True), lambda _: None)
     assert contents(old) == before
 
 

@@ -93,7 +93,10 @@ def test_own_questions(vocab, tmp_path, capsys):
     info = prepared.sets["wheel"]
     assert (info.metrics, info.published, info.answer_tokens, info.suite) == (("em", "f1"), "em", 8, "own")
     assert [row.id for row in prepared.split("train")] == ["a", "b", "c"]
-    assert prepare(*words, "--name", "mill") == 0
+    said = refusal(capsys, *words, "--name", "mill")
+    assert "was made with other settings" in said and "name is wheel there, mill here" in said and "--overwrite" in said
+    assert list(load(tmp_path / "wheel").sets) == ["wheel"]
+    assert prepare(*words, "--name", "mill", "--overwrite") == 0
     assert list(load(tmp_path / "wheel").sets) == ["mill"]
 
 
@@ -244,3 +247,6 @@ def test_gaps_from_the_command_line(tmp_path, capsys):
     assert load(tmp_path / "gaps").sets["gaps"].splits["train"].questions == 16
     assert main([str(word) for word in ["prepare-gaps", "--train", *words[1:]]]) == 0
     assert "gaps is up to date" in capsys.readouterr().out
+    assert main([str(word) for word in [*words, "--seed", "2"]]) == 2
+    assert "seed is 1 there, 2 here" in capsys.readouterr().err
+    assert main([str(word) for word in [*words, "--seed", "2", "--overwrite"]]) == 0

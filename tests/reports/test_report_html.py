@@ -483,6 +483,42 @@ def test_several_sweeps_on_one_page(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_a_page_on_several_replaces_no_other_file(tmp_path, capsys):
+    for name in ("one", "two"):
+        write_sweep(tmp_path / name)
+    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
+    rows = tmp_path / "one" / "runs" / "alibi-seed1" / "eval.jsonl"
+    for path in (tmp_path / "one/sweep.json", rows, tmp_path / "notes.html"):
+        path.touch()
+        path.write_text(before := path.read_text() or "<!DOCTYPE html>")
+        assert main(["report", *folders, "--out", str(path)]) == 2
+        assert f"{path} is not a page of this command" in capsys.readouterr().err and path.read_text() == before
+    for name in ("report.html", "results.md", "ppl.pdf"):
+        assert main(["report", *folders, "--out", str(tmp_path / "two" / name)]) == 2
+        assert "is a file of the report on" in capsys.readouterr().err
+    assert not (tmp_path / "one/report.html").exists()
+    for _ in range(2):  # its own page is replaced
+        assert main(["report", *folders, "--out", str(tmp_path / "both.html")]) == 0
+
+
+def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
+    """Its table and description show some lengths, its page names the file that has all."""
+    write_sweep(tmp_path, ppl={"alibi": {}, "type1": {}})
+    lengths = range(60, 3060)
+    for name in ("alibi", "type1"):
+        row = {"checkpoint": "0123456789abcdef", "subset": "test", "loss_base2": 5.5, "tokens": 99_000}
+        lines = [json.dumps({**row, "length": n, "ppl": 40 + n / 100}) + "\n" for n in lengths]
+        (tmp_path / "runs" / f"{name}-seed1" / "eval.jsonl").write_text("".join(lines))
+    page = page_of(tmp_path)
+    head, alibi, _ = page.table("Perplexity per token by evaluation length")
+    shown = [int(n) for n in head[1:-1]]
+    assert shown[0] == 60 and 64 in shown and shown[-1] == 3059 and shown == sorted(shown) and 40 <= len(shown) <= 48
+    assert dict(zip(shown, alibi[1:-1], strict=True))[64] == "40.64★" and f"{len(shown)} of 3,000 lengths" in page.words
+    assert "results.csv has all 6,000 measurements" in page.words and len(page.source) < 1_000_000
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 6001
+    assert all(len(attrs["alt"]) < 3000 for tag, attrs in page.tags if tag == "img")
+
+
 @pytest.fixture
 def algorithmic(tmp_path) -> Path:
     """A finished sweep over a task of up to 9 items, 3 of them in training."""

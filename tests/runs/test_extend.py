@@ -145,6 +145,7 @@ def test_places_that_do_not_fit_the_checkpoint(short, state, corpus, tmp_path, t
     old = checkpoint_with(state, tmp_path / "old", "rope", rpe_vocabulary=None)
     assert "was trained with another vocabulary than" in refused(capsys, old, other, *tail)
     assert "lies in --out" in refused(capsys, short, corpus, "--tokens", "64", "--out", tmp_path)
+    assert "is a data folder" in refused(capsys, short, corpus, "--tokens", "64", "--out", corpus)
     assert "does not exist" in refused(capsys, tmp_path / "no.pt", corpus, *tail)
     assert "does not exist" in refused(capsys, short, tmp_path / "no", *tail)
     model = {key: value for key, value in state["cfg"]["model"].items() if not key.startswith("rpe")}
