@@ -163,7 +163,7 @@ def test_the_first_documents_of_training(
     assert capsys.readouterr().out.endswith(
         " is up to date\nthe published counts are those of all documents: they are not compared\n"
     )
-    assert known("c4", tmp_path / "corpus", "--from", shards, "--documents", 41) == 0
+    assert known("c4", tmp_path / "corpus", "--from", shards, "--documents", 41, "--overwrite") == 0
     assert len(documents(tmp_path / "corpus", "train")) == 41
 
 

@@ -188,7 +188,8 @@ def test_words_that_a_dictionary_lacks(tmp_path, capsys):
     assert prepare(*words) == 0
     assert "20.00 %" in capsys.readouterr().out  # the line ends are two more
     written(train, {**asked, "answers": ["Tamsin", "Old Tamsin"]})
-    assert "train.jsonl line 1: the answer 'Old Tamsin' has words that the dictionary lacks" in refusal(capsys, *words)
+    said = refusal(capsys, *words, "--overwrite")
+    assert "train.jsonl line 1: the answer 'Old Tamsin' has words that the dictionary lacks" in said
     assert len(load(tmp_path / "made").split("train")[0].answers) == 1
 
 
