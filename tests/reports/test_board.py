@@ -126,7 +126,7 @@ def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
     at = looks[1]["distances"]
     assert len(at) == 64 and (at[0], at[-1]) == (0, 699) and at == sorted(set(at))
     assert looks[1]["bias"]["model"] == profile[:, at].tolist()
-    for damaged, words in (("{", "line 1 is not a JSON object"), ('{"step": 1}', "line 1: the look lacks distances")):
+    for damaged, words in (("{\n", "line 1 is not a JSON object"), ('{"step": 1}', "line 1: the look lacks distances")):
         (tmp_path / history.FILE).write_text(damaged)
         with pytest.raises(UserError, match=words):
             history.read(tmp_path)
