@@ -104,7 +104,7 @@ def append_json_line(path: Path, row: dict[str, Any]) -> None:
 
     Raises:
         UserError: ``path`` is no plain file, or its last line is damaged otherwise; it is then untouched.
-        OSError: the row cannot be written; the file then ends as before.
+        OSError: the row cannot be written; the file then ends as before, and one without any row is removed.
     """
     check_kind("file", path)
     line = json.dumps(row).encode() + b"\n"
@@ -127,6 +127,8 @@ def append_json_line(path: Path, row: dict[str, Any]) -> None:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, end)
+                if end == 0:
+                    path.unlink()
             error.filename = error.filename or str(path)
             raise
 

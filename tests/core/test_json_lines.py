@@ -108,6 +108,9 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_is_named(tmp_path, monkeypatc
     with pytest.raises(OSError) as caught:
         files.append_json_line(path, {"a": 2})
     assert caught.value.filename == str(path) and path.read_text() == '{"a": 1}'
+    with pytest.raises(OSError):
+        files.append_json_line(tmp_path / "new.jsonl", {"a": 2})
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_is_replaced_while_it_is_waited_for_gets_the_row(tmp_path, monkeypatch):
