@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -217,6 +218,11 @@ def run_here(*command: str | Path, ok: bool = True) -> subprocess.CompletedProce
     done = subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
     assert not ok or code == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done
+
+
+def command_words(line: str) -> list[str]:
+    """The words of a printed command line that follow the program."""
+    return shlex.split(line.partition(" fairseq_rpe.cli.main ")[2])
 
 
 def fairseq(command: str, *flags: str | Path, **kwargs) -> subprocess.CompletedProcess:

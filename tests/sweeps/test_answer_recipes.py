@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import with_vocabulary
+from conftest import command_words, with_vocabulary
 from prepared_folder import asked_set, make_folder, make_sets, questions
 
 from fairseq_rpe.cli.main import build_parser, main
@@ -135,7 +135,7 @@ def dry_run(capsys, *argv: object) -> list[list[str]]:
     capsys.readouterr()
     assert main(["sweep", "--launcher", "dry-run", "--device", "cpu", *map(str, argv)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
-    return [shlex.split(line)[3:] for line in lines]
+    return [command_words(line) for line in lines]
 
 
 parser = functools.cache(build_parser)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 
 import pytest
 import torch
-from conftest import with_vocabulary
+from conftest import command_words, with_vocabulary
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.core.sizes import full_name
@@ -159,7 +158,7 @@ def dry_run(capsys, *argv: object) -> list[list[str]]:
     capsys.readouterr()
     assert main(["sweep", *map(str, argv), "--launcher", "dry-run", "--device", "cpu"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
-    return [shlex.split(line)[3:] for line in lines]
+    return [command_words(line) for line in lines]
 
 
 def refused(capsys, *argv: object) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import checkpoint_with, run_here, with_vocabulary
+from conftest import checkpoint_with, command_words, run_here, with_vocabulary
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.cli.sweep import resolved
@@ -92,7 +92,7 @@ def refused(capsys, *argv: object) -> str:
 
 def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, other, tmp_path, capsys):
     given = [corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", tmp_path / "x"]
-    lines = [shlex.split(line)[3:] for line in dry_run(capsys, *given, "--nproc", "1")]
+    lines = [command_words(line) for line in dry_run(capsys, *given, "--nproc", "1")]
     assert [line[0] for line in lines] == ["train", "eval", "eval"] * 2
     first, further = (build_parser().parse_args(line) for line in (lines[0], lines[3]))
     assert (first.rpe, first.tokens, first.updates, first.finetune_from) == ("rope", 32, 4, None)
@@ -102,7 +102,7 @@ def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, ot
     assert [line[2] for line in lines if line[0] == "eval"] == [str(corpus), str(other)] * 2
     assert all("32,64" in line for line in lines if line[0] == "eval")
     # the one that is continued is trained even where it is not compared
-    alone = [shlex.split(line)[3:] for line in dry_run(capsys, *given, "--methods", "yarn")]
+    alone = [command_words(line) for line in dry_run(capsys, *given, "--methods", "yarn")]
     assert [line[0] for line in alone] == ["train", "train", "eval", "eval"] and alone[0] == lines[0]
 
 
@@ -111,7 +111,7 @@ def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, co
     text = RECIPE.replace('rpe = "rope"', 'rpe = "rope:base=500"\nrpe_eval = "longrope:factors=2"')
     recipe.write_text(text)
     given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = [shlex.split(line)[3:] for line in dry_run(capsys, *given)]
+    lines = [command_words(line) for line in dry_run(capsys, *given)]
     trained = [build_parser().parse_args(line).rpe for line in lines if line[0] == "train"]
     assert trained == ["rope:base=500", "rope:scaling=yarn,factor=2,original_length=32,base=500"]
     evaluated = [build_parser().parse_args(line).rpe for line in lines if line[0] == "eval"]
@@ -132,7 +132,7 @@ def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, capsys, mon
     path = tmp_path / "mine.toml"
     path.write_text('base = "fire-lm"\n[scales.paper.evaluate]\narxiv = "data-bin/arxiv-gpt2"\n')
     lines = dry_run(capsys, "--recipe", path, "--scale", "paper", "--eval-data", "github=data-bin/g")
-    made = [shlex.split(line)[3:] for line in lines[:3]]
+    made = [command_words(line) for line in lines[:3]]
     assert made[0][:4] == ["prepare-known", "c4", "--dest", "data-bin/c4-gpt2"]
     assert made[1:] == [
         ["prepare-known", "arxiv", "--dest", "data-bin/arxiv-gpt2", "--vocab-from", "data-bin/c4-gpt2"],
@@ -140,7 +140,7 @@ def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, capsys, mon
     ]
     for words in made:
         build_parser().parse_args(words)
-    assert [line.split()[5] for line in lines[4:7]] == ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
+    assert [command_words(line)[2] for line in lines[4:7]] == ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
 
 
 def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, capsys, monkeypatch):
