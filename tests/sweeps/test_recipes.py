@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import with_vocabulary
+from conftest import command_words, with_vocabulary
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.cli.main import main
@@ -87,7 +86,7 @@ def dry_run(capsys, *argv: object) -> list[list[str]]:
     """The commands that a sweep would carry out."""
     capsys.readouterr()
     assert main(["sweep", *(str(a) for a in argv), "--device", "cpu", "--launcher", "dry-run"]) == 0
-    return [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    return [command_words(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
 
 
 def flag(command: list[str], name: str) -> str:
@@ -276,8 +275,8 @@ def test_algorithm_scales_resolve(name, scale, tmp_path, capsys, monkeypatch):
     given = [] if scale == "laptop" or name in OWN else ["--lengths", "2,3"]
     lines = dry_run(capsys, "--recipe", name, "--scale", scale, *given)
     methods = recipe.choose(settings.methods or ("all",))
-    trainings = [line for line in lines if line[3] == "train"]
-    evaluations = [line for line in lines if line[3] == "accuracy"]
+    trainings = [line for line in lines if line[0] == "train"]
+    evaluations = [line for line in lines if line[0] == "accuracy"]
     assert len(trainings) + len(evaluations) == len(lines)
     # methods that differ in evaluation alone share a training
     shared = {(m.rpe, m.positions_train) for m in methods}
@@ -311,16 +310,16 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
     methods = [one for one in recipe.choose(settings.methods or ("all",)) if one.continues is None]
     given += ["--methods", " ".join(one.name for one in methods)]
     lines = dry_run(capsys, corpus, "--recipe", name, "--scale", scale, *given)
-    lines = [line for line in lines if line[3] != "prepare-known"]
-    trainings = [line for line in lines if line[3] == "train"]
-    evaluations = [line for line in lines if line[3] == "eval"]
+    lines = [line for line in lines if line[0] != "prepare-known"]
+    trainings = [line for line in lines if line[0] == "train"]
+    evaluations = [line for line in lines if line[0] == "eval"]
     assert len(trainings) + len(evaluations) == len(lines)
     shared = {(m.rpe, m.positions_train) for m in (settings.settled(one, settings.tokens) for one in methods)}
     assert sorted((flag(t, "--rpe"), flag(t, "--positions-train")) for t in trainings) == sorted(shared)
     assert len(evaluations) == len(methods) * (1 + len(settings.evaluate))
     assert name not in WARPING or len(trainings) < len(evaluations)
     for command in trainings:
-        assert command[4] == str(corpus) and flag(command, "--tokens") == str(settings.tokens)
+        assert command[1] == str(corpus) and flag(command, "--tokens") == str(settings.tokens)
         assert flag(command, "--updates") == str(settings.updates)
         assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
         for key in ("lr", "dropout", "schedule", "warmup"):
@@ -331,7 +330,7 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
         reach = 2 * settings.tokens if "randomized:times=2,per=row" in command else max(lengths)
         expected = ",".join(str(n) for n in sorted({settings.tokens, *lengths}) if n <= reach)
         assert flag(command, "--lengths") == expected
-    assert {e[5] for e in evaluations} == {str(corpus), *settings.evaluate.values()}
+    assert {e[2] for e in evaluations} == {str(corpus), *settings.evaluate.values()}
     assert not list(tmp_path.iterdir())
 
 
@@ -345,7 +344,7 @@ def test_the_command_line_wins_over_the_recipe(tmp_path, capsys):
         *("--recipe", path, "--out", tmp_path / "x", "--methods", "all", "--algorithms", "reverse:test=900"),
         *("--updates", "7", "--lr", "0.5", "--lengths", "2,3", "--seeds", "4"),
     )
-    assert [line[3] for line in lines] == ["train", "accuracy"] * 2
+    assert [line[0] for line in lines] == ["train", "accuracy"] * 2
     for line in lines[::2]:
         assert (flag(line, "--updates"), flag(line, "--lr"), flag(line, "--seed")) == ("7", "0.5", "4")
         assert flag(line, "--algorithm") == "reverse:test=900"
@@ -524,7 +523,7 @@ def test_an_encoding_for_evaluation_alone_shares_the_training(corpus, tmp_path, 
     path = tmp_path / "mine.toml"
     path.write_text('base = "extend"\n[scales.laptop]\nlengths = [64, 128]\nmethods = ["rope", "yarn-untuned"]\n')
     lines = dry_run(capsys, corpus, "--recipe", path, "--out", tmp_path / "x")
-    assert [line[3] for line in lines] == ["train", "eval", "eval"] and "--rpe" not in lines[1]
+    assert [line[0] for line in lines] == ["train", "eval", "eval"] and "--rpe" not in lines[1]
     assert flag(lines[2], "--rpe") == "rope:scaling=yarn,factor=4,original_length=64"
 
 
