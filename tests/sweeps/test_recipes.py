@@ -426,12 +426,15 @@ def test_fire_and_its_ablations():
     assert recipe.published.measure == "log_ppl" and recipe.published.form == ".3f"
     values = recipe.published.values
     assert values["fire"]["8192"] == 3.056 and values["fire-no-log"]["8192"] == 3.334 and values["rope"]["512"] == 3.178
-    assert set(values) == {m.name for m in recipe.methods}
-    methods = {m.name: encodings.build(m.rpe, heads=12, width=768, length=2048) for m in recipe.methods}
+    scale = recipe.scale("paper")
+    assert set(values) == set(scale.methods)  # the others have no published values
+    specs = {m.name: scale.settled(m, 2048).rpe for m in recipe.methods}
+    methods = {name: encodings.build(spec, heads=12, width=768, length=2048) for name, spec in specs.items()}
     sizes = {name: sum(p.numel() for p in made.parameters()) for name, made in methods.items() if "fire" in name}
     assert sizes == {
         "fire": 1518,
         "fire-no-threshold": 1517,
+        "fire-fixed-threshold": 1517,
         "fire-no-log": 1516,
         "fire-linear": 26,
         "fire-1-layer": 462,
