@@ -14,10 +14,12 @@ from torch import Tensor
 from .. import encodings
 from ..attention import BACKENDS, Backend, remembered, samples
 from ..attention.layer import carry_out, counted, noted, plan_of
-from ..core import Positions, UserError
+from ..core import Positions, UserError, parse
+from ..core.contract import ContractError, is_shipped
 from ..core.table import Cell as Shown
 from ..core.table import Row, Table
 from ..encodings import Encoding
+from ..encodings.base import registry
 from .speed import DTYPES, check_backends
 
 CASES = ("forward", "backward", "padded", "cached", "warped")
@@ -42,10 +44,11 @@ class Setting:
     dtypes: Sequence[str] = ("fp32", "bf16")
 
     def check(self) -> None:
-        """Raises UserError: no such encoding, backend or dtype."""
+        """Raises UserError: no such encoding, backend or dtype, or an encoding of the user's own with a mistake."""
         check_backends(self.backends, self.names(), BACKENDS)
         for spec in self.names():
             encodings.normalise(spec)
+            _check_own(spec)
         for name in self.dtypes:
             if name not in DTYPES:
                 raise UserError(f"--dtype: unknown '{name}'; known: {', '.join(DTYPES)}")
@@ -92,6 +95,17 @@ class Size:
 
     tokens: int
     width: int
+
+
+def _check_own(spec: str) -> None:
+    """Raise the ContractError of a user's encoding; any other refusal is a result of the test."""
+    try:
+        if not is_shipped(registry.get(parse(spec)[0])):
+            encodings.build(spec, HEADS, HEADS * 32, FAR * samples.SIZE, SYMBOLS)
+    except ContractError:
+        raise
+    except UserError:
+        pass
 
 
 def size_for(device: str, backend: str) -> Size:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..core import Positions, UserError
 from ..encodings import Encoding, build
+from ..encodings.contract import check_contract
 from .given import check_fit, check_notes, check_shapes, positions_of
 from .layer import carry_out, counted, exactly, plan_of
 from .room import Room, followed
@@ -51,8 +52,8 @@ def attend(
         (B, H, n, D) in q's dtype, differentiable in q, k, v and the encoding's parameters.
 
     Raises:
-        UserError: shapes, types or positions that do not fit, a spec that would need parameters, or what the backend
-            named cannot do. Nothing is approximated instead.
+        UserError: shapes, types or positions that do not fit, a spec that would need parameters, an encoding of your
+            own that attention cannot use, or what the backend named cannot do. Nothing is approximated instead.
 
     >>> import torch
     >>> from fairseq_rpe import attend
@@ -70,6 +71,7 @@ def attend(
         raise UserError(f"dropout is a probability from 0 to below 1, not {dropout:g}")
     heads, width = q.shape[1], q.shape[3]
     made = _stateless(encoding, heads, heads * width) if isinstance(encoding, str) else encoding
+    check_contract(made)
     check_fit(made, q)
     chosen = choose(backend, [made])
     n, m = q.shape[2], k.shape[2]
@@ -187,6 +189,7 @@ class RelativeAttention(nn.Module):
                 f"the encoding is for {encoding.heads} heads and width {encoding.width}, this layer has {heads} and "
                 f"{width}: build it with heads={heads}, width={width}"
             )
+        check_contract(encoding)
         choose(backend, [encoding])
         self.width, self.heads, self.dropout, self.backend = width, heads, dropout, backend
         self.encoding = encoding

@@ -82,8 +82,10 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
 def configure(config: type, name: str, given: dict[str, str]) -> Any:
     """Build ``config`` from raw options; ``name`` is only for messages.
 
-    Raises UserError: unknown key, value of the wrong type, value out of range.
+    Raises UserError: unknown key, value of the wrong type, value out of range, or ``config`` is no dataclass.
     """
+    if not dataclasses.is_dataclass(config):
+        raise UserError(f"Config of '{name}' is no dataclass: decorate it with @dataclass(frozen=True)")
     hints = typing.get_type_hints(config)
     fields = {f.name: f for f in dataclasses.fields(config)}
     values = {}

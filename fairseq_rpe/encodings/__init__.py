@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core import UserError, option
+from ..core.contract import call, is_shipped
 from . import (  # noqa: F401  (registers)
     absolute,
     alibi,
@@ -38,6 +39,7 @@ from . import (  # noqa: F401  (registers)
     xpos,
 )
 from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
+from .contract import check_contract
 from .kerple import positive
 
 __all__ = [
@@ -68,12 +70,19 @@ def build(
     ``heads`` attention heads H must divide the model width C, ``width``; ``length`` is the training length in tokens.
     ``symbols`` are what the ids of the dictionary stand for, in their order, for encodings that read tokens; without
     them such an encoding is made empty, to be filled by ``load_state_dict``.
-    Raises UserError: unknown name or option, value out of range, heads that do not divide the width.
+    An encoding of the user's own is checked before it is returned, once for its options and sizes (see ``contract``).
+
+    Raises UserError: unknown name or option, value out of range, heads that do not divide the width, or an encoding of
+    the user's own that attention cannot use.
     """
     cls, _, config = registry.resolve(spec)
     if heads < 1 or width < 1 or width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
-    return cls(config, heads, width, length, symbols)
+    if is_shipped(cls):
+        return cls(config, heads, width, length, symbols)
+    encoding: Encoding = call(cls, "setup", cls, config, heads, width, length, symbols)
+    check_contract(encoding, len(symbols or ()))
+    return encoding
 
 
 def load_module(path: str | Path) -> None:

@@ -4,8 +4,10 @@ Two slots use these, one for training and one for evaluation; every encoding tha
 """
 
 from ..core import UserError, option
+from ..core.contract import call, is_shipped
 from . import cape, interpolate, pose, randomized, shift, stretch, warp  # noqa: F401  (registers)
 from .base import Moved, Transform, freeze, freeze_rows, register, registry
+from .contract import check_contract
 from .warp import SKEWS
 
 __all__ = [
@@ -28,9 +30,16 @@ names, describe, normalise = registry.names, registry.describe, registry.normali
 def build(spec: str, train_length: int | None = None) -> Transform:
     """Make the transform that ``spec``, ``name`` or ``name:key=value,key=value``, names.
 
-    Raises UserError: unknown name or option, value out of range, ``train_length`` (in tokens) needed but unknown.
+    A transform of the user's own is checked before it is returned, once for its options (see ``contract``).
+
+    Raises UserError: unknown name or option, value out of range, ``train_length`` (in tokens) needed but unknown, or a
+    transform of the user's own that does not keep to what ``Transform`` asks for.
     """
     if train_length is not None and train_length < 1:
         raise UserError(f"a training length of {train_length} tokens makes no sense: give 1 or more, or none")
     cls, _, config = registry.resolve(spec)
-    return cls(config, train_length)
+    if is_shipped(cls):
+        return cls(config, train_length)
+    transform: Transform = call(cls, "setup", cls, config, train_length)
+    check_contract(transform)
+    return transform

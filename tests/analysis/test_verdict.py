@@ -322,7 +322,8 @@ def test_outside_encodings(registered):
 
     @registered("bare")
     class Bare(Encoding):
-        pass
+        def value(self, v, pos):
+            return 2 * v
 
     for name in ("opaque", "turned", "bare"):  # a profile at finitely many distances is no proof
         assert {(h.decision, h.limit) for h in verdict(name)} == {(UNDECIDED, None)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fairseq_rpe import encodings
+from fairseq_rpe import attend, encodings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -105,6 +106,25 @@ def test_the_encoding_of_the_readme_works(tmp_path):
     profile = encodings.build("steps", heads=4, width=32).profile(6)
     expected = -torch.arange(1, 5)[:, None] * torch.arange(6).double().log1p()
     assert profile.dtype == torch.float64 and torch.allclose(profile, expected)
+
+
+def test_the_encodings_of_the_contributing_page_work(tmp_path):
+    found = re.findall(r"```python\n# (my_\w+.py)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert [name for name, _ in found] == ["my_encoding.py", "my_content.py"]
+    for name, code in found:
+        (tmp_path / name).write_text(code)
+        encodings.load_module(tmp_path / name)
+    profile = encodings.build("root:power=0.3", heads=4, width=32).profile(6)
+    torch.testing.assert_close(profile, -math.log(2) * torch.arange(6).double().pow(0.3).expand(4, -1))
+
+    keyed = encodings.build("keyed_alibi", heads=4, width=32)
+    torch.nn.init.normal_(keyed.weight)
+    q, k, v = torch.randn(3, 2, 4, 7, 8)
+    slope = torch.nn.functional.softplus((k * keyed.weight[:, None]).sum(-1))
+    bias = -slope[:, :, None] * (torch.arange(7)[:, None] - torch.arange(7)).clamp_min(0)
+    hidden = torch.ones(7, 7).triu(1).bool()
+    weights = (q @ k.mT / 8**0.5 + bias).masked_fill(hidden, -math.inf).softmax(-1)
+    torch.testing.assert_close(attend(q, k, v, keyed), weights @ v, rtol=1e-4, atol=1e-5)
 
 
 def test_every_command_of_the_docs_is_one(commands):

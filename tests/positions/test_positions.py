@@ -13,6 +13,8 @@ from torch import Tensor
 from fairseq_rpe.core import Positions, UserError, block
 from fairseq_rpe.encodings import build as build_encoding
 from fairseq_rpe.positions import Moved, Transform, build, describe, names, normalise, register
+from fairseq_rpe.positions.base import registry
+from fairseq_rpe.positions.contract import check
 
 SPECS = {
     "identity": ["identity"],
@@ -427,6 +429,54 @@ def test_a_transform_of_ones_own():
             return Moved(index * 2, 2.0, True)
 
     assert move("test_doubled", 3).k.tolist() == [[0, 2, 4]]
+
+
+WRONG = [
+    ("return Moved(index[0] * 2, 2.0, True)", r"Mine.move returned positions \(11,\), expected \(2, 11\) or \(1, 11\)"),
+    ("return index * 2", "Mine.move returned Tensor, expected Moved"),
+    ("return Moved(index.half(), 1.0, True)", "Mine.move returned torch.float16, expected torch.float32"),
+    ("return Moved(index / 0, 1.0, True)", "Mine.move returned positions that are not finite"),
+    ("return Moved(index / 2, 0.5, True)", "Mine.move returned fractions of a position: set fractional = True"),
+    ("return Moved(index * 3, 2.0, True)", "returned step=2, but positions differ by other than multiples of it"),
+    ("return Moved(index * 4, 2.0, True)", "returned contiguous=True, but neighbours are not step=2 apart"),
+    ("return Moved(index, 0, True)", "returned step=0, expected a number above 0 or None"),
+    ("return Moved(index + torch.randint(9, (1,)), 1.0, True)", "other positions when called again: set random = True"),
+    ("index += 1; return Moved(index, 1.0, True)", "Mine.move changes the index in place"),
+    ("return Moved(index + lengths.max(), 1.0, True); settled = True", "set settled = False"),
+    ("return Moved(index[:, 50:] + self.missing, 1.0, True)", "Mine.move fails for float32 .*: AttributeError"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_mistake_in_a_transform_is_told_with_its_place(line, message, tmp_path):
+    line, _, flag = line.partition("; settled")
+    source = (
+        "import torch\nfrom fairseq_rpe.positions import Moved, Transform, register\n\n"
+        f"@register('test_mine')\nclass Mine(Transform):\n    settled{flag or ' = False'}\n"
+        f"    def move(self, index, lengths, generator):\n        {line}\n"
+    )
+    file = tmp_path / "my_positions.py"
+    file.write_text(source)
+    registry._table.pop("test_mine", None)
+    exec(compile(source, file, "exec"), {"__name__": "mine"})
+    with pytest.raises(UserError, match=message + rf".*: {file}:[78]$"):
+        build("test_mine")
+
+
+def test_a_misspelt_method_of_a_transform_is_named():
+    @register("test_misspelt")
+    class Mine(Transform):
+        def mvoe(self, index, lengths, generator):
+            return Moved(index, 1.0, True)
+
+    with pytest.raises(UserError, match=r"Mine defines 'mvoe', which nothing calls, and no 'move'.*test_positions.py:"):
+        build("test_misspelt")
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_transforms_of_this_package_keep_to_what_is_asked_of_others(spec):
+    for train_length in (None, 6, 20):
+        check(build(spec, train_length))
 
 
 def test_positions_and_analysis_need_no_fairseq():

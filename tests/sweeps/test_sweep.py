@@ -34,19 +34,21 @@ PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
 
-BROKEN = '''"""An encoding that can be built but not used."""
+BROKEN = '''"""An encoding that can be built but not trained."""
 from fairseq_rpe.encodings import DistanceBias, register
 
 
 @register("broken")
 class Broken(DistanceBias):
-    """Raises as soon as it is asked for a bias."""
+    """Raises as soon as training asks it for a bias."""
 
     formula = "none"
     paper = "none"
 
     def bias(self, d):
-        raise RuntimeError("this encoding is broken")
+        if self.training:
+            raise RuntimeError("this encoding is broken")
+        return -d.expand(self.heads, -1)
 '''
 
 

@@ -1,0 +1,227 @@
+"""What hooks of an encoding may return: shapes, dtypes and values that attention can use, or the line that is wrong."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import ByKey, ByQuery, Dense, Levels, Pair, Pointwise, Positions, Reading, Region, Sum, Toeplitz, UserError
+from ..core.contract import ContractError, call, refuse
+from .base import DistanceBias, Encoding, PairBias
+
+WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
+Shape = tuple[int, ...]
+
+
+class Declined(Exception):
+    """The encoding refuses an input by a UserError of its own, which it raises again where it is used so."""
+
+
+class Hooks:
+    """Calls the hooks of one encoding and checks what they return; H heads of width D, n tokens.
+
+    Args:
+        encoding: in evaluation mode.
+        symbols: size of the dictionary, for encodings that read tokens.
+        device: on which its parameters are.
+    """
+
+    def __init__(self, encoding: Encoding, symbols: int, device: torch.device) -> None:
+        self.encoding, self.cls, self.symbols, self.device = encoding, type(encoding), symbols, device
+        self.heads, self.width = encoding.heads, encoding.width
+        self.head = self.width // self.heads
+        taken = {self.heads, self.head, self.width}
+        # no axis may be mistaken for another
+        self.tokens = next(n for n in (11, 13, 17, 19) if n not in taken)
+        self.distances = 64 if self.heads != 64 else 66
+
+    def call(self, method: str, *args: Any, function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        """What ``method``, or ``function`` in its place, returns.
+
+        Raises:
+            Declined: by a UserError of the encoding's own.
+            ContractError: it fails in another way.
+        """
+        try:
+            return call(self.cls, method, function or getattr(self.encoding, method), *args, **kwargs)
+        except ContractError:
+            raise
+        except UserError as error:
+            raise Declined from error
+
+    def has(self, method: str) -> bool:
+        """Whether the encoding has this hook of its own, by its class or set in ``setup``."""
+        return method in vars(self.encoding) or self.overrides(Encoding, method)
+
+    def overrides(self, family: type, method: str) -> bool:
+        return getattr(self.cls, method) is not getattr(family, method)
+
+    def author(self, method: str) -> str:
+        """The method that a family's ``form`` takes its values from."""
+        if method == "form" and isinstance(self.encoding, DistanceBias) and self.cls.form is DistanceBias.form:
+            return "bias" if self.overrides(DistanceBias, "bias") else "of_head"
+        return "bias" if method == "form" and self.cls.form is PairBias.form else method
+
+    def refuse(self, method: str, text: str) -> None:
+        refuse(self.cls, method, text)
+
+    def returned(self, method: str, value: Any, expected: str) -> None:
+        """Refuse a value of another shape or type."""
+        refuse(self.cls, method, f"returned {_shape_or_type(value)}, expected {expected}")
+
+    def tensor(
+        self, method: str, x: Any, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], finite: bool = True
+    ) -> None:
+        """Refuse what is no tensor of one of ``shapes`` and ``dtypes`` on this device, or not finite."""
+        if not isinstance(x, Tensor) or tuple(x.shape) not in shapes:
+            self.returned(method, x, " or ".join(map(str, dict.fromkeys(shapes))))
+        if x.dtype not in dtypes:
+            self.refuse(method, f"returned {x.dtype}, expected {' or '.join(map(str, dict.fromkeys(dtypes)))}")
+        if x.device.type != self.device.type:
+            self.refuse(method, f"returned a tensor on {x.device}, expected one on {self.device}")
+        if finite and not bool(torch.isfinite(x).all()):
+            self.refuse(method, f"returned {odd(x)}, expected finite values")
+
+    def log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
+        """Check ``bias``, or ``of_head`` with ``numbers``, of the distances d (R,)."""
+        shape = self.heads, len(d)
+        if self.overrides(DistanceBias, "bias"):
+            name, found = "bias", self.call("bias", d)
+        else:
+            name, numbers = "of_head", self.call("numbers", d)
+            if not isinstance(numbers, tuple):
+                self.returned("numbers", numbers, "a tuple of tensors")
+            for one in numbers:
+                self.tensor("numbers", one, [(self.heads,)], (d.dtype,))
+            found = self.call("of_head", d, *(x[:, None] for x in numbers))
+            if isinstance(found, Tensor) and found.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
+                found = found.expand(shape)
+        self.tensor(name, found, [shape], (d.dtype,), finite=False)
+        bad = found.isnan() | (found == torch.inf) | (found.isneginf() & (d == 0))
+        if bool(bad.any()):
+            head, column = bad.nonzero()[0].tolist()
+            value = f"{found[head, column].item()} at d = {int(d[column]):,}"
+            self.refuse(name, f"returned {value}, expected a finite log-bias")
+
+    def settled(self, pos: Positions) -> Positions:
+        found = self.call("settle", pos)
+        if not isinstance(found, Positions):
+            self.returned("settle", found, "Positions")
+        for name in ("q", "k"):
+            own, like = getattr(found, name), getattr(pos, name)
+            if own.shape[1:] != like.shape[1:]:
+                self.returned("settle", own, f"positions {name} of shape {tuple(like.shape)}")
+        return found
+
+    def places(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
+        """Positions at which queries and at which keys are rotated: their own, or those of each region."""
+        regions = self.call("regions", pos)
+        if regions is None:
+            return [pos.q], [pos.k]
+        if not isinstance(regions, tuple) or not all(isinstance(one, Region) for one in regions):
+            self.returned("regions", regions, "a tuple of Region or None")
+        i, j = pos.q[:, :, None], pos.k[:, None]
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        for one in regions:
+            for at, like in ((one.q, pos.q), (one.k, pos.k)):
+                self.tensor("regions", at, [(b, n) for b in (1, len(like)) for n in (1, like.shape[1])], WIDE)
+            count = count + self.call("regions", i, j, function=one.covers).long()
+        if bool(((count > 1) & (i >= j)).any()):
+            self.refuse("regions", "returned regions that share pairs, expected each pair in at most one")
+        return [one.q for one in regions], [one.k for one in regions]
+
+    def form(self, method: str, form: Any, pos: Positions, rows: int = 0) -> None:
+        """Check the type and the tensors of a bias; ``rows`` of queries and keys, or 0 where positions alone decide."""
+        n, m, heads = pos.q.shape[1], pos.k.shape[1], self.heads
+        batch = [rows] if rows else [1, len(pos.k)]
+
+        def fits(name: str, x: Any, *shapes: tuple[int | None, ...]) -> None:
+            got = tuple(x.shape) if isinstance(x, Tensor) else ()
+            if not any(len(got) == len(s) and all(b in (None, a) for a, b in zip(got, s, strict=True)) for s in shapes):
+                words = dict.fromkeys(str(s).replace("None", "any") for s in shapes)
+                kind = f"{type(form).__name__}.{name}"
+                self.refuse(method, f"returned {kind} {_shape_or_type(x)}, expected {' or '.join(words)}")
+
+        if isinstance(form, Sum):
+            for one in form.forms:
+                self.form(method, one, pos, rows)
+        elif isinstance(form, Toeplitz):
+            fits("table", form.table, (heads, None))
+        elif isinstance(form, Dense):
+            fits("bias", form.bias, *((b, heads, n, m) for b in batch))
+        elif isinstance(form, Pointwise):
+            for one in form.numbers:
+                fits("numbers", one, (heads,))
+        elif isinstance(form, Levels):
+            fits("query", form.query, *((b, heads, n) for b in batch))
+            fits("key", form.key, *((b, heads, m) for b in batch))
+        elif isinstance(form, ByQuery | ByKey):
+            name, length = ("query", n) if isinstance(form, ByQuery) else ("key", m)
+            own = form.query if isinstance(form, ByQuery) else form.key
+            fits(name, own, *((b, heads, length, None) for b in batch))
+            fits("vectors", form.vectors, *((h, None, own.shape[3]) for h in (1, heads)))
+        elif not isinstance(form, Pair):
+            self.returned(method, form, "a form (Toeplitz, Pair, Levels, ByQuery, ByKey, Sum, Dense) or None")
+
+    def bias(self, method: str, found: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
+        """Refuse a bias that is not (B or 1, H, n, m), or no number, or that hides a token from itself."""
+        n, m = pos.q.shape[1], pos.k.shape[1]
+        self.tensor(method, found, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False)
+        hidden = future(n, m, self.device)
+        bad = found.isnan() | (found == torch.inf)
+        if bool((bad & ~hidden).any()):
+            self.refuse(method, f"returned {odd(found[bad & ~hidden])}, expected a finite log-bias")
+        if bool(bad.any()):
+            self.refuse(method, f"returned {odd(found[bad])} for keys after the query, expected finite values")
+        if bool(found.diagonal(m - n, -2, -1).isneginf().any()):
+            self.refuse(method, "returned -inf for a token and itself, expected a finite log-bias")
+
+    def remapped(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
+        """(B, H, n, m) weights of the scores that ``remap`` makes."""
+        n, m = q.shape[2], k.shape[2]
+        hidden = future(n, m, q.device)
+        scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
+        found = self.call("remap", scores, q, pos)
+        self.tensor("remap", found, [tuple(scores.shape)], (scores.dtype,), finite=False)
+        bad = (found.isnan() | (found == torch.inf)) & ~hidden
+        if bool(bad.any()):
+            self.refuse("remap", f"returned {odd(found[bad])} where a key is seen; scores of hidden keys come as -inf")
+        if bool(found.diagonal(m - n, -2, -1).isneginf().any()):
+            self.refuse("remap", "returned -inf for a token and itself, expected a finite score")
+        return found.masked_fill(hidden, float("-inf")).softmax(-1)
+
+    def reading(self, pos: Positions) -> Reading | None:
+        found = self.call("reading", pos)
+        if found is None:
+            return None
+        if not isinstance(found, Reading):
+            self.returned("reading", found, "a Reading or None")
+        columns = found.vectors.shape[1] if found.vectors.dim() == 3 else 1
+        self.tensor("reading", found.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
+        return found
+
+    def notes(self, x: Tensor) -> Tensor | None:
+        """(B, H, n, E) of ``note`` for a layer's input x (B, n, C)."""
+        found = self.call("note", x)
+        if found is None:
+            return None
+        shape = x.shape[0], self.heads, x.shape[1]
+        if not isinstance(found, Tensor) or found.dim() != 4 or found.shape[:3] != shape:
+            self.returned("note", found, f"({', '.join(map(str, shape))}, E)")
+        self.tensor("note", found, [tuple(found.shape)], (x.dtype, *WIDE))
+        return found
+
+
+def future(n: int, m: int, device: torch.device) -> Tensor:
+    """(n, m) bool: the key is after the query, the queries being the last n of m tokens."""
+    return torch.ones(n, m, dtype=torch.bool, device=device).triu(m - n + 1)
+
+
+def odd(x: Tensor) -> float:
+    """The first value that is not finite."""
+    return float(x[~torch.isfinite(x)][0].item())
+
+
+def _shape_or_type(x: Any) -> object:
+    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
