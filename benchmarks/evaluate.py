@@ -114,9 +114,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         data, checkpoint = prepare(Path(name), args.tokens)
-        fast, seconds, busy, memory = measured(
-            *("-m", "fairseq_rpe.cli.main", "eval", checkpoint, data, "--lengths", args.lengths, "--device", "cpu")
-        )
+        flags = ["--lengths", args.lengths, "--device", "cpu", "--json"]
+        fast, seconds, busy, memory = measured("-m", "fairseq_rpe.cli.main", "eval", checkpoint, data, *flags)
         longest = max(found["length"] for found in fast)
         for found in fast:
             length = found["length"]

@@ -218,9 +218,9 @@ eval {good} {data} --lengths 64 --log {zoo}/text/below  -> --log text/below: tex
 eval {good} {data} --lengths 64 --log {zoo}/loop  -> --log loop is a link that leads back to itself: remove it or name
 eval {good} {data} --lengths 64 --log /proc/nothing/x  -> --log /proc/nothing/x: /proc/nothing does not exist: name another place
 eval {good} {data} --lengths 64 --log {long}  -> too long a name
-eval {good} {data}  -> the following arguments are required: --lengths
-eval {good}  -> the following arguments are required: DATA, --lengths
-eval  -> the following arguments are required: CHECKPOINT, DATA, --lengths
+eval {good} {zoo}/absent  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
+eval {good}  -> the following arguments are required: DATA
+eval  -> the following arguments are required: CHECKPOINT, DATA
 eval {good} {data} --lengths 64 --length 3  -> unrecognized arguments: --length 3
 eval {good} {data} --lengths 64 -- --seed 1  -> 'eval' takes no further flags after --: only train and sweep do
 eval {good}:{good} {data} --lengths 64  -> checkpoint good.pt:good.pt does not exist

@@ -44,6 +44,17 @@ def deviation(ppl: Mapping[int, float], trained_at: int) -> Deviation:
     return Deviation(max(map(abs, found.values())), max(0.0, *found.values()), found[max(found)])
 
 
+def mean_deviation(seeds: Sequence[Deviation]) -> Deviation:
+    """The mean over models that differ in their seed, at least one; each number is between those of the seeds.
+
+    The deviation of a mean perplexity would not be: seeds that rise and seeds that fall cancel there.
+    """
+    largest, worst, end = (
+        sum(getattr(one, part) for one in seeds) / len(seeds) for part in ("largest", "worst", "end")
+    )
+    return Deviation(largest, worst, end)
+
+
 def context_gain(upto: Sequence[int], loss: Sequence[float], tokens: Sequence[int]) -> float | None:
     """1 - late / early: the share of its loss that a model saves by what it sees of a block.
 

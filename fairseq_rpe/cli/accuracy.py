@@ -2,16 +2,19 @@
 
 import argparse
 import functools
-import json
 
 from fairseq_rpe.cli.options import add_checkpoint, int_list, number_list, positive_int
+from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, seconds
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Prints one JSON line per number of items, and depth; one that is in --out is not redone."
+    parser.description = (
+        "Prints a table of the exact answers by number of items, and depth; what is in --out is not measured again."
+    )
     add_checkpoint(parser)
+    add_json(parser)
     parser.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="numbers of items (default: all there are)")
     about = "where the answer stands, 0 first, 1 last; for passkey and retrieval (default: the task's own)"
@@ -31,6 +34,17 @@ def run(args: argparse.Namespace) -> None:
     checkpoint = checkpoints.load(request.checkpoint)
     algorithm = algorithm_of(checkpoint)
     with Progress(algorithm.spec, "tokens") as bar:
-        begin = functools.partial(measuring, request, checkpoint, bar)
-        for result in resumed(AnswerResult, args.out, request.keys(algorithm), begin):
-            bar.say(json.dumps(result.record()))
+        begin, keys = functools.partial(measuring, request, checkpoint, bar), request.keys(algorithm)
+        deep = any(key.depth is not None for key in keys)
+        depth = [Column("depth", 6, lambda r: "" if r.depth is None else f"{r.depth:g}")] if deep else []
+        columns = [
+            Column("items", 8, lambda r: str(r.length)),
+            *depth,
+            Column("exact %", 8, lambda r: f"{100 * r.accuracy:.1f}"),
+            Column("right", 8, lambda r: f"{r.right:,}"),
+            Column("examples", 9, lambda r: f"{r.examples:,}"),
+            Column("seconds", 9, seconds),
+        ]
+        printer = ResultPrinter(columns, args.json, bar.say)
+        for result in resumed(AnswerResult, args.out, keys, begin):
+            printer.add(result)

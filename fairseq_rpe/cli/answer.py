@@ -1,20 +1,32 @@
 """``answer``: a checkpoint's answers to prepared questions at several context lengths, scored as their papers do."""
 
 import argparse
-import json
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_checkpoint, int_list, least, positive_int, words
+from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, seconds
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.core.records import filled
+
+_COLUMNS = (
+    Column("set", 16, lambda r: r.set, left=True),
+    Column("length", 8, lambda r: str(r.length)),
+    Column("score %", 8, lambda r: f"{r.score:.2f}"),
+    Column("questions", 9, lambda r: f"{r.questions:,}"),
+    Column("shortened", 9, lambda r: f"{r.cut_documents:,}"),
+    Column("seconds", 9, seconds),
+    # the score is one of them
+    Column("metrics %", 0, lambda r: ", ".join(f"{k} {v:.2f}" for k, v in r.metrics.items()), left=True),
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints one JSON line per set and length, with all metrics of the set; one that is in --out is not redone, and "
-        "of one that is unfinished no question is asked again."
+        "Prints a table of the scores by set and length, with all metrics of the set; what is in --out is not measured "
+        "again, and of what is unfinished no question is asked again."
     )
     add_checkpoint(parser)
+    add_json(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of fairseq-rpe prepare-answers")
     about = "context lengths: most tokens of prompt, document, cue and answer together"
     parser.add_argument("--lengths", type=int_list, required=True, metavar="N,N,...", help=about)
@@ -39,5 +51,6 @@ def run(args: argparse.Namespace) -> None:
 
     request = with_checkpoint_rotation(filled(QuestionRequest, args))
     with Progress(args.data.name, "questions") as bar:
+        printer = ResultPrinter(_COLUMNS, args.json, bar.say)
         for result in answered(request, bar):
-            bar.say(json.dumps(result.record()))
+            printer.add(result)

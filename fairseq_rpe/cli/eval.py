@@ -1,19 +1,28 @@
 """``eval``: what fairseq-eval-lm gives at several lengths, every token of the set accounted for."""
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import add_checkpoint, add_no_cache, int_list, positive_int
+from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, decimals, seconds
 from fairseq_rpe.core.records import filled
+
+if TYPE_CHECKING:
+    from fairseq_rpe.evaluation.results import TextResult
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Prints one JSON line per length; a length already in --out is not redone."
+    parser.description = (
+        "Prints a table of the perplexity at each length, and its ratio to that at the training length; a length "
+        "already in --out is not measured again."
+    )
     add_checkpoint(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
-    parser.add_argument("--lengths", type=int_list, required=True, metavar="N,N,...", help="tokens per block")
+    about = "tokens per block (default: 1, 2, 4, 8 and 16 training lengths, as far as the split and positions reach)"
+    parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
+    add_json(parser)
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one block)"
@@ -44,6 +53,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation.results import TextKey, TextRequest, TextResult, resumed
 
+    if args.lengths is None:
+        from fairseq_rpe.evaluation.lengths import default_lengths
+
+        args.lengths = default_lengths(args.checkpoint, args.data, args.subset, args.rpe, args.positions)
     request = filled(TextRequest, args)
     if request.rpe is not None:
         from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation
@@ -55,5 +68,43 @@ def run(args: argparse.Namespace) -> None:
 
         return measuring(request)
 
-    for result in resumed(TextResult, args.out, request.keys(), begin):
-        print(json.dumps(result.record()), flush=True)
+    rows = _Rows(request.lengths, args.json)
+    try:
+        for result in resumed(TextResult, args.out, request.keys(), begin):
+            rows.add(result)
+    finally:
+        rows.flush()
+
+
+class _Rows:
+    """Prints results in order, none before the one at the training length, if that is measured: it decides ratios."""
+
+    def __init__(self, lengths: Sequence[int], as_json: bool) -> None:
+        self._lengths, self._as_json = lengths, as_json
+        self._ppl: dict[int, float] = {}  # by length
+        self._waiting: list[TextResult] = []
+        self._printer: ResultPrinter | None = None
+
+    def add(self, result: "TextResult") -> None:
+        self._ppl[result.length] = result.ppl
+        self._waiting.append(result)
+        if self._as_json or result.train_length not in self._lengths or result.train_length in self._ppl:
+            self.flush()
+
+    def flush(self) -> None:
+        """Print what waits."""
+        for result in self._waiting:
+            if self._printer is None:
+                self._printer = ResultPrinter(self._columns(result.train_length), self._as_json)
+            self._printer.add(result)
+        self._waiting = []
+
+    def _columns(self, trained: int | None) -> list[Column]:
+        ratio = Column(f"ratio to {trained}", 12, self._ratio) if trained in self._lengths else None
+        columns = [Column("length", 8, lambda r: str(r.length)), Column("perplexity", 12, lambda r: decimals(r.ppl))]
+        columns += [ratio] if ratio else []
+        return [*columns, Column("tokens", 12, lambda r: f"{r.tokens:,}"), Column("seconds", 9, seconds)]
+
+    def _ratio(self, result: "TextResult") -> str:
+        at = None if result.train_length is None else self._ppl.get(result.train_length)
+        return "" if at is None else decimals(result.ppl / at, 3)

@@ -45,11 +45,17 @@ class Option:
 
 
 def options_of(config: type) -> list[Option]:
-    """The options that a config dataclass declares, in order."""
+    """The options that a config dataclass declares, in order. Raises UserError: it is no dataclass."""
+    _check_dataclass(config, config.__qualname__)
     return [
         Option(f.name, f.default, f.metadata.get("help", ""), f.metadata.get("choices"))
         for f in dataclasses.fields(config)
     ]
+
+
+def _check_dataclass(config: type, what: str) -> None:
+    if not dataclasses.is_dataclass(config):
+        raise UserError(f"{what} is no dataclass: decorate it with @dataclass(frozen=True)")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -84,8 +90,7 @@ def configure(config: type, name: str, given: dict[str, str]) -> Any:
 
     Raises UserError: unknown key, value of the wrong type, value out of range, or ``config`` is no dataclass.
     """
-    if not dataclasses.is_dataclass(config):
-        raise UserError(f"Config of '{name}' is no dataclass: decorate it with @dataclass(frozen=True)")
+    _check_dataclass(config, f"Config of '{name}'")
     hints = typing.get_type_hints(config)
     fields = {f.name: f for f in dataclasses.fields(config)}
     values = {}

@@ -63,6 +63,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
             engine=request.engine,
             peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
             unigram_ppl=unigram,
+            train_length=checkpoint.train_length() or None,
         )
 
     return measure

@@ -121,8 +121,9 @@ class TextResult(TextKey, Result):
     """A perplexity per token over every token of a split, in blocks of ``length`` tokens.
 
     ``loss_base2`` in bits per token, ``seconds`` of the measurement, ``peak_mb`` in MiB. ``unigram_ppl``: the least
-    that one fixed distribution over the symbols can have on the split, 2 ** entropy of their frequencies. What was not
-    measured, or not yet when the result was written, is ``None``.
+    that one fixed distribution over the symbols can have on the split, 2 ** entropy of their frequencies.
+    ``train_length``: of the model, in tokens. What was not measured, or not yet when the result was written, is
+    ``None``.
     """
 
     of = TextKey
@@ -136,6 +137,7 @@ class TextResult(TextKey, Result):
     peak_mb: float | None = None
     positions_loss: Buckets | None = None
     unigram_ppl: float | None = None
+    train_length: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict
-from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, Deviation, agreeing, context_gain, deviation
+from fairseq_rpe.analysis.extrapolation import EARLY, GAIN, Deviation, agreeing, context_gain, deviation, mean_deviation
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, spread, words
 from fairseq_rpe.encodings import Encoding, names
 from fairseq_rpe.evaluation.reach import longest_row
@@ -17,7 +17,7 @@ from fairseq_rpe.sweeps.state import Method, State, SweepFolder
 
 NONE = "none"
 DELTA = 0.05
-NO_VERDICT = "no verdict: this model does not use its context yet"
+NO_VERDICT = "No verdict, because the model does not use its context yet"
 _PAPER = "Exploring Transformer Extrapolation (arXiv 2307.10156)"
 _URL = "https://arxiv.org/abs/2307.10156"
 
@@ -45,9 +45,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Judged:
-    """A method, what was predicted of it, and how its perplexity changed.
+    """A method, what was predicted of it, and how its perplexity changed, the mean over its seeds.
 
-    ``seeds``: the same of each seed, by its own training length. ``why``: why it does not use its context yet, if so.
+    ``seeds``: the same of each seed. ``why``: why it does not use its context yet, if so.
     """
 
     name: str
@@ -95,12 +95,11 @@ def judge(found: Perplexities, predictions: Mapping[str, Prediction]) -> list[Ju
     """The methods of a sweep that were evaluated at the training length and beyond it."""
     judged = []
     for name in found.encodings:
-        values = found.means(name)
         start = found.longer.get(name, found.trained_at)
-        if name in predictions and start in values and max(values) > start:
-            own = [deviation(one, start) for one in found.seeds(name)]
+        own = [deviation(one, start) for one in found.seeds(name)]
+        if name in predictions and own:
             why = "; ".join(dict.fromkeys(contextless(found, name)))
-            judged.append(Judged(name, predictions[name], deviation(values, start), own, why))
+            judged.append(Judged(name, predictions[name], mean_deviation(own), own, why))
     return judged
 
 
@@ -131,7 +130,8 @@ def blocks(judged: Sequence[Judged], trained_at: int, limit: float) -> list[Bloc
         "converges."
     )
     found: list[Block] = [Text(text, _PAPER, _URL), deviations(judged, limit)]
-    found += [Text(f"{one.name}, {NO_VERDICT}: {one.why}.") for one in judged if one.why]
+    if unused := [f"{one.name} ({one.why})" for one in judged if one.why]:
+        found.append(Text(f"{NO_VERDICT}: {', '.join(unused)}."))
     judged = [one for one in judged if not one.why]
     if not judged:
         return found
@@ -154,7 +154,7 @@ def deviations(judged: Sequence[Judged], limit: float) -> Table:
         rows.append(Row(one.name, [words(one.prediction), *numbers, *map(Cell, one.answers(limit))]))
     caption = "Relative deviation from the perplexity at the training length, and what the series says."
     if any(len(one.seeds) > 1 for one in judged):
-        caption += " Of the mean over seeds; in brackets, from the least seed to the largest."
+        caption += " Means over seeds; in brackets, from the least seed to the largest."
     return Table(caption, head, rows)
 
 

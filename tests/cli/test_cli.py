@@ -242,7 +242,7 @@ def test_sigterm_ends_the_children(tmp_path):
 
 def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
     out = tmp_path / "results" / "eval.jsonl"
-    command = ["eval", trained / LAST, corpus, "--device", "cpu", "--out", out]
+    command = ["eval", trained / LAST, corpus, "--device", "cpu", "--json", "--out", out]
     shown = run(*PROGRAM, *command, "--lengths", "32,100", "--log", tmp_path / "log").stdout
     rows = [json.loads(line) for line in shown.splitlines()]
     tokens = corpus_files.count_tokens(corpus, "test")

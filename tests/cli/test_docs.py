@@ -140,7 +140,7 @@ def test_every_command_of_the_docs_is_one(commands):
     [
         ("fairseq-rpe trian DATA", "no command"),
         ("fairseq-rpe eval CHECKPOINT DATA --lengths 64 --colour", "--colour"),
-        ("bash scripts/eval.sh CHECKPOINT DATA", "--lengths"),
+        ("bash scripts/eval.sh CHECKPOINT", "DATA"),
         ("bash scripts/evaluate.sh DATA", "no script"),
         ("bash scripts/setup.sh --fast", "has no --fast"),
         ("bash scripts/sweep.sh --recipe none", "none"),

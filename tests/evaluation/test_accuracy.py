@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def error_of(capsys, *argv: object) -> str:
 def measure(capsys, *argv: object) -> list[dict]:
     """The rows that ``accuracy`` prints."""
     capsys.readouterr()
-    assert main(["accuracy", *(str(a) for a in argv), "--device", "cpu"]) == 0
+    assert main(["accuracy", *(str(a) for a in argv), "--device", "cpu", "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -320,6 +321,15 @@ def test_train_command_of_a_task(tmp_path, capsys):
     assert "--lr-scheduler inverse_sqrt" in line and "total-num-update" not in line
 
 
+def test_a_table_is_printed(checkpoint, capsys):
+    rows = measure(capsys, checkpoint, "--lengths", "2,5")
+    assert main(["accuracy", str(checkpoint), "--lengths", "2,5", "--device", "cpu"]) == 0
+    head, *lines = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["items", "exact %", "right", "examples", "seconds"]
+    for line, row in zip(lines, rows, strict=True):
+        assert line[:4] == [str(row["length"]), f"{100 * row['accuracy']:.1f}", str(row["right"]), str(row["examples"])]
+
+
 def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(checkpoint, capsys, monkeypatch):
     """With no minute to wait for, a line after each token."""
     from fairseq_rpe.core import progress
@@ -327,7 +337,7 @@ def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(chec
     plain = measure(capsys, checkpoint, "--lengths", "2,5")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "SECONDS", 0.0)
-    assert main(["accuracy", str(checkpoint), "--lengths", "2,5", "--device", "cpu"]) == 0
+    assert main(["accuracy", str(checkpoint), "--lengths", "2,5", "--device", "cpu", "--json"]) == 0
     told = capsys.readouterr()
     rows = [json.loads(line) for line in told.out.splitlines()]
     assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in plain]

@@ -42,7 +42,7 @@ def checkpoint(swept) -> Path:
 
 def measure(capsys, *argv: object) -> list[dict]:
     capsys.readouterr()
-    assert main(["accuracy", *map(str, argv), "--device", "cpu"]) == 0
+    assert main(["accuracy", *map(str, argv), "--device", "cpu", "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections import Counter
@@ -19,15 +20,17 @@ from fairseq_rpe.core import UserError, records
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY, describe_files
 from fairseq_rpe.evaluation import loading, perplexity, results
+from fairseq_rpe.evaluation.lengths import default_lengths
 from fairseq_rpe.evaluation.perplexity import by_position, target_losses
 from fairseq_rpe.evaluation.results import TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
+from fairseq_rpe.runs import checkpoints
 
 
 def rows_of(capsys, checkpoint: Path, corpus: Path, lengths: str, *flags: object) -> list[dict]:
     capsys.readouterr()
-    argv = ["eval", checkpoint, corpus, "--lengths", lengths, "--device", "cpu", *flags]
+    argv = ["eval", checkpoint, corpus, "--lengths", lengths, "--device", "cpu", "--json", *flags]
     assert main([str(a) for a in argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -197,7 +200,7 @@ def test_row_and_buckets(state, corpus, tmp_path, capsys):
     unigram = math.prod((total / n) ** (n / total) for n in counts.values())
     for row in rows_of(capsys, checkpoint_with(state, tmp_path), corpus, "1,2,37,901"):
         keys = ["encoding", "checkpoint", "data", "subset", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
-        assert list(row) == [*keys, "seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl"]
+        assert list(row) == [*keys, "seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl", "train_length"]
         assert row["unigram_ppl"] == pytest.approx(unigram, rel=1e-9)
         assert row["tokens"] == total and 50 < row["peak_mb"] < 50_000
         found, length = row["positions_loss"], row["length"]
@@ -288,10 +291,72 @@ def test_checkpoint_is_loaded_once_and_results_are_kept(state, corpus, tmp_path,
 def test_known_results_are_printed_without_torch(state, corpus, tmp_path, capsys):
     checkpoint, out = checkpoint_with(state, tmp_path), tmp_path / "eval.jsonl"
     known = rows_of(capsys, checkpoint, corpus, "37,64", "--out", out)
-    argv = [str(a) for a in ("eval", checkpoint, corpus, "--lengths", "64,37", "--out", out)]
+    argv = [str(a) for a in ("eval", checkpoint, corpus, "--lengths", "64,37", "--out", out, "--json")]
     code = f"import sys; from fairseq_rpe.cli.main import main; assert main({argv}) == 0; "
     done = run(sys.executable, "-c", code + "assert not {'torch', 'fairseq'} & set(sys.modules)")
     assert [json.loads(line) for line in done.stdout.splitlines()] == known[::-1]
+
+
+def table_of(capsys, *argv: object) -> list[list[str]]:
+    """The cells of the table that ``eval`` prints, by line."""
+    capsys.readouterr()
+    assert main(["eval", *map(str, argv), "--device", "cpu"]) == 0
+    return [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_table_is_printed_with_ratios_to_the_training_length(state, corpus, tmp_path, capsys):
+    """Whatever the order: a ratio waits for the perplexity at the training length."""
+    checkpoint = checkpoint_with(state, tmp_path)
+    trained = checkpoints.load(checkpoint).train_length()
+    rows = rows_of(capsys, checkpoint, corpus, f"16,{trained}")
+    assert {row["train_length"] for row in rows} == {trained}
+    head, *lines = table_of(capsys, checkpoint, corpus, "--lengths", f"16,{trained}")
+    assert head == ["length", "perplexity", f"ratio to {trained}", "tokens", "seconds"]
+    for line, row in zip(lines, rows, strict=True):
+        ratio = row["ppl"] / rows[1]["ppl"]
+        assert line[:4] == [str(row["length"]), f"{row['ppl']:,.2f}", f"{ratio:.3f}", f"{row['tokens']:,}"]
+    head, line = table_of(capsys, checkpoint, corpus, "--lengths", "16")
+    assert head == ["length", "perplexity", "tokens", "seconds"] and line[1] == f"{rows[0]['ppl']:,.2f}"
+
+
+def test_rows_that_wait_are_printed_where_a_later_length_fails(state, corpus, tmp_path, capsys, monkeypatch):
+    checkpoint = checkpoint_with(state, tmp_path)
+    trained, whole = checkpoints.load(checkpoint).train_length(), perplexity.by_position
+
+    def fails(model, batches, length, *rest):
+        if length == trained:
+            raise UserError("no more")
+        return whole(model, batches, length, *rest)
+
+    monkeypatch.setattr(perplexity, "by_position", fails)
+    assert main(["eval", str(checkpoint), str(corpus), "--lengths", f"16,{trained}", "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["length", "16"] and "no more" in said.err
+
+
+def test_lengths_have_a_default(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path)
+    trained = checkpoints.load(checkpoint).train_length()
+    tokens = corpus_files.count_tokens(corpus, "test")
+    expected = [n for n in (trained * 2**i for i in range(5)) if n <= tokens]
+    _, *lines = table_of(capsys, checkpoint, corpus)
+    assert [int(line[0]) for line in lines] == expected and lines[0][2] == "1.000"
+    _, *lines = table_of(capsys, checkpoint, corpus, "--positions", f"randomized:max={2 * trained}")
+    assert [int(line[0]) for line in lines] == expected[:2]
+
+
+def test_a_checkpoint_without_a_training_length_needs_lengths(state, corpus, tmp_path, capsys, monkeypatch):
+    checkpoint = checkpoint_with(state, tmp_path)
+    monkeypatch.setattr(checkpoints.Checkpoint, "train_length", lambda _: None)
+    assert main(["eval", str(checkpoint), str(corpus), "--device", "cpu"]) == 2
+    assert f"--lengths is missing, and {checkpoint} does not record its training length" in capsys.readouterr().err
+
+
+def test_default_lengths_stop_where_the_text_or_the_table_ends(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path)
+    trained = checkpoints.load(checkpoint).train_length()
+    assert default_lengths(checkpoint, corpus, "test", "learned", None) == [trained]
+    assert f"'learned' has {trained} positions" in capsys.readouterr().err
 
 
 def test_tokens_that_were_not_scored_are_refused(state, corpus, tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def model(checkpoint, data):
 def answer(capsys, *argv: object) -> list[dict]:
     """The lines that ``answer`` prints."""
     capsys.readouterr()
-    assert main(["answer", *(str(a) for a in argv), "--device", "cpu"]) == 0, capsys.readouterr().err
+    assert main(["answer", *(str(a) for a in argv), "--device", "cpu", "--json"]) == 0, capsys.readouterr().err
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -230,7 +231,7 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkey
 
     monkeypatch.setattr(questioning, "_answers", stopped)
     capsys.readouterr()
-    assert main(["answer", *map(str, flags), "--out", str(out), "--device", "cpu"]) == 130
+    assert main(["answer", *map(str, flags), "--out", str(out), "--device", "cpu", "--json"]) == 130
     assert len(capsys.readouterr().out.splitlines()) == 1 == len(files.read_json_lines(out))
     (kept,) = tmp_path.glob("rows.jsonl.weather-90-*.partial")
     assert len(kept.read_bytes().splitlines()) == 1
@@ -243,12 +244,22 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "rows.jsonl", "whole.jsonl"]
 
 
+def test_a_table_is_printed(data, checkpoint, capsys):
+    argv = [checkpoint, data, "--lengths", "56", "--sets", "weather"]
+    (row,) = answer(capsys, *argv)
+    assert main(["answer", *map(str, argv), "--device", "cpu"]) == 0
+    head, line = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["set", "length", "score %", "questions", "shortened", "seconds", "metrics %"]
+    assert line[:4] == ["weather", "56", f"{row['score']:.2f}", str(row["questions"])]
+    assert line[6] == ", ".join(f"{name} {value:.2f}" for name, value in row["metrics"].items())
+
+
 def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_path, capsys, monkeypatch):
     """What was answered is still there when there is room for the result."""
     out, real = tmp_path / "rows.jsonl", files.append_json_line
     monkeypatch.setattr(files, "append_json_line", lambda *_: (_ for _ in ()).throw(OSError(28, "full", str(out))))
     argv = ["answer", str(checkpoint), str(data), "--lengths", "56", "--sets", "weather", "--out", str(out)]
-    assert main([*argv, "--device", "cpu"]) == 2
+    assert main([*argv, "--device", "cpu", "--json"]) == 2
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 1 and "no space left" in said.err
     monkeypatch.setattr(files, "append_json_line", real)

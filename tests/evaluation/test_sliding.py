@@ -137,7 +137,7 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
         found.append(rows_of(tmp_path / str(workers)))
     text = capsys.readouterr().out
     assert "| window:window=3, sliding" in text and "44.35" in text
-    argv = ["eval", checkpoint, corpus, "--lengths", "8,16", "--device", "cpu"]
+    argv = ["eval", checkpoint, corpus, "--lengths", "8,16", "--device", "cpu", "--json"]
     assert main([str(a) for a in argv]) == 0
     plain = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(plain) == 2

@@ -117,7 +117,7 @@ def test_train_and_both_engines(corpus, tmp_path, capsys):
     for engine in ("fast", "fairseq"):
         for flags in ([], ["--compute-dtype", "fp32"]):
             capsys.readouterr()
-            argv = ["eval", checkpoint, corpus, "--lengths", "40", "--device", "cpu", "--engine", engine, *flags]
+            argv = ["eval", checkpoint, corpus, "--lengths=40", "--device", "cpu", "--json", "--engine", engine, *flags]
             assert main([str(a) for a in argv]) == 0
             [row] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
             assert row.get("compute_dtype") == (flags[-1] if flags else None)

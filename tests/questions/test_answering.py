@@ -340,7 +340,7 @@ def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
 
 def test_the_tuned_model_reads_text_too(made, begun, capsys):
     """Here the texts of the questions, one after the other, as a text of its own."""
-    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu")
+    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu", "--json")
     [row] = map(json.loads, done.stdout.splitlines())
     assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
 

@@ -17,7 +17,7 @@ def test_a_model_answers_what_it_has_learned(tmp_path):
     for updates in (1, 70):
         last = train(tmp_path / "data", tmp_path / f"run{updates}", updates, rpe="rope", lr=0.01, tokens_per_sample=192)
         for flags in (["--beam", "2"], ["--by", "likelihood"]):
-            words = ["answer", last, tmp_path / "data", "--lengths", "192,384", "--device", "cpu", *flags]
+            words = ["answer", last, tmp_path / "data", "--lengths", "192,384", "--device", "cpu", "--json", *flags]
             found += [json.loads(line) for line in run_here(*words).stdout.splitlines()]
     before, after = found[:4], found[4:]
     assert [row["metrics"] for row in after] == [{"f1": 100.0, "em": 100.0, "accuracy": 100.0}] * 4

@@ -214,7 +214,17 @@ def test_deviations_show_the_spread_of_seeds():
             [(1, 64, 10.0), (1, 128, 11.0), (2, 64, 10.0), (2, 128, 9.0)]]  # fmt: skip
     judged = definition.judge(Perplexities(rows, 64), {"a": Prediction(CONVERGES, 4, 4)})
     shown = cells(definition.deviations(judged, 0.05))["a"]
-    assert shown[1:4] == ["0.000 (0.100 to 0.100)", "0.000 (0.000 to 0.100)", "+0.000 (-0.100 to +0.100)"]
+    assert shown[1:4] == ["0.100 (0.100 to 0.100)", "0.050 (0.000 to 0.100)", "+0.000 (-0.100 to +0.100)"]
+    assert not judged[0].found.extrapolates(0.05)  # neither of them does, and the table says so
+    assert judged[0].found.extrapolates(0.06, one_sided=True)
+
+
+def test_models_without_a_verdict_are_named_in_one_sentence():
+    rows = [Finding(name, 1, one) for name in ("young", "fresh") for one in under(1600.0, 812.0)]
+    judged = definition.judge(Perplexities(rows, 64), dict.fromkeys(("young", "fresh"), Prediction(CONVERGES, 4, 4)))
+    text = markdown(definition.blocks(judged, 64, 0.05))
+    assert text.count(definition.NO_VERDICT) == 1
+    assert "young (perplexity 1600.0, where" in text and "fresh (perplexity 1600.0, where" in text
 
 
 def test_the_unigrams_perplexity_is_that_of_the_best_fixed_distribution():
