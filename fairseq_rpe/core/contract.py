@@ -41,8 +41,8 @@ def location(cls: type, method: str | None = None) -> str:
     """
     owner = author_of(cls, method) if method else None
     if owner is not None and method is not None:
-        found = vars(owner)[method]
-        function = getattr(found, "fget", None) or getattr(found, "__func__", None) or inspect.unwrap(found)
+        attribute = vars(owner)[method]
+        function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", None) or inspect.unwrap(attribute)
         code = getattr(function, "__code__", None)
         if code is not None:
             return _place(code.co_filename, code.co_firstlineno)
@@ -77,8 +77,8 @@ def call(cls: type, method: str, function: Callable[..., Any], *args: Any, **kwa
     except Exception as error:
         if told(error) is not None or is_shipped(type(error)):
             raise
-        given = ", ".join(_described(x) for x in args if isinstance(x, torch.Tensor))
-        what = f"fails{f' for {given}' if given else ''}: {type(error).__name__}: {_first_line(error)}"
+        tensors = ", ".join(_described(x) for x in args if isinstance(x, torch.Tensor))
+        what = f"fails{f' for {tensors}' if tensors else ''}: {type(error).__name__}: {_first_line(error)}"
         place = _line_of(error, cls) or location(cls, method)
         raise ContractError(f"{cls.__name__}.{method} {what}" + (f": {place}" if place else "")) from error
 

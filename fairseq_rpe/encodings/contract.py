@@ -17,7 +17,7 @@ from ..core import LogWeight, Positions, block
 from ..core.contract import FAR, check_names, is_shipped, refuse, untouched_random_state
 from ..core.forms import column_of
 from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary
-from .contract_values import WIDE, Declined, Hooks, odd
+from .contract_values import WIDE, Declined, Hooks, first_nonfinite
 
 _HOOKS = ("embed", "rotate", "value", "form", "scores", "remap", "reading", "settle", "rotation", "note", "regions")
 _OTHERS: tuple[str, ...] = ("setup", "series", "scalars", "profile", "Config", "formula", "paper", "shares", "tie")
@@ -171,17 +171,17 @@ class _Check(Hooks):
             pairs = encoding.rotated // 2
             self.tensor("angles", self.call("angles", pos.k, pos), [(1, self.tokens, pairs)], (dtype,))
             for key in (False, True):
-                found = self.call("amplitude", pos.k, pos, key)
-                if found is not None and (near or encoding.query_limit is None):  # it has the range of some queries
+                output = self.call("amplitude", pos.k, pos, key)
+                if output is not None and (near or encoding.query_limit is None):  # it has the range of some queries
                     widths = (1,) if encoding.whole else (1, pairs)
                     shapes = [(1, n, width) for n in (1, self.tokens) for width in widths]
-                    self.tensor("amplitude", found, shapes, WIDE)
+                    self.tensor("amplitude", output, shapes, WIDE)
         elif isinstance(encoding, Absolute) and self.overrides(Absolute, "vectors"):
             self.tensor("vectors", self.call("vectors", pos.k), [(1, self.tokens, self.width)], WIDE)
 
     def _plain(self, dtype: torch.dtype) -> None:
         """All hooks at plain positions."""
-        for _ in self._called(self._inputs(dtype, 2), self._arange(dtype, rows=2)):
+        for _ in self._call_hooks(self._inputs(dtype, 2), self._arange(dtype, rows=2)):
             pass
 
     def _uneven(self) -> None:
@@ -190,36 +190,36 @@ class _Check(Hooks):
         steps = 1.0 + torch.arange(2 * self.tokens, device=self.device, dtype=dtype).view(2, -1) % 3
         k = (steps if whole else steps * 0.375).cumsum(1)
         pos = self._positions(k - k[:, :1], rows=2, step=1.0 if whole else None, contiguous=False)
-        for _ in self._called(self._inputs(dtype, 2), pos):
+        for _ in self._call_hooks(self._inputs(dtype, 2), pos):
             pass
 
-    def _called(self, given: dict[str, Tensor], pos: Positions) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    def _call_hooks(self, tensors: dict[str, Tensor], pos: Positions) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Call every hook and check what it returns: its name, its values, and the input that they depend on."""
-        x, q, k, v = (given[name] for name in ("x", "q", "k", "v"))
+        x, q, k, v = (tensors[name] for name in ("x", "q", "k", "v"))
         if self.has("embed"):
-            found = self.call("embed", x, pos)
-            self.tensor("embed", found, [tuple(x.shape)], (x.dtype,))
-            yield "embed", found, x
-        pos = self.settled(pos)
+            output = self.call("embed", x, pos)
+            self.tensor("embed", output, [tuple(x.shape)], (x.dtype,))
+            yield "embed", output, x
+        pos = self.prepared_positions(pos)
         notes = self.notes(x) if self.has("note") else None
         if self.has("rotate") or self.has("rotation"):
-            rotate, (of_queries, of_keys) = self.call("rotation", pos), self.places(pos)
+            rotate, (of_queries, of_keys) = self.call("rotation", pos), self.rotation_positions(pos)
             if rotate is not None:
                 pairs = [(q, at, False) for at in of_queries] + [(k, at, True) for at in of_keys]
-                for own, at, key in pairs:
-                    found = self.call("rotate", own, at, pos, function=rotate, key=key)
-                    self.tensor("rotate", found, [tuple(own.shape)], (own.dtype,))
-                    yield "rotate", found, own
+                for source, at, key in pairs:
+                    output = self.call("rotate", source, at, pos, function=rotate, key=key)
+                    self.tensor("rotate", output, [tuple(source.shape)], (source.dtype,))
+                    yield "rotate", output, source
         if self.has("value"):
-            found = self.call("value", v, pos)
-            self.tensor("value", found, [tuple(v.shape)], (v.dtype,))
-            yield "value", found, v
+            output = self.call("value", v, pos)
+            self.tensor("value", output, [tuple(v.shape)], (v.dtype,))
+            yield "value", output, v
         if self.has("form") and (form := self.call("form", pos)) is not None:
             yield self.author("form"), self._bias("form", form, pos, 0), None
         if self.has("scores") and (form := self.call("scores", q, k, pos, notes)) is not None:
             yield "scores", self._bias("scores", form, pos, len(q)), None
         if self.has("remap") and self.encoding.remap is not None:
-            yield "remap", self.remapped(q, k, pos), q
+            yield "remap", self.remapped_weights(q, k, pos), q
         if self.has("reading") and (reading := self.reading(pos)) is not None:
             yield "reading", reading.vectors, None
 
@@ -227,28 +227,28 @@ class _Check(Hooks):
         """(B or 1, H, n, m) of a form that a hook returned."""
         method = self.author(method)
         self.form(method, form, pos, rows)
-        found: Tensor = self.call(method, form, pos, function=block)
-        self.bias(method, found, pos, WIDE, rows)
-        return found
+        output: Tensor = self.call(method, form, pos, function=block)
+        self.bias(method, output, pos, WIDE, rows)
+        return output
 
     def _gradients(self) -> None:
         """A finite gradient reaches the input of each hook, and all parameters."""
         dtype, reached = self.dtypes[0], set[str]()
-        given = {name: x.requires_grad_() for name, x in self._inputs(dtype, 2).items()}
+        tensors = {name: x.requires_grad_() for name, x in self._inputs(dtype, 2).items()}
         learned = {name: p for name, p in self.encoding.named_parameters() if p.requires_grad}
-        for method, found, own in self._called(given, self._arange(dtype, rows=2)):
-            weights = self._random(*found.shape, dtype=found.dtype)
+        for method, output, source in self._call_hooks(tensors, self._arange(dtype, rows=2)):
+            weights = self._random(*output.shape, dtype=output.dtype)
             # attention takes no gradient from what is hidden
-            loss = (found.masked_fill(found.isneginf(), 0.0) * weights).sum()
-            inputs = {"its input": own} if own is not None else {}
+            loss = (output.masked_fill(output.isneginf(), 0.0) * weights).sum()
+            inputs = {"its input": source} if source is not None else {}
             wanted = {**inputs, **{f"its parameter '{name}'": p for name, p in learned.items()}}
             grads: tuple[Tensor | None, ...] = ()
             if loss.requires_grad and wanted:  # hooks may share a graph
                 grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True, retain_graph=True)
             for name, grad in zip(wanted, grads, strict=False):
                 if grad is not None and not bool(torch.isfinite(grad).all()):
-                    self.refuse(method, f"has the gradient {odd(grad)} for {name}, expected a finite one")
-            if own is not None and (not grads or grads[0] is None):
+                    self.refuse(method, f"has the gradient {first_nonfinite(grad)} for {name}, expected a finite one")
+            if source is not None and (not grads or grads[0] is None):
                 self.refuse(method, "passes no gradient to its input: do not detach it")
             of_learned = grads[len(inputs) :]
             reached |= {name for name, grad in zip(learned, of_learned, strict=False) if grad is not None}
@@ -262,16 +262,17 @@ class _Check(Hooks):
     @torch.no_grad()
     def _decoding(self) -> None:
         """One query of the first m tokens, as a cache has them, gets what it gets in a pass over all n."""
-        n, given = self.tokens, self._inputs(torch.float64, 1)
-        full = self._seen(given, self._arange(torch.float64), 0)
+        n, tensors = self.tokens, self._inputs(torch.float64, 1)
+        full = self._outputs(tensors, self._arange(torch.float64), 0)
         for last in (n // 2, n - 1):
             if last < n - 1 and self.encoding.reads_length:  # earlier tokens then may change with later ones
                 continue
             m = last + 1
-            first = {name: x[..., :m, :] for name, x in given.items()}
-            for (method, whole), (_, one) in zip(
-                full, self._seen(first, self._arange(torch.float64, m, queries=1), last), strict=False
-            ):
+            first = {name: x[..., :m, :] for name, x in tensors.items()}
+            decoded = self._outputs(first, self._arange(torch.float64, m, queries=1), last)
+            if [method for method, _ in decoded] != [method for method, _ in full]:
+                refuse(self.cls, None, f"has other hooks for {m} tokens than for {n}: let a hook always return a bias")
+            for (method, whole), (_, one) in zip(full, decoded, strict=True):
                 if method in _SQUARE:
                     expected = whole[..., last : last + 1, :m]
                 else:
@@ -280,57 +281,57 @@ class _Check(Hooks):
                     expected, one = (x - x[..., -1:] for x in (expected, one))
                 of = f"one query of {m} tokens, as in decoding,"
                 self._same(self.author(method), expected, one, of, f"all {n} tokens")
-        self._kept(given["k"])
+        self._check_cached(tensors["k"])
 
-    def _seen(self, given: dict[str, Tensor], pos: Positions, first: int) -> list[tuple[str, Tensor]]:
+    def _outputs(self, tensors: dict[str, Tensor], pos: Positions, first: int) -> list[tuple[str, Tensor]]:
         """What attention gets of each hook, by name, for the tokens from ``first`` on as queries."""
-        x, q, k, v = given["x"], given["q"][:, :, first:], given["k"], given["v"]
-        seen: list[tuple[str, Tensor]] = []
+        x, q, k, v = tensors["x"], tensors["q"][:, :, first:], tensors["k"], tensors["v"]
+        outputs: list[tuple[str, Tensor]] = []
         if self.has("embed"):
-            seen.append(("embed", self.call("embed", x[:, first:], pos)))
-        pos = self.settled(pos)
+            outputs.append(("embed", self.call("embed", x[:, first:], pos)))
+        pos = self.prepared_positions(pos)
         notes = self.notes(x) if self.has("note") else None
-        if notes is not None and (own := self.notes(x[:, first:])) is not None:
-            seen.append(("note", own))
+        if notes is not None and (features := self.notes(x[:, first:])) is not None:
+            outputs.append(("note", features))
         if self.has("rotate") or self.has("rotation"):
-            rotate, (of_queries, of_keys) = self.call("rotation", pos), self.places(pos)
+            rotate, (of_queries, of_keys) = self.call("rotation", pos), self.rotation_positions(pos)
             if rotate is not None:
                 queries = [self.call("rotate", q, at, pos, function=rotate) for at in of_queries]
                 keys = [self.call("rotate", k, at, pos, function=rotate, key=True) for at in of_keys]
                 # products alone count: an encoding may move a factor from queries to keys, as xPos does
-                seen += [("rotate", torch.matmul(a, b.mT)) for a, b in zip(queries, keys, strict=True)]
+                outputs += [("rotate", torch.matmul(a, b.mT)) for a, b in zip(queries, keys, strict=True)]
                 q, k = (queries[0], keys[0]) if len(queries) == 1 else (q, k)
         if self.has("value"):
-            seen.append(("value", self.call("value", v, pos)))
+            outputs.append(("value", self.call("value", v, pos)))
         if self.has("form") and (form := self.call("form", pos)) is not None:
-            seen.append(("form", self._bias("form", form, pos, 0)))
+            outputs.append(("form", self._bias("form", form, pos, 0)))
         if self.has("scores") and (form := self.call("scores", q, k, pos, notes)) is not None:
-            seen.append(("scores", self._bias("scores", form, pos, len(q))))
+            outputs.append(("scores", self._bias("scores", form, pos, len(q))))
         if self.has("remap") and self.encoding.remap is not None:
-            seen.append(("remap", self.remapped(q, k, pos)))
+            outputs.append(("remap", self.remapped_weights(q, k, pos)))
         if self.has("reading") and (reading := self.reading(pos)) is not None:
             vectors = reading.vectors[:, column_of(reading, pos.q, pos.k)[0]]  # (H or 1, n, m, D)
-            seen.append(("reading", vectors.sum(-1)))
-        return seen
+            outputs.append(("reading", vectors.sum(-1)))
+        return outputs
 
-    def _kept(self, k: Tensor) -> None:
-        """What decoding keeps while more tokens come: turned keys, and the table of a bias of the distance."""
+    def _check_cached(self, k: Tensor) -> None:
+        """What decoding keeps does not change as tokens come: rotated keys, and the table of a distance bias."""
         n, dtype = self.tokens, torch.float64
         if self.encoding.rotates and self.encoding.rotation_is_fixed:
-            turned = []
+            rotated_keys = []
             for m in (n // 2, n):
-                pos = self.settled(self._arange(dtype, m))
-                turned.append(self.call("rotate", k[:, :, :m], pos.k, pos, key=True)[:, :, : n // 2])
-            early, late = turned
+                pos = self.prepared_positions(self._arange(dtype, m))
+                rotated_keys.append(self.call("rotate", k[:, :, :m], pos.k, pos, key=True)[:, :, : n // 2])
+            early, late = rotated_keys
             self._same("rotate", late, early, f"keys of {n // 2} tokens", f"{n}", "set rotation_is_fixed = False")
         if self.encoding.bias_of_distance:
             tables = [self.call("form", self._arange(dtype, m, queries=1)).table[:, :n] for m in (n, 2 * n)]
             name = self.author("form")
             self._same(name, tables[1], tables[0], f"{n} distances", f"{2 * n}", "set reads_length = True")
 
-    def _same(self, method: str, expected: Tensor, found: Tensor, of: str, other: str, remedy: str = "") -> None:
+    def _same(self, method: str, expected: Tensor, output: Tensor, of: str, other: str, remedy: str = "") -> None:
         remedy = remedy or "let it read earlier tokens alone, or set reads_length = True"
-        a, b = torch.broadcast_tensors(expected, found)
+        a, b = torch.broadcast_tensors(expected, output)
         hidden = a.isneginf(), b.isneginf()
         a, b = (x.masked_fill(h, 0.0) for x, h in zip((a, b), hidden, strict=True))
         scale = max(1.0, float(a.abs().max()))

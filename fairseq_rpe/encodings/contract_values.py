@@ -1,17 +1,33 @@
 """What hooks of an encoding may return: shapes, dtypes and values that attention can use, or the line that is wrong."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..core import ByKey, ByQuery, Dense, Levels, Pair, Pointwise, Positions, Reading, Region, Sum, Toeplitz, UserError
+from ..core import (
+    ByKey,
+    ByQuery,
+    Dense,
+    Form,
+    Levels,
+    Pair,
+    Pointwise,
+    Positions,
+    QueryKeyTableBias,
+    Reading,
+    Region,
+    Sum,
+    Toeplitz,
+    UserError,
+)
 from ..core.contract import ContractError, call, refuse
 from .base import DistanceBias, Encoding, PairBias
 
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
 Shape = tuple[int, ...]
+_FORMS = ", ".join(one.__name__ for one in get_args(Form))
 
 
 class Declined(Exception):
@@ -81,40 +97,40 @@ class Hooks:
         if x.device.type != self.device.type:
             self.refuse(method, f"returned a tensor on {x.device}, expected one on {self.device}")
         if finite and not bool(torch.isfinite(x).all()):
-            self.refuse(method, f"returned {odd(x)}, expected finite values")
+            self.refuse(method, f"returned {first_nonfinite(x)}, expected finite values")
 
     def log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
         """Check ``bias``, or ``of_head`` with ``numbers``, of the distances d (R,)."""
         shape = self.heads, len(d)
         if self.overrides(DistanceBias, "bias"):
-            name, found = "bias", self.call("bias", d)
+            name, output = "bias", self.call("bias", d)
         else:
             name, numbers = "of_head", self.call("numbers", d)
             if not isinstance(numbers, tuple):
                 self.returned("numbers", numbers, "a tuple of tensors")
             for one in numbers:
                 self.tensor("numbers", one, [(self.heads,)], (d.dtype,))
-            found = self.call("of_head", d, *(x[:, None] for x in numbers))
-            if isinstance(found, Tensor) and found.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
-                found = found.expand(shape)
-        self.tensor(name, found, [shape], (d.dtype,), finite=False)
-        bad = found.isnan() | (found == torch.inf) | (found.isneginf() & (d == 0))
+            output = self.call("of_head", d, *(x[:, None] for x in numbers))
+            if isinstance(output, Tensor) and output.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
+                output = output.expand(shape)
+        self.tensor(name, output, [shape], (d.dtype,), finite=False)
+        bad = output.isnan() | (output == torch.inf) | (output.isneginf() & (d == 0))
         if bool(bad.any()):
             head, column = bad.nonzero()[0].tolist()
-            value = f"{found[head, column].item()} at d = {int(d[column]):,}"
+            value = f"{output[head, column].item()} at d = {int(d[column]):,}"
             self.refuse(name, f"returned {value}, expected a finite log-bias")
 
-    def settled(self, pos: Positions) -> Positions:
-        found = self.call("settle", pos)
-        if not isinstance(found, Positions):
-            self.returned("settle", found, "Positions")
+    def prepared_positions(self, pos: Positions) -> Positions:
+        output = self.call("settle", pos)
+        if not isinstance(output, Positions):
+            self.returned("settle", output, "Positions")
         for name in ("q", "k"):
-            own, like = getattr(found, name), getattr(pos, name)
+            own, like = getattr(output, name), getattr(pos, name)
             if own.shape[1:] != like.shape[1:]:
                 self.returned("settle", own, f"positions {name} of shape {tuple(like.shape)}")
-        return found
+        return output
 
-    def places(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
+    def rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
         """Positions at which queries and at which keys are rotated: their own, or those of each region."""
         regions = self.call("regions", pos)
         if regions is None:
@@ -156,61 +172,65 @@ class Hooks:
         elif isinstance(form, Levels):
             fits("query", form.query, *((b, heads, n) for b in batch))
             fits("key", form.key, *((b, heads, m) for b in batch))
-        elif isinstance(form, ByQuery | ByKey):
-            name, length = ("query", n) if isinstance(form, ByQuery) else ("key", m)
-            own = form.query if isinstance(form, ByQuery) else form.key
-            fits(name, own, *((b, heads, length, None) for b in batch))
-            fits("vectors", form.vectors, *((h, None, own.shape[3]) for h in (1, heads)))
+        elif isinstance(form, ByQuery | ByKey | QueryKeyTableBias):
+            if not isinstance(form, ByKey):
+                fits("query", form.query, *((b, heads, n, None) for b in batch))
+            if not isinstance(form, ByQuery):
+                fits("key", form.key, *((b, heads, m, None) for b in batch))
+            width = form.key.shape[3] if isinstance(form, ByKey) else form.query.shape[3]
+            fits("vectors", form.vectors, *((h, None, width) for h in (1, heads)))
         elif not isinstance(form, Pair):
-            self.returned(method, form, "a form (Toeplitz, Pair, Levels, ByQuery, ByKey, Sum, Dense) or None")
+            self.returned(method, form, f"a form ({_FORMS}) or None")
 
-    def bias(self, method: str, found: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
+    def bias(self, method: str, output: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
         """Refuse a bias that is not (B or 1, H, n, m), or no number, or that hides a token from itself."""
         n, m = pos.q.shape[1], pos.k.shape[1]
-        self.tensor(method, found, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False)
+        self.tensor(method, output, [(b, self.heads, n, m) for b in (1, max(rows, len(pos.k)))], dtypes, finite=False)
         hidden = future(n, m, self.device)
-        bad = found.isnan() | (found == torch.inf)
+        bad = output.isnan() | (output == torch.inf)
         if bool((bad & ~hidden).any()):
-            self.refuse(method, f"returned {odd(found[bad & ~hidden])}, expected a finite log-bias")
+            self.refuse(method, f"returned {first_nonfinite(output[bad & ~hidden])}, expected a finite log-bias")
         if bool(bad.any()):
-            self.refuse(method, f"returned {odd(found[bad])} for keys after the query, expected finite values")
-        if bool(found.diagonal(m - n, -2, -1).isneginf().any()):
+            value = first_nonfinite(output[bad])
+            self.refuse(method, f"returned {value} for keys after the query, expected finite values")
+        if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
             self.refuse(method, "returned -inf for a token and itself, expected a finite log-bias")
 
-    def remapped(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
+    def remapped_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
         """(B, H, n, m) weights of the scores that ``remap`` makes."""
         n, m = q.shape[2], k.shape[2]
         hidden = future(n, m, q.device)
         scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
-        found = self.call("remap", scores, q, pos)
-        self.tensor("remap", found, [tuple(scores.shape)], (scores.dtype,), finite=False)
-        bad = (found.isnan() | (found == torch.inf)) & ~hidden
+        output = self.call("remap", scores, q, pos)
+        self.tensor("remap", output, [tuple(scores.shape)], (scores.dtype,), finite=False)
+        bad = (output.isnan() | (output == torch.inf)) & ~hidden
         if bool(bad.any()):
-            self.refuse("remap", f"returned {odd(found[bad])} where a key is seen; scores of hidden keys come as -inf")
-        if bool(found.diagonal(m - n, -2, -1).isneginf().any()):
+            value = first_nonfinite(output[bad])
+            self.refuse("remap", f"returned {value} where a key is seen; scores of hidden keys come as -inf")
+        if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
             self.refuse("remap", "returned -inf for a token and itself, expected a finite score")
-        return found.masked_fill(hidden, float("-inf")).softmax(-1)
+        return output.masked_fill(hidden, float("-inf")).softmax(-1)
 
     def reading(self, pos: Positions) -> Reading | None:
-        found = self.call("reading", pos)
-        if found is None:
+        output = self.call("reading", pos)
+        if output is None:
             return None
-        if not isinstance(found, Reading):
-            self.returned("reading", found, "a Reading or None")
-        columns = found.vectors.shape[1] if found.vectors.dim() == 3 else 1
-        self.tensor("reading", found.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
-        return found
+        if not isinstance(output, Reading):
+            self.returned("reading", output, "a Reading or None")
+        columns = output.vectors.shape[1] if output.vectors.dim() == 3 else 1
+        self.tensor("reading", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
+        return output
 
     def notes(self, x: Tensor) -> Tensor | None:
         """(B, H, n, E) of ``note`` for a layer's input x (B, n, C)."""
-        found = self.call("note", x)
-        if found is None:
+        output = self.call("note", x)
+        if output is None:
             return None
         shape = x.shape[0], self.heads, x.shape[1]
-        if not isinstance(found, Tensor) or found.dim() != 4 or found.shape[:3] != shape:
-            self.returned("note", found, f"({', '.join(map(str, shape))}, E)")
-        self.tensor("note", found, [tuple(found.shape)], (x.dtype, *WIDE))
-        return found
+        if not isinstance(output, Tensor) or output.dim() != 4 or output.shape[:3] != shape:
+            self.returned("note", output, f"({', '.join(map(str, shape))}, E)")
+        self.tensor("note", output, [tuple(output.shape)], (x.dtype, *WIDE))
+        return output
 
 
 def future(n: int, m: int, device: torch.device) -> Tensor:
@@ -218,7 +238,7 @@ def future(n: int, m: int, device: torch.device) -> Tensor:
     return torch.ones(n, m, dtype=torch.bool, device=device).triu(m - n + 1)
 
 
-def odd(x: Tensor) -> float:
+def first_nonfinite(x: Tensor) -> float:
     """The first value that is not finite."""
     return float(x[~torch.isfinite(x)][0].item())
 

@@ -359,6 +359,16 @@ def test_default_lengths_stop_where_the_text_or_the_table_ends(state, corpus, tm
     assert f"'learned' has {trained} positions" in capsys.readouterr().err
 
 
+def test_a_mistake_in_an_encoding_of_ones_own_is_told_with_its_place(state, corpus, tmp_path, capsys):
+    file, checkpoint = tmp_path / "my_encoding.py", checkpoint_with(state, tmp_path)
+    file.write_text(
+        "from fairseq_rpe.encodings import DistanceBias, register\n\n\n@register('test_wrong')\n"
+        "class Wrong(DistanceBias):\n    def bias(self, d):\n        return -d\n"
+    )
+    said = refusal(capsys, checkpoint, corpus, "--rpe", "test_wrong", "--rpe-module", str(file))
+    assert "Wrong.bias returned (64,), expected (4, 64)" in said and f"{file}:6" in said
+
+
 def test_tokens_that_were_not_scored_are_refused(state, corpus, tmp_path, capsys, monkeypatch):
     whole = perplexity.batches
     monkeypatch.setattr(perplexity, "batches", lambda *a: ((x[:, :-1], y[:, :-1]) for x, y in whole(*a)))
