@@ -181,12 +181,13 @@ class QueryKeyTableBias:
     """A bias of query, key and distance: bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c, e].
 
     c = c(i, j) as in :class:`ByQuery`. O(n·E + R·E) memory; pairs nearer than the table's last column take O(E) time
-    each, all others one product of matrices.
+    each, all others one product of matrices. A table of numbers, (H or 1, R, 1), multiplies the products of queries and
+    keys: one product of matrices for all pairs.
 
     Attributes:
         query: (B, H, n, E), scaled already; carries the gradient to q.
         key: (B, H, m, E).
-        vectors: (H or 1, R, E).
+        vectors: (H or 1, R, E or 1).
         origin: column that holds distance 0.
         step: distance between neighbouring columns.
     """
@@ -275,13 +276,16 @@ def products_with_columns(query: Tensor, key: Tensor, vectors: Tensor, columns: 
     Args:
         query: (B, H, n, E).
         key: (B, H, m, E).
-        vectors: (H or 1, R, E).
+        vectors: (H or 1, R, E), or (H or 1, R, 1) where all elements have one factor.
         columns: int64 (B or 1, n, m), the column c of each pair.
 
     Returns:
         (B, H, n, m).
     """
     vectors = vectors.to(query.dtype)
+    if vectors.shape[2] == 1 < query.shape[3]:
+        # (B, H, n, m) · (B or 1, H or 1, n, m)
+        return torch.matmul(query, key.mT) * vectors[:, columns, 0].transpose(0, 1)
     last = vectors.shape[1] - 1
     far = torch.matmul(query * vectors[:, -1:], key.mT)  # (B, H, n, m), right for all pairs of the last column
     near = (columns < last).any(dim=0)  # (n, m)

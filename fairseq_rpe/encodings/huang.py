@@ -21,7 +21,8 @@ class Huang(Encoding):
 
     The table (K + 1, 1 or D) is shared by the heads of a layer. Its initial values are not stated: here the factors of
     methods 1 and 3 start at 1, which is no position information, and the vectors of method 4 as Shaw's do. All
-    distances from K on share a row, so that any length can be read, and nothing decays.
+    distances from K on share a row, so that any length can be read, and nothing decays. Method 3 takes O(D) time for
+    each pair nearer than K beside the product of queries and keys, so that a small K makes it faster.
     """
 
     @dataclass(frozen=True)
@@ -53,4 +54,4 @@ class Huang(Encoding):
         if self.config.method == 4:
             return Sum((ByQuery(scaled, table), ByKey(k * width**-0.5, table)))
         # attention itself adds q·k/sqrt(D), which the bias takes away again
-        return QueryKeyTableBias(scaled, k, (table - 1).expand(-1, -1, width))
+        return QueryKeyTableBias(scaled, k, table - 1)

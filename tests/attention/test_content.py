@@ -7,6 +7,9 @@ import importlib
 import pytest
 import torch
 from conftest import CONTENT_SPECS, DEVICE, make_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fairseq_rpe import RelativeAttention, attend
 from fairseq_rpe.attention import BACKENDS, choose
@@ -118,6 +121,26 @@ def test_quick_blocks(rows, columns):
     for form in (*forms, Sum(forms)):
         a, b = (x.masked_fill(~seen, 0.0) for x in (quick_block(form, pos), block(form, pos)))
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Records the elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def test_a_factor_for_each_distance_makes_no_products_for_each_element():
+    """Method 1 multiplies scores: a number for each pair, in the forward and the backward pass."""
+    n = 64
+    with _LargestTensor() as largest:
+        found("huang:method=1,max_distance=40", "sdpa", n)
+    assert largest.elements == B * H * n * n
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="FlexAttention's forward pass without a compiler")
