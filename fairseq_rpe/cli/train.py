@@ -47,6 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from fairseq_rpe.core import checkpoint_file
     from fairseq_rpe.data.folder import check_not_data
     from fairseq_rpe.runs import launch, training_data
     from fairseq_rpe.runs.run_folder import CheckpointFolder
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> None:
         if training_data.asks(request.data):
             request = fine_tuning.filled(request)
     wanted = training_data.checked(request)
+    if request.finetune_from:
+        checkpoint_file.check(request.finetune_from)
     node = launch.here(request)
     if args.dry_run:
         print(shlex.join(launch.command(request, wanted, node, launch.gpus(request, dry=True))))

@@ -214,6 +214,13 @@ def test_a_checkpoint_to_begin_with_that_is_not_there(corpus, tmp_path, capsys):
     assert "give --finetune-from before the -- instead" in capsys.readouterr().err
 
 
+def test_a_dry_run_refuses_a_checkpoint_that_is_missing(corpus, tmp_path, capsys):
+    given = ["train", corpus, "--rpe", "rope", "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32"]
+    assert main([*map(str, given), "--init-from", str(tmp_path / "no.pt"), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert f"checkpoint {tmp_path}/no.pt does not exist" in printed.err and not printed.out
+
+
 def test_what_the_spec_of_a_further_training_leaves_open_is_the_checkpoints(state, corpus, tmp_path, capsys):
     checkpoint = checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5")
     given = ["train", corpus, "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32", "--dry-run"]
