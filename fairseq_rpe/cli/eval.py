@@ -23,6 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "tokens per block (default: 1, 2, 4, 8 and 16 training lengths, as far as the split and positions reach)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     add_json(parser)
+    about = "across documents, or each document cut alone (default: as in the checkpoint's training)"
+    parser.add_argument("--blocks", choices=("stream", "document"), help=about)
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one block)"

@@ -26,12 +26,13 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.loading import check_plain, load, one_line
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextRequest, TextResult
+from fairseq_rpe.evaluation.loading import blocks_of, check_plain, load, one_line
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, CONTEXTS, TextKey, TextRequest, TextResult
 from fairseq_rpe.evaluation.tally import check_scored, peak_mb, result_of, with_units
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.tasks.language_modeling import load_document_blocks
 
 logger = logging.getLogger(__name__)
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
@@ -45,6 +46,9 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     Raises UserError if the checkpoint cannot be used; a measurement does if it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
+    if request.blocks is None:
+        request = replace(request, blocks=blocks_of(checkpoint))
+        request.check_documents()
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     ids, _ = corpus.read_split(request.data, request.subset)
     tokens, unigram, units = len(ids), corpus.unigram_ppl(ids), corpus.read_units(request.data, request.subset)
@@ -64,6 +68,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
             peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
             unigram_ppl=unigram,
             train_length=checkpoint.train_length() or None,
+            context=CONTEXTS[request.blocks or "stream"],
         )
 
     return measure
@@ -103,11 +108,14 @@ def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> 
 
     They are what fairseq-eval-lm makes of the same flags.
     """
-    dictionary = task.source_dictionary
-    lines = data_utils.load_indexed_dataset(str(request.data / request.subset), dictionary)
-    blocks = TokenBlockDataset(
-        lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
-    )
+    dictionary, path = task.source_dictionary, str(request.data / request.subset)
+    if request.blocks == "document":
+        blocks = load_document_blocks(path, dictionary, length)
+    else:
+        lines = data_utils.load_indexed_dataset(path, dictionary)
+        blocks = TokenBlockDataset(
+            lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
+        )
     examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
     serial = {"num_workers": 0, "data_buffer_size": 0}
     # a model that was fine-tuned on questions reads text as one that was trained on text
@@ -167,7 +175,9 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     if request.draws is not None:
         raise UserError("--draws goes with --engine fast: fairseq-eval-lm draws random positions once for each block")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
-    same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
+    kind = ["language_modeling", "--sample-break-mode", "none"]
+    kind = ["rpe_language_modeling", "--blocks", "document"] if request.blocks == "document" else kind
+    same += ["--task", *kind, "--gen-subset", request.subset]
     same += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]
     same += ["--cpu"] if request.device == "cpu" else []
     given: dict[str, object] = {"--batch-size": request.batch_size, "--compute-dtype": request.compute_dtype}

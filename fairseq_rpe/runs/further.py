@@ -13,6 +13,7 @@ OURS = {
     "--task": "DATA or --algorithm",
     "--algorithm": "--algorithm",
     "--tokens-per-sample": "--tokens",
+    "--blocks": "--blocks",
     "--max-update": "--updates",
     "--batch-size": "--batch-sentences",
     "--max-sentences": "--batch-sentences",

@@ -74,6 +74,7 @@ def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell
     request = replace(
         _tuned(request, tuning, sweep.base),
         data=data,
+        blocks=None,  # each question is a row
         save_dir=folder.checkpoints.path,
         tensorboard=place.tensorboard / folder.name,
         # what encodings and positions go by stays the length of the training on text
