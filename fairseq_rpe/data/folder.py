@@ -160,6 +160,11 @@ def check_documents(folder: Path, *splits: str) -> None:
             raise UserError(f"{folder}/{split} has no document boundaries ({why}): use --blocks stream")
 
 
+def longest_document(folder: Path, split: str) -> int:
+    """The tokens of a split's longest document."""
+    return int(np.diff(document_ends(folder, split), prepend=0).max(initial=0))
+
+
 def check_document_block(folder: Path, split: str, length: int) -> None:
     """Refuse a split none of whose documents fills a block of ``length`` tokens.
 
@@ -171,7 +176,7 @@ def check_document_block(folder: Path, split: str, length: int) -> None:
     Raises:
         UserError: its longest document is shorter than that.
     """
-    longest = int(np.diff(document_ends(folder, split), prepend=0).max(initial=0))
+    longest = longest_document(folder, split)
     if longest < length:
         raise UserError(
             f"the longest document of {folder}/{split} has {longest} tokens, less than one block of {length}: use a "

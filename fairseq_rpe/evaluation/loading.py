@@ -37,7 +37,7 @@ class Subject:
     path: Path
     label: str
     train_length: int
-    blocks: Blocks = "stream"  # of its training
+    blocks: Blocks = "stream"  # of its training; document: no token saw another one
 
 
 def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> tuple[Any, Any]:
@@ -88,7 +88,9 @@ def find_subjects(paths: Sequence[Path], rpe_module: Path | None = None) -> list
         checkpoint.learned()
         moved = checkpoint.model.get("positions_train") or IDENTITY
         label = checkpoint.encoding if moved == IDENTITY else f"{checkpoint.encoding} + {moved}"
-        found.append(Subject(path, label, checkpoint.train_length() or 0, blocks_of(checkpoint)))
+        within = separates_documents(checkpoint)
+        blocks = "document" if within else blocks_of(checkpoint)
+        found.append(Subject(path, label, checkpoint.train_length() or 0, blocks))
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a checkpoint is named twice: leave one out")
     labels = [subject.label for subject in found]
@@ -132,6 +134,26 @@ def blocks_of(checkpoint: Checkpoint) -> Blocks:
             return "document"
         case other:
             raise UserError(f"checkpoint {checkpoint.path} is refused: its setting blocks is {other!r}; train again")
+
+
+def separates_documents(checkpoint: Checkpoint) -> bool:
+    """Whether documents in one row were separate in a checkpoint's training.
+
+    Args:
+        checkpoint: of any task; only training on text has a choice.
+
+    Returns:
+        True where each token saw its own document alone, in blocks of a stream.
+
+    Raises:
+        UserError: its settings say neither.
+    """
+    found = checkpoint.task.get("separate_documents", False)
+    if not isinstance(found, bool):
+        raise UserError(
+            f"checkpoint {checkpoint.path} is refused: its setting separate_documents is {found!r}; train again"
+        )
+    return found
 
 
 def read_stream(data: Path, subset: str, dictionary: Dictionary, tokens: int) -> Tensor:

@@ -14,6 +14,7 @@ OURS = {
     "--algorithm": "--algorithm",
     "--tokens-per-sample": "--tokens",
     "--blocks": "--blocks",
+    "--separate-documents": "--separate-documents",
     "--max-update": "--updates",
     "--batch-size": "--batch-sentences",
     "--max-sentences": "--batch-sentences",

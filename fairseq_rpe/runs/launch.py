@@ -116,9 +116,10 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     elif training_data.asks(request.data):
         flags = [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
         flags += ["--tokens-per-sample", str(s.tokens)]
-    elif s.blocks is not None:
+    elif s.blocks is not None or s.separate_documents:
         flags = [str(request.data), "--task", "rpe_language_modeling", "--criterion", "lm_cross_entropy"]
-        flags += ["--blocks", s.blocks, "--tokens-per-sample", str(s.tokens)]
+        flags += ["--blocks", s.usual("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
+        flags += ["--tokens-per-sample", str(s.tokens)]
     else:
         flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
         flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]

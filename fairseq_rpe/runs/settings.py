@@ -59,6 +59,7 @@ class Request:
     rpe_module: Path | None = None
     tokens: int | None = None
     blocks: str | None = None
+    separate_documents: bool | None = None
     updates: int | None = None
     batch_sentences: int | None = None
     lr: float | None = None
@@ -139,10 +140,11 @@ class Settings:
     share_embeddings: bool | None = None
     finetune_from: str | None = None
     blocks: str | None = None
+    separate_documents: bool | None = None
 
     def record(self) -> dict[str, object]:
         """As run.json has them: of those from ``compute_dtype`` on only what is set, because older runs lack them."""
-        late = ("compute_dtype", "schedule", "last_update", "finetune_from", "blocks", *LATER)
+        late = ("compute_dtype", "schedule", "last_update", "finetune_from", "blocks", "separate_documents", *LATER)
         found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
         return {**found, "extra": list(self.extra or ())}
 
@@ -233,6 +235,7 @@ def plan(request: Request, data_digest: str) -> Plan:
         last_update=chosen("updates") if schedule != "inverse_sqrt" else None,
         finetune_from=file_digest(first) if first is not None and first.is_file() else None,
         blocks=request.blocks if request.blocks != STREAM else None,
+        separate_documents=request.separate_documents or None,
         **later,
     )
     return Plan(settings, chosen("updates"), chosen("save_every"))
@@ -240,13 +243,16 @@ def plan(request: Request, data_digest: str) -> Plan:
 
 def _check_blocks(request: Request) -> None:
     """Refuse --blocks for what is no text, and flags that decide the blocks or their batches a second time."""
-    if request.blocks is None:
+    if request.blocks is None and not request.separate_documents:
         return
+    named = f"--blocks {request.blocks}" if request.blocks else "--separate-documents"
     if request.algorithm:
-        raise UserError("--blocks is for text: drop it, the examples of a generated task are whole")
+        raise UserError(f"{named} is for text: drop it, the examples of a generated task are whole")
+    if request.blocks == "document" and request.separate_documents:
+        raise UserError("--separate-documents is for --blocks stream, each block of --blocks document is of one: drop it")
     flags = {word.partition("=")[0] for word in request.extra}
     if "--sample-break-mode" in flags:
-        raise UserError(f"--sample-break-mode after -- contradicts --blocks {request.blocks}: give one of them")
+        raise UserError(f"--sample-break-mode after -- contradicts {named}: give one of them")
     if request.blocks == "document" and (twice := flags & {"--max-tokens", "--required-batch-size-multiple"}):
         raise UserError(
             f"{min(twice)} after -- is set by --blocks document: give --batch-sentences, which counts full blocks"

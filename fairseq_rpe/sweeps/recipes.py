@@ -27,7 +27,7 @@ FOLDER = PACKAGE / "recipes"
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
 _SHOWN = 8
 _SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
-_OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype", "blocks")
+_OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype", "blocks", "separate_documents")
 
 
 def divided(whole: int, request: Request) -> int:
@@ -66,6 +66,7 @@ class Scale(Training):
     methods: Words | None = None
     update_freq: Count | None = None
     blocks: Blocks | None = None
+    separate_documents: bool | None = None
     rpe_share: Literal["auto", "model", "layer"] | None = None
     compute_dtype: Literal["fp32", "bf16"] | None = None
     lengths: Counts | None = None

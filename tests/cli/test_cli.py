@@ -231,6 +231,30 @@ def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_pa
     assert "blocks is 'document' there, 'stream' here" in error
 
 
+def test_training_on_separate_documents_is_on_record(corpus, tmp_path):
+    data = with_documents(corpus, tmp_path)
+    command = ["train", data, *RUN, "--updates", "3"]
+    run_here(*command, "--separate-documents", "--save-dir", tmp_path / "separate", *SMALL)
+    run_here(*command, "--save-dir", tmp_path / "together", *SMALL)
+    assert json.loads((tmp_path / "separate" / "run.json").read_text())["settings"]["separate_documents"] is True
+    assert checkpoints.load(tmp_path / "separate" / LAST).task["separate_documents"] is True
+    first, second = parameters(tmp_path / "separate"), parameters(tmp_path / "together")
+    assert first.keys() == second.keys() and any(not torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rpe", "rope:scaling=dynamic_ntk,original_length=32"], "reads more of a row than positions"),
+        (["--rpe", "alibi", "--positions-train", "randomized:max=64"], "moves the positions of whole rows"),
+    ],
+)
+def test_what_does_not_separate_documents_is_refused_before_training(corpus, tmp_path, capsys, flags, words):
+    same = [with_documents(corpus, tmp_path), "--tokens", "32", "--separate-documents", "--save-dir", tmp_path / "x"]
+    assert words in error_of(capsys, "train", *same, *flags)
+    assert not (tmp_path / "x").exists()
+
+
 def test_training_on_documents_refuses_data_without_any(corpus, tmp_path, capsys):
     same = ["train", str(corpus), *RUN, "--blocks", "document", "--updates", "3", "--save-dir", str(tmp_path / "x")]
     assert "no document boundaries" in error_of(capsys, *same)

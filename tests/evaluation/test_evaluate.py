@@ -577,3 +577,70 @@ def test_a_length_that_no_document_fills_is_refused(state, corpus, tmp_path, cap
     assert main(argv) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"has {longest} tokens" in error and f"one block of {longest + 1}" in error
+
+
+# Separate documents in blocks of a stream
+
+
+def parts_in_blocks(documents: list[torch.Tensor], length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and targets of every part of a document that lies in one block of a stream, read independently."""
+    text = torch.cat(documents)
+    number = torch.cat([torch.full((len(one),), k) for k, one in enumerate(documents)])
+    inputs, found = torch.cat([torch.tensor([2]), text[:-1]]), []
+    for start in range(0, len(text), length):
+        block = slice(start, start + length)
+        for k in number[block].unique():
+            own = number[block] == k
+            found.append((inputs[block][own], text[block][own]))
+    return found
+
+
+@pytest.mark.parametrize("length", [37, 300])
+def test_separate_documents_are_scored_as_each_part_of_one_alone(state, corpus, tmp_path, capsys, length):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path, "rope")
+    [row] = rows_of(capsys, checkpoint, data, str(length), "--separate-documents")
+    model, _ = loading.load(checkpoint, results.Overrides(device="cpu"), data)
+    parts = parts_in_blocks(documents_of(data), length)
+    with torch.no_grad():
+        nats = [F.cross_entropy(model(x[None])[0][0].double(), y, reduction="sum") for x, y in parts]
+    assert row["tokens"] == sum(len(y) for _, y in parts) == corpus_files.count_tokens(data, "test")
+    assert row["loss_base2"] == pytest.approx(float(sum(nats)) / row["tokens"] / math.log(2), rel=1e-5)
+    assert row["separate_documents"] is True and row["context"] == "separate documents in one row"
+    # positions count the tokens of a document
+    assert row["positions_loss"]["tokens"][0] == len(parts) and sum(row["positions_loss"]["tokens"]) == row["tokens"]
+    assert row["positions_loss"]["upto"][-1] == max(len(y) for _, y in parts) - 1
+
+
+def test_both_engines_separate_documents_alike(state, corpus, tmp_path, capsys):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path)
+    fast = rows_of(capsys, checkpoint, data, "5,64", "--separate-documents")
+    slow = rows_of(capsys, checkpoint, data, "5,64", "--separate-documents", "--engine", "fairseq")
+    assert_same_numbers(fast, slow)
+
+
+def test_documents_are_as_separate_as_in_the_training_unless_it_is_said(state, corpus, tmp_path, capsys):
+    data, out = with_documents(corpus, tmp_path), tmp_path / "eval.jsonl"
+    settings = {"_name": "rpe_language_modeling", "blocks": "stream", "separate_documents": True}
+    trained = checkpoint_with(state, tmp_path, task=settings)
+    flags = ([], ["--no-separate-documents"], ["--separate-documents"], ["--blocks", "document"])
+    rows = [rows_of(capsys, trained, data, "37", *one, "--out", out)[0] for one in flags]
+    contexts = ["separate documents in one row", "across documents", "separate documents in one row"]
+    assert [row["context"] for row in rows] == [*contexts, "within documents"]
+    assert rows[0]["loss_base2"] == rows[2]["loss_base2"]
+    assert len({row["loss_base2"] for row in rows}) == 3 and len({key_of(row) for row in rows}) == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "flags", "words"),
+    [
+        ("alibi", ["--blocks", "document"], "--separate-documents is for --blocks stream"),
+        ("alibi", ["--attention-prune", "0.1"], "--attention-prune does not go with --separate-documents"),
+        ("alibi", ["--positions", "interpolate"], "--blocks document"),
+        ("rope:scaling=dynamic_ntk,original_length=32", [], "--blocks document"),
+    ],
+)
+def test_what_cannot_be_separated_is_refused(state, corpus, tmp_path, capsys, spec, flags, words):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path, spec)
+    argv = ["eval", checkpoint, data, "--lengths", "32", "--device", "cpu", "--separate-documents", *flags]
+    assert main([str(a) for a in argv]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]

@@ -63,6 +63,14 @@ def test_blocks_of_documents_are_batched_by_the_tokens_of_full_ones():
     assert value(command, "--required-batch-size-multiple") == "1"
 
 
+def test_separate_documents_are_blocks_of_a_stream():
+    command = flags(separate_documents=True, batch_sentences=16)
+    assert (value(command, "--task"), value(command, "--blocks")) == ("rpe_language_modeling", "stream")
+    assert "--separate-documents" in command and value(command, "--batch-size") == "16"
+    assert flags(separate_documents=False) == flags()
+    assert plan(replace(ASKED, separate_documents=True), "digest").settings.record()["separate_documents"] is True
+
+
 def test_a_stream_is_what_runs_had_before_there_was_a_choice():
     assert flags(blocks="stream") == flags()
     assert "blocks" not in plan(replace(ASKED, blocks="stream"), "digest").settings.record()
@@ -80,7 +88,11 @@ def test_a_stream_is_what_runs_had_before_there_was_a_choice():
         ({"blocks": "stream", "extra": ("--sample-break-mode=eos",)}, ["--sample-break-mode", "--blocks stream"]),
         ({"blocks": "document", "extra": ("--max-tokens", "99")}, ["--max-tokens", "--batch-sentences"]),
         ({"extra": ("--blocks", "document")}, ["give --blocks before the --"]),
-        ({"blocks": "document", "data": None, "algorithm": "copy"}, ["--blocks is for text"]),
+        ({"blocks": "document", "data": None, "algorithm": "copy"}, ["--blocks document is for text"]),
+        ({"separate_documents": True, "data": None, "algorithm": "copy"}, ["--separate-documents is for text"]),
+        ({"blocks": "document", "separate_documents": True}, ["--separate-documents is for --blocks stream"]),
+        ({"separate_documents": True, "extra": ("--sample-break-mode", "eos")}, ["--sample-break-mode"]),
+        ({"extra": ("--separate-documents",)}, ["give --separate-documents before the --"]),
     ],
 )
 def test_what_contradicts_blocks_is_refused(asked, words):

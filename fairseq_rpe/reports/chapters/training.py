@@ -85,7 +85,7 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
         batch_sentences=(own.batch_sentences or 0) * (own.update_freq or 1) * (own.nproc or 1) or None,
         schedule=schedule,
         optimiser=OPTIMISER if own.arch and "--optimizer" not in flags else None,
-        context=results.CONTEXTS[own.usual("blocks")] if state.kind == "text" else None,
+        context=results.context_of(own.usual("blocks"), bool(own.separate_documents)) if state.kind == "text" else None,
         **later,
     )
     return found if schedule == "cosine" else replace(found, min_lr=None)
