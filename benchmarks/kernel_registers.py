@@ -68,13 +68,11 @@ class Case:
 
 def kind(name: str, case: Case) -> str:
     """Triton's type of an argument."""
-    if name == "padding":
-        return "*u8"
     if name in ("scale", "factor"):
         return "fp32"
     if name in tiles.LENGTHS or re.fullmatch(r".*_[bhn]", name):
         return "i32"
-    if name == "first":
+    if name in ("first", "until"):
         return "*i32"
     if name in ("at_q", "at_k"):
         return "*fp32" if BIASES[case.bias] >= tiles.CURVE.value else "*i32"

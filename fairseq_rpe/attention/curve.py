@@ -18,7 +18,7 @@ GAP = 16  # distances; bands that are closer than this are one
 
 def pieces_of(form: Curve, plan: Plan) -> Pieces:
     """The pieces of ``form`` from 0 to the largest x of a pair that ``plan`` lets see each other, at least to 1."""
-    return pieces_between(form, plan.positions, plan.padding)
+    return pieces_between(form, plan.positions, plan.padding, plan.last_query)
 
 
 def last_row(form: Curve, pieces: Pieces, top: float) -> Form:

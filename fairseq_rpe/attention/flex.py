@@ -132,10 +132,22 @@ def _compiled(device: str) -> Function:
 
 def _mask(plan: Plan, q: Tensor, k: Tensor) -> BlockMask:
     n, m = q.shape[2], k.shape[2]
-    if plan.padding is None:
+    last = plan.seen_until
+    if last is None:
         return _causal_mask(n, m, q.device)
-    padding, shift = plan.padding, torch.full((), m - n, device=q.device)
-    return _block_mask(n, m, q.device, lambda b, h, i, j: (j <= i + shift) & ~padding[b, j], whole=False)
+    shift = torch.full((), m - n, device=q.device)
+    first = None if plan.last_query is None else _first_blocks(plan.last_query, n)
+    return _block_mask(
+        n, m, q.device, lambda b, h, i, j: (j <= i + shift) & (i + shift <= last[b, j]), whole=False, first=first
+    )
+
+
+def _first_blocks(last: Tensor, n: int) -> Tensor:
+    """(B, blocks) int32: of each block of queries, the first block of keys that any of them sees; ``last`` (B, m)."""
+    m = last.shape[1]
+    begin = torch.arange(m - n, m, BLOCK, device=last.device)
+    # documents follow one another, so the last query of a key never falls
+    return torch.searchsorted(last.contiguous(), begin.expand(len(last), -1).contiguous(), out_int32=True) // BLOCK
 
 
 @functools.lru_cache(maxsize=KEPT_MASKS)
@@ -144,21 +156,32 @@ def _causal_mask(n: int, m: int, device: torch.device) -> BlockMask:
     return _block_mask(n, m, device, lambda b, h, i, j: j <= i + shift, whole=True)
 
 
-def _block_mask(n: int, m: int, device: torch.device, visible: Function, whole: bool) -> BlockMask:
+def _block_mask(
+    n: int, m: int, device: torch.device, visible: Function, whole: bool, first: Tensor | None = None
+) -> BlockMask:
     """Blocks that the last n of m tokens see, in closed form: torch would look at all n·m pairs.
 
-    With ``whole``, blocks below the diagonal need no look at ``visible``.
+    With ``whole``, blocks below the diagonal need no look at ``visible``. ``first``: of :func:`_first_blocks`, in place
+    of the row's first block.
     """
-    first = torch.arange(0, n, BLOCK, dtype=torch.int32, device=device)
-    seen = (torch.clamp(first + BLOCK, max=n) - 1 + m - n) // BLOCK + 1  # blocks of keys, up to the block's last query
-    full = (first + m - n + 1) // BLOCK if whole else torch.zeros_like(first)
-    full = torch.where(first + BLOCK <= n, full, 0)  # ragged blocks are looked at
+    begin = torch.arange(0, n, BLOCK, dtype=torch.int32, device=device)
+    seen = (torch.clamp(begin + BLOCK, max=n) - 1 + m - n) // BLOCK + 1  # blocks of keys, up to the block's last query
+    full = (begin + m - n + 1) // BLOCK if whole else torch.zeros_like(begin)
+    full = torch.where(begin + BLOCK <= n, full, 0)  # ragged blocks are looked at
     blocks = torch.arange(-(-m // BLOCK), dtype=torch.int32, device=device)
+    if first is not None:
+        return BlockMask.from_kv_blocks(
+            (seen - first)[:, None],
+            ((first[:, :, None] + blocks) % len(blocks))[:, None],
+            BLOCK_SIZE=BLOCK,
+            mask_mod=visible,
+            seq_lengths=(n, m),
+        )
     return BlockMask.from_kv_blocks(
         (seen - full)[None, None],
         ((full[:, None] + blocks) % len(blocks))[None, None],
         full[None, None],
-        blocks.expand(len(first), -1)[None, None],
+        blocks.expand(len(begin), -1)[None, None],
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
         seq_lengths=(n, m),
@@ -167,4 +190,4 @@ def _block_mask(n: int, m: int, device: torch.device, visible: Function, whole: 
 
 def score_mod(plan: Plan, batch: int) -> Function | None:
     """What adds the bias of ``plan`` to a score, for ``batch`` rows; None where there is no bias."""
-    return scores.score_mod(plan.form, plan.positions, batch, plan.padding)
+    return scores.score_mod(plan.form, plan.positions, batch, plan.padding, plan.last_query)

@@ -78,6 +78,33 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
     return Positions(k[:, m - n :], k, 1.0 if whole else None, contiguous=even)
 
 
+def check_documents(
+    documents: Tensor, q: Tensor, m: int, positions: Tensor | Positions | None, padding: Tensor | None
+) -> None:
+    """Refuse documents that do not fit the queries, or what contradicts them.
+
+    Args:
+        documents: which document each token is of.
+        q: (B, H, n, D), the queries.
+        m: number of keys.
+        positions: as the caller gives them, or None.
+        padding: likewise.
+
+    Raises:
+        UserError: they are not (B, n) integers, keys are kept from before, or positions or padding are given too.
+    """
+    batch, n = q.shape[0], q.shape[2]
+    kind = documents.dtype
+    if documents.shape != (batch, n) or kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise UserError(f"documents are integers of shape {(batch, n)}, not {kind} of {tuple(documents.shape)}")
+    if n != m:
+        raise UserError(f"documents are of whole rows, here are {n} queries and {m} keys: give all queries")
+    if positions is not None:
+        raise UserError("documents count their own tokens: leave positions out")
+    if padding is not None:
+        raise UserError("give padding a number of its own among the documents, and leave padding out")
+
+
 def check_notes(encoding: Encoding, notes: Tensor | None, shape: tuple[int, ...]) -> None:
     name = type(encoding).__name__
     if encoding.notes and notes is None:

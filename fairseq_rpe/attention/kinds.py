@@ -29,6 +29,7 @@ class Kind:
         pruned: what provably does not matter may be left out.
         deterministic: torch was asked for deterministic algorithms.
         rounded: products of float32 matrices may be rounded to TF32.
+        documents: several of them share a row, and queries see their own.
     """
 
     dtype: str
@@ -44,10 +45,11 @@ class Kind:
     pruned: bool
     deterministic: bool
     rounded: bool
+    documents: bool = False
 
     def __str__(self) -> str:
         """In words, different ones for different kinds."""
-        flags = ("learned", "padded", "training", "dropout", "pruned", "deterministic", "rounded")
+        flags = ("learned", "padded", "training", "dropout", "pruned", "deterministic", "rounded", "documents")
         words = [self.dtype, f"head width {self.width}", f"bias: {self.form}", f"spacing: {self.spacing}"]
         words += [f"queries: {self.queries}", f"up to {self.keys} keys"]
         return ", ".join([*words, *(flag for flag in flags if getattr(self, flag))])
@@ -77,6 +79,7 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         pruned=plan.prune > 0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         rounded=q.dtype == torch.float32 and _rounds(),
+        documents=plan.last_query is not None,
     )
 
 

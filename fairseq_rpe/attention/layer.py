@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Curve, Form, Pieces, Positions, Toeplitz, added
+from ..core import Curve, Form, Pieces, Positions, Toeplitz, UserError, added
 from ..encodings import Encoding
 from .curve import last_row
 from .plan import Plan
@@ -38,6 +38,41 @@ def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Ten
     return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
 
 
+def separated(documents: Tensor) -> tuple[Positions, Tensor]:
+    """Positions and visibility of rows in which several documents follow one another, each as if it were alone.
+
+    Args:
+        documents: (B, n) integers: neighbours with one number are of one document. Padding has a number of its own.
+
+    Returns:
+        Positions that count each document's tokens from 0, and (B, n) int64 index of the last token of each token's
+        document: the last query that may see it.
+    """
+    n = documents.shape[1]
+    index = torch.arange(n, device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(begins, index, 0).cummax(1).values
+    last = torch.where(begins.roll(-1, 1), index, n).flip(1).cummin(1).values.flip(1)
+    k = (index - first).float()
+    return Positions(k, k), last
+
+
+def check_separable(encoding: Encoding) -> None:
+    """Refuse an encoding that does not treat a document in a shared row as it would the document alone.
+
+    Args:
+        encoding: of a model.
+
+    Raises:
+        UserError: it reads the length of the row, or the tokens before, which may be of another document.
+    """
+    name = type(encoding).__name__
+    why = "reads the length of the row" if encoding.reads_length else "reads the tokens of the row"
+    if encoding.reads_length or encoding.reads_tokens:
+        raise UserError(f"{name} {why}, which separate documents in one row do not share: use --blocks document")
+
+
 def plan_of(
     encoding: Encoding,
     positions: Positions,
@@ -47,10 +82,12 @@ def plan_of(
     *,
     turned: bool = False,
     tables: Tables | None = None,
+    last_query: Tensor | None = None,
 ) -> Plan:
     """The plan of a layer that has this encoding; its bias is made in float32 or better, whatever autocast says.
 
-    ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded.
+    ``turned``: the keys come as :func:`turned` gives them; ``tables``: of the text that is being decoded;
+    ``last_query``: of :func:`separated`, where documents share a row.
     """
     with exactly(positions.k):
         positions = encoding.settle(positions)
@@ -73,6 +110,7 @@ def plan_of(
         () if encoding.remap is None else tuple(p for p in encoding.parameters() if p.requires_grad),
         encoding.value if encoding.changes_values else None,
         regions,
+        last_query,
     )
 
 
@@ -126,6 +164,11 @@ def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0,
     n, m = q.shape[2], k.shape[2]
     size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
     with exactly(q):
+        if n > size and plan.last_query is not None:
+            raise UserError(
+                f"this encoding turns at most {size} tokens of separate documents in one call, and a row has {n}: use "
+                "shorter rows, or --blocks document"
+            )
         if n <= size:
             return _part(q, k, v, plan, dropout, notes)
         parts = []

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from ..core import Positions, UserError
 from ..encodings import Encoding, build
 from ..encodings.contract import check_contract
-from .given import check_fit, check_notes, check_shapes, positions_of
-from .layer import carry_out, counted, exactly, plan_of
+from .given import check_documents, check_fit, check_notes, check_shapes, positions_of
+from .layer import carry_out, check_separable, counted, exactly, plan_of, separated
 from .room import Room, followed
 from .select import choose
 
@@ -21,6 +21,7 @@ def attend(
     *,
     positions: Tensor | Positions | None = None,
     padding: Tensor | None = None,
+    documents: Tensor | None = None,
     notes: Tensor | None = None,
     causal: bool = True,
     dropout: float = 0.0,
@@ -43,6 +44,8 @@ def attend(
             counted without padding. A tensor's spacing is looked at in each call, a ``Positions`` says its own, and may
             carry the tokens, for encodings that read them.
         padding: (B, m) bool, True at tokens that nobody may see. What they give themselves has no meaning.
+        documents: (B, n) integers, with n = m: neighbours with one number are of one document, and a token sees and
+            counts the tokens of its own document alone. Padding has a number of its own.
         notes: (B, H, m, E), what ``encoding.note`` made of the layer's inputs, of an encoding that reads them.
         causal: only True; it is here to say so.
         dropout: probability of dropping an attention weight, whether training or not.
@@ -77,13 +80,18 @@ def attend(
     n, m = q.shape[2], k.shape[2]
     check_notes(made, notes, (*q.shape[:2], m))
     padding = None if padding is None else padding.to(q.device)
-    if positions is not None:
+    last_query = None
+    if documents is not None:
+        check_documents(documents, q, m, positions, padding)
+        check_separable(made)
+        at, last_query = separated(documents.to(q.device))
+    elif positions is not None:
         at = positions_of(positions, made, q, m)
     elif padding is not None:
         at, padding = counted(padding, n, made.reads_length)
     else:
         at = Positions.arange(n, m, device=q.device)
-    return carry_out(q, k, v, plan_of(made, at, padding, chosen), dropout, notes)
+    return carry_out(q, k, v, plan_of(made, at, padding, chosen, last_query=last_query), dropout, notes)
 
 
 def _stateless(spec: str, heads: int, width: int) -> Encoding:
@@ -206,6 +214,7 @@ class RelativeAttention(nn.Module):
         *,
         positions: Tensor | Positions | None = None,
         padding: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Tokens x (B, n, C) -> (B, n, C); with a cache they go on from those in it, and are added to it.
 
@@ -218,10 +227,14 @@ class RelativeAttention(nn.Module):
             cache: of ``new_cache``, the tokens before them.
             positions: as in ``attend``, of all m tokens, those in the cache included.
             padding: likewise.
+            documents: as in ``attend``, without a cache.
 
         Raises:
-            UserError: x is not (B, n, C), its batch is not the cache's, or what ``attend`` refuses.
+            UserError: x is not (B, n, C), its batch is not the cache's, documents come with a cache, or what ``attend``
+                refuses.
         """
+        if documents is not None and cache is not None:
+            raise UserError("a text that goes on from a cache is one document: leave documents or the cache out")
         if x.dim() != 3 or x.shape[2] != self.width:
             raise UserError(f"x is (batch, tokens, {self.width}), not {tuple(x.shape)}")
         q, k, v = (
@@ -239,6 +252,7 @@ class RelativeAttention(nn.Module):
             self.encoding,
             positions=positions,
             padding=padding,
+            documents=documents,
             notes=notes,
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,

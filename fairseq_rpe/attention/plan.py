@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -33,6 +34,8 @@ class Plan:
         learned: parameters that ``remap`` uses.
         value: function of (values, positions), or None; a cache holds values as they are before it.
         regions: where pairs are turned otherwise than others, or None; the backend then turns queries and keys.
+        last_query: (B, m) int64, the index of the last query that may see each key, where documents share a row; None:
+            the row's last. Indices count the row's tokens, and queries are the last n of them.
     """
 
     positions: Positions
@@ -50,6 +53,7 @@ class Plan:
     learned: tuple[Tensor, ...] = ()
     value: Callable[[Tensor, Positions], Tensor] | None = None
     regions: tuple[Region, ...] | None = None
+    last_query: Tensor | None = None
 
     @property
     def of_content(self) -> bool:
@@ -101,10 +105,37 @@ class Plan:
         assert self.regions is not None
         return nearby(self.regions, self.positions)
 
+    @cached_property
+    def seen_until(self) -> Tensor | None:
+        """(B, m) int32 index of the last query that sees each key, -1 at padding; None: every key's is the row's last.
+
+        Made once for all layers that share the plan.
+        """
+        if self.last_query is None and self.padding is None:
+            return None
+        if self.last_query is not None:
+            last = self.last_query.int()
+        else:
+            assert self.padding is not None
+            last = torch.full_like(self.padding, self.padding.shape[1], dtype=torch.int32)
+        return last if self.padding is None else last.masked_fill(self.padding, -1)
+
+    @cached_property
+    def documents(self) -> list[list[slice]]:
+        """The tokens of each document, row by row, of a plan with ``last_query``. Waits for the device.
+
+        Made once for all layers that share the plan.
+        """
+        assert self.last_query is not None
+        rows = (sorted(set(row)) for row in self.last_query.tolist())
+        return [[slice(a + 1, b + 1) for a, b in pairwise([-1, *ends])] for ends in rows]
+
     def visible(self, n: int, m: int, device: torch.device) -> Tensor:
-        """(B or 1, 1, n, m) bool: key j is at or before query i (by index) and is not padding."""
+        """(B or 1, 1, n, m) bool: key j is at or before query i (by index), of its document and not padding."""
         query = torch.arange(m - n, m, device=device)[:, None]
         seen = (torch.arange(m, device=device)[None, :] <= query)[None, None]
+        if self.last_query is not None:
+            seen = seen & (query <= self.last_query[:, None, None, :])
         return seen if self.padding is None else seen & ~self.padding[:, None, None, :]
 
     def part(self, start: int, stop: int) -> Self:
@@ -113,10 +144,11 @@ class Plan:
         seen = pos.k.shape[1] - pos.q.shape[1] + stop
         form = part(self.form, slice(start, stop), seen)
         padding = None if self.padding is None else self.padding[:, :seen]
+        last_query = None if self.last_query is None else self.last_query[:, :seen]
         tokens = None if pos.tokens is None else pos.tokens[:, :seen]
         regions = self.regions and tuple(x.part(slice(start, stop), slice(seen)) for x in self.regions)
         pos = replace(pos, q=pos.q[:, start:stop], k=pos.k[:, :seen], tokens=tokens)
-        return replace(self, positions=pos, form=form, padding=padding, regions=regions)
+        return replace(self, positions=pos, form=form, padding=padding, regions=regions, last_query=last_query)
 
 
 def matrix(table: Tensor) -> Tensor:

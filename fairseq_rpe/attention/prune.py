@@ -44,6 +44,8 @@ def check_eps(eps: float) -> None:
 def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> None:
     """Raise a UserError that says what stands against pruning this attention; on which devices, a backend knows."""
     check_eps(plan.prune)
+    if plan.last_query is not None:
+        raise UserError("attention of separate documents in one row is not pruned: evaluate without pruning")
     if not isinstance(plan.form, Toeplitz):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
     if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.form.table))):

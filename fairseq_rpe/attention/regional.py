@@ -102,4 +102,6 @@ def _seen(plan: Plan, near: Nearby, queries: slice, keys: slice) -> Tensor:
     before = pos.k.shape[1] - pos.q.shape[1]
     rows = torch.arange(before + queries.start, before + queries.stop, device=i.device)[:, None]
     seen = near.region.covers(i, j) & (torch.arange(keys.start, keys.stop, device=i.device) <= rows)
+    if plan.last_query is not None:
+        seen = seen & (rows <= plan.last_query[:, None, None, keys])
     return seen if plan.padding is None else seen & ~plan.padding[:, None, None, keys]

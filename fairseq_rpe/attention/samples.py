@@ -80,7 +80,7 @@ def small(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Call:
         return (made.contiguous() if like.is_contiguous() else made).requires_grad_(_wanted(like))
 
     made = drawn(q, size), drawn(k, seen), drawn(v, seen)
-    part = replace(plan, padding=_rows(plan.padding)).part(0, size)
+    part = replace(plan, padding=_rows(plan.padding), last_query=None).part(0, size)
     pos = replace(part.positions, q=_rows(part.positions.q), k=_rows(part.positions.k))
     if pos.contiguous and pos.step is not None:  # without the padding that there was
         at = torch.arange(seen, device=pos.k.device, dtype=pos.k.dtype)[None] * pos.step
@@ -90,7 +90,11 @@ def small(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Call:
         padding = torch.zeros(ROWS, seen, dtype=torch.bool, device=q.device)
         padding[0, : min(HIDDEN, seen - 1)] = True
         padding[1, seen - size + (size + 1) // 2 + 1 :] = True
-    part = replace(part, positions=pos, padding=padding, backend=None)
+    last_query = None
+    if plan.last_query is not None:  # n = m: two documents in the first row, one in the second
+        last_query = torch.full((ROWS, seen), seen - 1, device=q.device)
+        last_query[0, : seen // 2] = seen // 2 - 1
+    part = replace(part, positions=pos, padding=padding, last_query=last_query, backend=None)
     if isinstance(plan.form, Curve) and isinstance(part.form, Curve):
         part = replace(part, form=replace(part.form, near=_from_first(plan.form.near, plan.padding, size)))
     form, leaves = _small_form(part)
@@ -197,7 +201,7 @@ def _small_pointwise(form: Pointwise) -> tuple[Form, tuple[Tensor, ...]]:
 
 
 def _small_curve(form: Curve, plan: Plan) -> tuple[Form, tuple[Tensor, ...]]:
-    found = pieces_between(form, plan.positions, plan.padding)
+    found = pieces_between(form, plan.positions, plan.padding, plan.last_query)
     far, near, value, slope = (_leaf(x) for x in (form.far, form.near, found.value, found.slope))
     ends, middle = found.ends.detach(), found.middle.detach()
     first, step = plan.positions.q[:, :1], plan.positions.step

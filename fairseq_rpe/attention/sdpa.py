@@ -4,6 +4,7 @@ Beyond ``SHORT`` tokens a Toeplitz bias never becomes an n×n matrix: ``blocks``
 2n. Blocks of a few hundred rows against only the keys they can see give causal skipping as well.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Curve, Toeplitz, UserError
+from ..core import Curve, Form, Positions, Toeplitz, UserError
 from ..core.forms import leaves
 from .blocks import BlockAttention, ToeplitzBias, by_rows, flash
 from .curve import CurveBias, pieces_of
@@ -42,6 +43,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     if plan.regions is not None and not plan.prune:
         return regional(q, k, v, plan, dropout)
     n, m = q.shape[2], k.shape[2]
+    if plan.last_query is not None and _alone(q, plan, dropout):
+        return _by_documents(q, k, v, plan)
     made = _structured(plan, n, m)
     if made is not None:
         q, k, v = by_rows(q), by_rows(k), by_rows(v)
@@ -71,7 +74,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     """The class of the bias and its tensors for a bias that is less than n² numbers, if this is one."""
     form = plan.form
-    if plan.padding is not None or n != m or n == 1 or plan.of_content:
+    if plan.padding is not None or plan.last_query is not None or n != m or n == 1 or plan.of_content:
         return None
     if form is None:
         return (ToeplitzBias,)
@@ -81,6 +84,40 @@ def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
         pieces = pieces_of(form, plan)
         return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
     return None
+
+
+def _alone(q: Tensor, plan: Plan, dropout: float) -> bool:
+    """Whether documents that share rows are computed one by one, each in O(n) memory and without the others' keys.
+
+    On a CPU, for rows that are long enough to make up for the calls; with dropout all documents of a row share a mask.
+    """
+    form, n = plan.form, q.shape[2]
+    if q.device.type != "cpu" or dropout > 0 or plan.of_content or plan.prune or plan.padding is not None:
+        return False
+    if isinstance(form, Curve):
+        return n >= CURVE_FROM
+    return n > SHORT and (form is None or (isinstance(form, Toeplitz) and evenly_spaced(form, plan.positions)))
+
+
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    """Each document of each row by itself: (B, H, n, D)."""
+    pos, form = plan.positions, plan.form
+    pieces = pieces_of(form, plan) if isinstance(form, Curve) else None
+    rows = []
+    for row, documents in enumerate(plan.documents):
+        one, shared = slice(row, row + 1), slice(row, row + 1) if len(pos.k) > 1 else slice(1)
+        parts = []
+        for tokens in documents:
+            own: Form | None = form
+            if isinstance(form, Curve):
+                length = tokens.stop - tokens.start
+                near = form.near[row : row + 1] if len(form.near) > 1 else form.near
+                own = replace(form, far=form.far[:length], near=near[:, tokens], pieces=lambda top: pieces)
+            at = pos.k[shared, tokens]
+            alone = replace(plan, positions=Positions(at, at, pos.step), form=own, last_query=None)
+            parts.append(sdpa(q[one, :, tokens], k[one, :, tokens], v[one, :, tokens], alone))
+        rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows)
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:

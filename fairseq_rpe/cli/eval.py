@@ -23,6 +23,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "tokens per block (default: 1, 2, 4, 8 and 16 training lengths, as far as the split and positions reach)"
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help=about)
     add_json(parser)
+    about = "across documents, or each document cut alone (default: as in the checkpoint's training)"
+    parser.add_argument("--blocks", choices=("stream", "document"), help=about)
+    about = "each token sees its own document alone in blocks of a stream (default: as in the checkpoint's training)"
+    parser.add_argument("--separate-documents", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--subset", default="test", help="split to score (default: test)")
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one block)"
@@ -56,7 +60,9 @@ def run(args: argparse.Namespace) -> None:
     if args.lengths is None:
         from fairseq_rpe.evaluation.lengths import default_lengths
 
-        args.lengths = default_lengths(args.checkpoint, args.data, args.subset, args.rpe, args.positions)
+        args.lengths = default_lengths(
+            args.checkpoint, args.data, args.subset, args.rpe, args.positions, args.blocks
+        )
     request = filled(TextRequest, args)
     if request.rpe is not None:
         from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation

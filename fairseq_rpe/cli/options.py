@@ -150,6 +150,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """The options that ``train`` and ``sweep`` have in common."""
     parser.add_argument("--arch", help=f"{', '.join(SIZES)} or a full name (default: tiny)")
     parser.add_argument("--tokens", type=positive_int, metavar="N", help=f"training length ({by_arch('tokens')})")
+    about = "stream: blocks run across documents (default); document: each lies within one, and is shorter at its end"
+    parser.add_argument("--blocks", choices=("stream", "document"), help=about)
+    about = "in blocks of a stream, each token sees its own document alone and counts positions from its beginning"
+    parser.add_argument("--separate-documents", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--updates", type=positive_int, metavar="N", help=by_arch("updates"))
     about = f"per process; a recipe's is divided among all ({by_arch('batch_sentences')})"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)

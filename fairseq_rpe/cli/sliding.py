@@ -31,6 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-tokens", type=positive_int, metavar="N", help="score this many tokens only, both ways (default: all)"
     )
+    about = "windows across documents, or in each document alone (default: as in the checkpoints' training)"
+    parser.add_argument("--blocks", choices=("stream", "document"), help=about)
     parser.add_argument(
         "--cached", action="store_true", help="also slide with cached keys and values; refused where that is not exact"
     )
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.figures.style import save
 
     subjects = find_subjects(args.checkpoints, args.rpe_module)
-    request = filled(sliding.SlidingRequest, args)
+    request = sliding.with_blocks(filled(sliding.SlidingRequest, args), subjects)
     request.check()
     check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))
     rows = sliding.compare(request, subjects, args.out / _RESULTS)

@@ -30,7 +30,8 @@ class Positions:
         step: every difference ``q_i - k_j`` is a multiple of it; None where spacing is arbitrary.
         contiguous: neighbouring tokens differ by exactly ``step``, so a difference depends on the
             two *indices* alone (true for plain, offset and interpolated positions, and for rows that
-            differ only in a left-padding offset). Tokens that are padding do not count.
+            differ only in a left-padding offset). Tokens that are padding do not count, nor pairs of tokens of
+            different documents in one row, each of which counts its tokens from 0.
         tokens: (B, m) ids of the m tokens, int64, negative at padding, for encodings that read them; None: not known.
     """
 

@@ -35,20 +35,35 @@ def columns(form: Toeplitz | ByQuery | ByKey, pos: Positions) -> tuple[Tensor, T
     return a + form.origin, b
 
 
-def pieces_between(form: Curve, pos: Positions, padding: Tensor | None = None) -> Pieces:
-    """The pieces of ``form`` from 0 to the largest x of a pair that is seen, at least to 1; ``padding`` (B, m) bool."""
+def pieces_between(
+    form: Curve, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
+) -> Pieces:
+    """The pieces of ``form`` from 0 to the largest x of a pair that is seen, at least to 1.
+
+    ``padding`` (B, m) bool, True at keys that nobody sees; ``last_query`` (B, m), the last query that sees each key.
+    """
     n, m = pos.q.shape[1], pos.k.shape[1]
     with torch.no_grad():
         reach = torch.arange(m - n, m, device=form.far.device)[None]  # the longest distance that each query sees
         if padding is not None:
             first = padding.long().argmin(dim=1, keepdim=True).masked_fill(padding.all(1, keepdim=True), m)
             reach = reach - first
+        if last_query is not None:  # a document begins behind the last query that sees the token before
+            index = torch.arange(m, device=reach.device)
+            begins = F.pad(last_query[:, :-1] < index[1:], (1, 0), value=True)
+            reach = torch.minimum(reach, (index - torch.where(begins, index, 0).cummax(1).values)[:, m - n :])
         x = form.far[reach.clamp_min(0)] * form.near
         top = max(1.0, float(x.masked_fill(reach < 0, 0.0).max()))
     return form.pieces(top)
 
 
-def score_mod(form: Form | None, pos: Positions, batch: int, padding: Tensor | None = None) -> Function | None:
+def score_mod(
+    form: Form | None,
+    pos: Positions,
+    batch: int,
+    padding: Tensor | None = None,
+    last_query: Tensor | None = None,
+) -> Function | None:
     """What adds the bias ``form`` to a score, for ``batch`` rows; None where there is no bias.
 
     A function of (score, batch, head, query, key), which are scalars. All that varies is a tensor, and numbers in
@@ -63,9 +78,9 @@ def score_mod(form: Form | None, pos: Positions, batch: int, padding: Tensor | N
         row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
         return lambda score, b, h, i, j: score + bias[b * row, h, i, j]
     if isinstance(form, Content):
-        return _of_content(form, pos, batch, padding)
+        return _of_content(form, pos, batch, padding, last_query)
     if isinstance(form, Curve):
-        return _from_pieces(form, pieces_between(form, pos, padding), pos, batch)
+        return _from_pieces(form, pieces_between(form, pos, padding, last_query), pos, batch)
     positions = columns(form, pos) if isinstance(form, Toeplitz) else (pos.q, pos.k)
     at_q, at_k = (_copy(x.expand(batch, -1)) for x in positions)
     if isinstance(form, Toeplitz):
@@ -78,10 +93,13 @@ def score_mod(form: Form | None, pos: Positions, batch: int, padding: Tensor | N
     return lambda score, b, h, i, j: score + fn(at_q[b, i][None, None], at_k[b, j][None, None], *aux)[0, :, 0, 0][h]
 
 
-def _of_content(form: Content, pos: Positions, batch: int, padding: Tensor | None) -> Function | None:
+def _of_content(
+    form: Content, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
+) -> Function | None:
     """A bias that depends on the tokens: with a table it holds a number for each token and column, (B, H, n, R)."""
     if isinstance(form, Sum):
-        adding = [add for one in form.forms if (add := score_mod(one, pos, batch, padding)) is not None]
+        made = (score_mod(one, pos, batch, padding, last_query) for one in form.forms)
+        adding = [add for add in made if add is not None]
 
         def all_of_them(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             for add in adding:

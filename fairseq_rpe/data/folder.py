@@ -17,7 +17,9 @@ from fairseq_rpe.core.files import file_digest, read_json
 from fairseq_rpe.core.records import Count
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+EOS_ID = FAIRSEQ_SPECIALS.index("</s>")
 SPLITS = ("train", "valid", "test")
+BLOCKS = ("stream", "document")  # whether rows of a text run across documents or lie within one
 BINARIES = tuple(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx"))
 MANIFEST = "corpus.json"
 MADE_BY = "fairseq-rpe prepare"
@@ -101,6 +103,85 @@ def check_block(data: Path, split: str, length: int) -> int:
             f"{data}/{split} has {tokens} tokens, less than one block of {length}: use more text or a smaller length"
         )
     return tokens
+
+
+def document_ends(folder: Path, split: str) -> np.ndarray:
+    """Where the documents of a split end, (documents,) int64 numbers of tokens, the last one the split's own.
+
+    An item of nothing but a line end separates two documents, as in fairseq's ``--sample-break-mode complete_doc``. It
+    belongs to the document before it, as does every further one that follows directly; those at the beginning of the
+    split belong to its first document.
+
+    Args:
+        folder: binarised data folder.
+        split: name of the split.
+
+    Returns:
+        Increasing ends. A split without separators is one document.
+
+    Raises:
+        UserError: index and tokens do not fit together.
+    """
+    ids, sizes = map_split(folder, split)
+    stops = np.cumsum(sizes, dtype=np.int64)
+    if not len(stops):
+        return stops
+    separates = sizes == 1
+    separates[separates] = ids[stops[separates] - 1] == EOS_ID
+    ends = separates.copy()
+    ends[:-1] &= ~separates[1:]
+    first = int(np.argmin(separates))  # a run of separators at the very beginning ends no document
+    ends[: first if not separates[first] else len(ends)] = False
+    ends[-1:] = True
+    return stops[ends]
+
+
+def check_documents(folder: Path, *splits: str) -> None:
+    """Refuse a folder whose splits do not say where documents begin.
+
+    Args:
+        folder: binarised data folder, which :func:`check_folder` has accepted.
+        splits: names of its splits.
+
+    Raises:
+        UserError: it was prepared without boundaries or from rows that are lines of one document, or has no blank
+            lines between documents.
+    """
+    manifest = read_manifest(folder)
+    options = manifest.get("options", {})
+    if manifest and ("tokenizer" not in manifest or not options.get("boundaries", True)):
+        raise UserError(
+            f"{folder} was prepared without document boundaries: prepare it again without --no-boundaries, or use "
+            "--blocks stream"
+        )
+    for split in splits:
+        if (not manifest or options.get("rows_are_lines")) and len(document_ends(folder, split)) < 2:
+            why = "its rows are lines of one document" if manifest else "no blank line separates two of them"
+            raise UserError(f"{folder}/{split} has no document boundaries ({why}): use --blocks stream")
+
+
+def longest_document(folder: Path, split: str) -> int:
+    """The tokens of a split's longest document."""
+    return int(np.diff(document_ends(folder, split), prepend=0).max(initial=0))
+
+
+def check_document_block(folder: Path, split: str, length: int) -> None:
+    """Refuse a split none of whose documents fills a block of ``length`` tokens.
+
+    Args:
+        folder: binarised data folder.
+        split: name of the split.
+        length: tokens of a block.
+
+    Raises:
+        UserError: its longest document is shorter than that.
+    """
+    longest = longest_document(folder, split)
+    if longest < length:
+        raise UserError(
+            f"the longest document of {folder}/{split} has {longest} tokens, less than one block of {length}: use a "
+            "smaller length, or --blocks stream"
+        )
 
 
 def digest(data: Path) -> str:

@@ -12,7 +12,9 @@ from fairseq_rpe.runs import checkpoints
 TIMES = (1, 2, 4, 8, 16)  # training lengths
 
 
-def default_lengths(checkpoint: Path, data: Path, subset: str, rpe: str | None, positions: str | None) -> list[int]:
+def default_lengths(
+    checkpoint: Path, data: Path, subset: str, rpe: str | None, positions: str | None, blocks: str | None = None
+) -> list[int]:
     """1, 2, 4, 8 and 16 times the training length, as far as the split and the positions reach.
 
     A line on standard error names lengths that are left out, and why.
@@ -23,6 +25,7 @@ def default_lengths(checkpoint: Path, data: Path, subset: str, rpe: str | None, 
         subset: split that is scored.
         rpe: encoding in place of the checkpoint's, if any.
         positions: position transform in place of the checkpoint's, if any.
+        blocks: stream or document, in place of those of the checkpoint's training, if any.
 
     Returns:
         Lengths in tokens, ascending; at least the training length.
@@ -37,6 +40,10 @@ def default_lengths(checkpoint: Path, data: Path, subset: str, rpe: str | None, 
     corpus.check_folder(data, subset)
     tokens = corpus.count_tokens(data, subset)
     limits = {f"{data}/{subset} has {tokens} tokens": tokens}
+    if (blocks or model.task.get("blocks")) == "document":
+        corpus.check_documents(data, subset)
+        longest = corpus.longest_document(data, subset)
+        limits[f"the longest document of {data}/{subset} has {longest} tokens"] = longest
     spec = positions or model.model.get("positions_eval") or None
     if (limit := longest_row(spec, trained)) is not None:
         limits[f"'{spec}' has {limit} positions"] = limit

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fairseq_rpe.core.checkpoint_state import check_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module
-from fairseq_rpe.evaluation.results import Overrides
+from fairseq_rpe.evaluation.results import Blocks, Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.settings import IDENTITY
@@ -37,6 +37,7 @@ class Subject:
     path: Path
     label: str
     train_length: int
+    blocks: Blocks = "stream"  # of its training; document: no token saw another one
 
 
 def load(path: Path, use: Overrides, data: Path | None = None, log: Path | None = None) -> tuple[Any, Any]:
@@ -87,12 +88,14 @@ def find_subjects(paths: Sequence[Path], rpe_module: Path | None = None) -> list
         checkpoint.learned()
         moved = checkpoint.model.get("positions_train") or IDENTITY
         label = checkpoint.encoding if moved == IDENTITY else f"{checkpoint.encoding} + {moved}"
-        found.append(Subject(path, label, checkpoint.train_length() or 0))
+        within = separates_documents(checkpoint)
+        blocks = "document" if within else blocks_of(checkpoint)
+        found.append(Subject(path, label, checkpoint.train_length() or 0, blocks))
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a checkpoint is named twice: leave one out")
     labels = [subject.label for subject in found]
     return [
-        Subject(s.path, f"{s.label} [{n}]", s.train_length) if labels.count(s.label) > 1 else s
+        replace(s, label=f"{s.label} [{n}]") if labels.count(s.label) > 1 else s
         for n, s in enumerate(found, start=1)
     ]
 
@@ -110,6 +113,47 @@ def check_plain(checkpoint: Checkpoint, otherwise: str = "") -> None:
     if odd:
         flag = "--" + odd[0].replace("_", "-")
         raise UserError(f"{path} was trained with {flag}, which this command does not do: train without it{otherwise}")
+
+
+def blocks_of(checkpoint: Checkpoint) -> Blocks:
+    """Whether a checkpoint was trained on blocks that run across documents, or lie within one.
+
+    Args:
+        checkpoint: of any task; only training on text has a choice.
+
+    Returns:
+        stream or document.
+
+    Raises:
+        UserError: its settings name neither.
+    """
+    match checkpoint.task.get("blocks", "stream"):
+        case "stream":
+            return "stream"
+        case "document":
+            return "document"
+        case other:
+            raise UserError(f"checkpoint {checkpoint.path} is refused: its setting blocks is {other!r}; train again")
+
+
+def separates_documents(checkpoint: Checkpoint) -> bool:
+    """Whether documents in one row were separate in a checkpoint's training.
+
+    Args:
+        checkpoint: of any task; only training on text has a choice.
+
+    Returns:
+        True where each token saw its own document alone, in blocks of a stream.
+
+    Raises:
+        UserError: its settings say neither.
+    """
+    found = checkpoint.task.get("separate_documents", False)
+    if not isinstance(found, bool):
+        raise UserError(
+            f"checkpoint {checkpoint.path} is refused: its setting separate_documents is {found!r}; train again"
+        )
+    return found
 
 
 def read_stream(data: Path, subset: str, dictionary: Dictionary, tokens: int) -> Tensor:

@@ -21,17 +21,19 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
+from fairseq_rpe.attention.layer import separated
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.loading import check_plain, load, one_line
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextRequest, TextResult
+from fairseq_rpe.evaluation.loading import blocks_of, check_plain, load, one_line, separates_documents
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextRequest, TextResult, context_of
 from fairseq_rpe.evaluation.tally import check_scored, peak_mb, result_of, with_units
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.tasks.language_modeling import SeparateDocuments, load_document_blocks, read_document_ends
 
 logger = logging.getLogger(__name__)
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time
@@ -45,6 +47,7 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
     Raises UserError if the checkpoint cannot be used; a measurement does if it failed, or scored other than all tokens.
     """
     checkpoint = checkpoints.load(request.checkpoint)
+    request = _with_blocks(request, checkpoint)
     engine = _fairseq_engine(request) if request.engine == "fairseq" else _fast_engine(request, checkpoint)
     ids, _ = corpus.read_split(request.data, request.subset)
     tokens, unigram, units = len(ids), corpus.unigram_ppl(ids), corpus.read_units(request.data, request.subset)
@@ -64,9 +67,20 @@ def measuring(request: TextRequest) -> Callable[[TextKey], TextResult]:
             peak_mb=round(peak_mb(devices.chosen(request.device)), 1),
             unigram_ppl=unigram,
             train_length=checkpoint.train_length() or None,
+            context=context_of(request.blocks or "stream", bool(request.separate_documents)),
         )
 
     return measure
+
+
+def _with_blocks(request: TextRequest, checkpoint: Checkpoint) -> TextRequest:
+    """The request with the blocks of the checkpoint's training, and its separate documents, where it says nothing."""
+    separate, blocks = request.separate_documents, request.blocks or blocks_of(checkpoint)
+    if separate is None:
+        separate = blocks == "stream" and separates_documents(checkpoint)
+    found = replace(request, blocks=blocks, separate_documents=separate)
+    found.check_documents()
+    return found
 
 
 def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
@@ -79,6 +93,8 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
             f"--draws {request.draws}: positions are not random in this evaluation: leave it out, or name random ones "
             "with --positions, e.g. randomized"
         )
+    if request.separate_documents:
+        model.decoder.check_separable()
     if request.attention_prune is not None:
         model.decoder.prune_attention(request.attention_prune)
     pad, total = task.source_dictionary.pad(), corpus.count_tokens(request.data, request.subset)
@@ -98,44 +114,58 @@ def _fast_engine(request: TextRequest, checkpoint: Checkpoint) -> Engine:
     return measure
 
 
-def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets (B, n) of all blocks, padded at the end of rows.
+def batches(request: TextRequest, task: Any, length: int, batch_tokens: int) -> Iterator[tuple[Tensor, ...]]:
+    """Inputs and targets (B, n) of all blocks, padded at the end of rows; where documents are separate, theirs too.
 
     They are what fairseq-eval-lm makes of the same flags.
     """
-    dictionary = task.source_dictionary
-    lines = data_utils.load_indexed_dataset(str(request.data / request.subset), dictionary)
-    blocks = TokenBlockDataset(
-        lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
-    )
-    examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
+    dictionary, path = task.source_dictionary, str(request.data / request.subset)
+    if request.blocks == "document":
+        blocks = load_document_blocks(path, dictionary, length)
+    else:
+        lines = data_utils.load_indexed_dataset(path, dictionary)
+        blocks = TokenBlockDataset(
+            lines, lines.sizes, length, dictionary.pad(), dictionary.eos(), break_mode="none", include_targets=True
+        )
+    if request.separate_documents:
+        examples = SeparateDocuments(blocks, read_document_ends(path), dictionary, targets=["future"])
+    else:
+        examples = MonolingualDataset(blocks, blocks.sizes, dictionary, shuffle=True, targets=["future"])
     serial = {"num_workers": 0, "data_buffer_size": 0}
     # a model that was fine-tuned on questions reads text as one that was trained on text
     reading = LanguageModelingTask(SimpleNamespace(add_bos_token=False), dictionary)
     for sample in reading.eval_lm_dataloader(examples, batch_tokens, request.batch_size, **serial):
-        yield sample["net_input"]["src_tokens"], sample["target"]
+        documents = sample["net_input"].get("documents")
+        yield sample["net_input"]["src_tokens"], sample["target"], *([] if documents is None else [documents])
 
 
 @torch.no_grad()
 def by_position(
-    model: Any, batches: Iterable[tuple[Tensor, Tensor]], length: int, pad: int, tick: Callable[[int], Any]
+    model: Any, batches: Iterable[tuple[Tensor, ...]], length: int, pad: int, tick: Callable[[int], Any]
 ) -> tuple[Tensor, Tensor]:
     """Sums of losses in nats (length,) float64, and the targets in them (length,), at each position of a block.
 
-    ``batches``: inputs and targets (B, n), n <= length, rows padded at their end with the symbol ``pad``; ``tick`` is
-    told how many targets each has. ``model``: a ``transformer_rpe_lm`` in evaluation mode.
+    ``batches``: inputs and targets (B, n), n <= length, rows padded at their end with the symbol ``pad``, and perhaps
+    the document of each token, in which its position is then counted; ``tick`` is told how many targets each has.
+    ``model``: a ``transformer_rpe_lm`` in evaluation mode.
     """
     device = next(model.parameters()).device
     nats = torch.zeros(length, dtype=torch.float64, device=device)
     count = torch.zeros(length, dtype=torch.int64)
-    for inputs, targets in batches:
+    for inputs, targets, *separate in batches:
         kept = targets.ne(pad)
         inputs, targets = inputs.to(device), targets.to(device)
         found = torch.zeros(targets.shape, device=device)
-        features = model.decoder(inputs, features_only=True)[0]
+        documents = separate[0].to(device) if separate else None
+        features = model.decoder(inputs, features_only=True, documents=documents)[0]
         found[kept] = _feature_losses(model, features[kept], targets[kept])
-        nats[: targets.shape[1]] += found.double().sum(0)
-        count[: targets.shape[1]] += kept.sum(0)
+        if documents is not None:
+            at = separated(documents)[0].k.long()
+            nats.index_add_(0, at.flatten(), found.double().flatten())
+            count.index_add_(0, at.flatten().cpu(), kept.flatten().long())
+        else:
+            nats[: targets.shape[1]] += found.double().sum(0)
+            count[: targets.shape[1]] += kept.sum(0)
         tick(int(kept.sum()))
     return nats.cpu(), count
 
@@ -167,7 +197,12 @@ def _fairseq_engine(request: TextRequest) -> Engine:
     if request.draws is not None:
         raise UserError("--draws goes with --engine fast: fairseq-eval-lm draws random positions once for each block")
     same = [str(request.data), "--path", str(request.checkpoint), "--user-dir", str(PACKAGE)]
-    same += ["--task", "language_modeling", "--gen-subset", request.subset, "--sample-break-mode", "none"]
+    kind = ["language_modeling", "--sample-break-mode", "none"]
+    if request.blocks == "document":
+        kind = ["rpe_language_modeling", "--blocks", "document"]
+    if request.separate_documents:
+        kind = ["rpe_language_modeling", "--separate-documents"]
+    same += ["--task", *kind, "--gen-subset", request.subset]
     same += ["--num-workers", "0", "--data-buffer-size", "0", "--no-progress-bar", "--log-format", "none"]
     same += ["--cpu"] if request.device == "cpu" else []
     given: dict[str, object] = {"--batch-size": request.batch_size, "--compute-dtype": request.compute_dtype}

@@ -16,6 +16,8 @@ from fairseq_rpe.evaluation.reach import is_random
 
 # Bounds the activations of a batch and, with fairseq, its logits; a longer block or window is a batch of its own.
 BATCH_TOKENS = 2048
+Blocks = Literal["stream", "document"]
+Context = Literal["across documents", "within documents", "separate documents in one row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ Found = TypeVar("Found", bound=Result)
 class TextKey:
     """What a perplexity is of; ``checkpoint`` and ``data`` are digests. Not the engine, which must not matter.
 
-    ``draws``: of random ``positions`` for each block, whose losses are averaged.
+    ``draws``: of random ``positions`` for each block, whose losses are averaged. ``blocks``, ``separate_documents``:
+    ``None`` is as in the checkpoint's training.
     """
 
     checkpoint: str
@@ -67,6 +70,8 @@ class TextKey:
     compute_dtype: str | None = None
     attention_prune: float | None = None
     draws: Count | None = None
+    blocks: Blocks | None = None
+    separate_documents: bool | None = None
     length: Count
 
 
@@ -75,7 +80,8 @@ class TextRequest(Overrides):
     """Perplexities of a checkpoint at several block lengths in tokens: the options of ``fairseq-rpe eval``.
 
     ``max_tokens`` and ``batch_size`` bound a batch, in tokens and in blocks; ``log`` is named where something fails.
-    ``draws``: of random positions for each block; None: one.
+    ``draws``: of random positions for each block; None: one. ``blocks``, ``separate_documents``: ``None`` is as in the
+    checkpoint's training.
     """
 
     checkpoint: Path
@@ -85,15 +91,34 @@ class TextRequest(Overrides):
     engine: Literal["fast", "fairseq"] = "fast"
     attention_prune: float | None = None
     draws: int | None = None
+    blocks: Blocks | None = None
+    separate_documents: bool | None = None
     max_tokens: int | None = None
     batch_size: int | None = None
     log: Path | None = None
+
+    def check_documents(self) -> None:
+        """Refuse, where no token sees another document, a text that marks none or none long enough.
+
+        Raises:
+            UserError: the split has no document boundaries, or no document fills a block of the longest length; or
+                blocks of one document are to be separate.
+        """
+        if self.blocks == "document" and self.separate_documents:
+            raise UserError("--separate-documents is for --blocks stream: give that, or drop it")
+        if self.separate_documents and self.attention_prune is not None:
+            raise UserError("--attention-prune does not go with --separate-documents: drop one of them")
+        if self.blocks == "document" or self.separate_documents:
+            corpus.check_documents(self.data, self.subset)
+        if self.blocks == "document":
+            corpus.check_document_block(self.data, self.subset, max(self.lengths))
 
     def keys(self) -> list[TextKey]:
         """A measurement for each length. Raises UserError if the checkpoint, the data or a length cannot be used."""
         checkpoint_file.check(self.checkpoint)
         corpus.check_folder(self.data, self.subset)
         tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
+        self.check_documents()
         if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):
             raise UserError(f"--max-tokens {self.max_tokens} is less than length {longest}: raise it")
         units = corpus.read_units(self.data, self.subset)
@@ -118,7 +143,9 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult(TextKey, Result):
-    """A perplexity per token over every token of a split, in blocks of ``length`` tokens.
+    """A perplexity per token over every token of a split, in blocks of at most ``length`` tokens.
+
+    ``context``: whether what a token sees may begin in an earlier document.
 
     ``loss_base2`` in bits per token, ``seconds`` of the measurement, ``peak_mb`` in MiB. ``unigram_ppl``: the least
     that one fixed distribution over the symbols can have on the split, 2 ** entropy of their frequencies.
@@ -138,6 +165,7 @@ class TextResult(TextKey, Result):
     positions_loss: Buckets | None = None
     unigram_ppl: float | None = None
     train_length: Count | None = None
+    context: Context | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +231,21 @@ class AnswerResult(AnswerKey, Result):
     accuracy: Share
     transform: str
     seconds: float | None = None
+
+
+def context_of(blocks: str, separate: bool) -> Context:
+    """What a token may see of a text.
+
+    Args:
+        blocks: stream or document.
+        separate: whether documents in one block of a stream are separate.
+
+    Returns:
+        The context in words.
+    """
+    if separate:
+        return "separate documents in one row"
+    return "across documents" if blocks == "stream" else "within documents"
 
 
 def draws_of(positions: str | None) -> int | None:

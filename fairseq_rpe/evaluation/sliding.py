@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
@@ -14,9 +16,9 @@ from fairseq_rpe.core.records import Count, Positive, filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides, Result, resumed
+from fairseq_rpe.evaluation.results import BATCH_TOKENS, Blocks, Overrides, Result, resumed
 from fairseq_rpe.evaluation.tally import MOST_BITS, too_large
-from fairseq_rpe.evaluation.windows import Windows, check_windows, score, why_not_cached
+from fairseq_rpe.evaluation.windows import DocumentWindows, Windows, check_windows, score, why_not_cached
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
@@ -33,7 +35,10 @@ stated: compare the order of magnitude only.
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingKey:
-    """What a perplexity with its time is of; windows and strides in tokens, ``mode`` is how the text is covered."""
+    """What a perplexity with its time is of; windows and strides in tokens, ``mode`` is how the text is covered.
+
+    ``blocks``: ``document`` where windows lie within documents, else ``None``.
+    """
 
     checkpoint: str
     data: str
@@ -46,6 +51,7 @@ class SlidingKey:
     mode: str
     window: Count
     stride: Count
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,8 @@ class SlidingRequest(Overrides):
     """What is compared for each checkpoint: the options of ``fairseq-rpe sliding``.
 
     ``windows`` and ``stride`` in tokens; ``first_tokens``: score these only; ``cached``: also slide with cached keys
-    and values; ``workers`` processes cut the windows; ``max_tokens`` bounds a batch.
+    and values; ``workers`` processes cut the windows; ``max_tokens`` bounds a batch. ``blocks``: windows run across
+    documents, a stream, or lie within one; ``None``: as in the checkpoints' training.
     """
 
     data: Path
@@ -78,6 +85,7 @@ class SlidingRequest(Overrides):
     cached: bool = False
     workers: int = 0
     max_tokens: int | None = None
+    blocks: Blocks | None = None
 
     def check(self) -> int:
         """The tokens to score.
@@ -93,17 +101,47 @@ class SlidingRequest(Overrides):
             check_windows(total, window, self.stride)
             if self.max_tokens and self.max_tokens < window:
                 raise UserError(f"--max-tokens {self.max_tokens} is less than window {window}: raise it")
+        if self.blocks == "document":
+            if self.cached:
+                raise UserError("--cached slides over one stream of text: drop it, or give --blocks stream")
+            corpus.check_documents(self.data, self.subset)
+            check_windows(int(np.diff(self.ends(total), prepend=0).max()), max(self.windows), self.stride)
         return total
+
+    def ends(self, total: int) -> np.ndarray:
+        """Where the documents of the first ``total`` tokens end, (documents,); the last of them may be cut."""
+        ends = corpus.document_ends(self.data, self.subset)
+        return np.append(ends[ends < total], total)
 
     def keys(self, checkpoint: Path) -> list[SlidingKey]:
         """A measurement for each window and mode."""
         same = {"checkpoint": file_digest(checkpoint), "data": corpus.digest(self.data), "tokens": self.check()}
         same |= {"max_tokens": self.max_tokens or BATCH_TOKENS, "device": devices.chosen(self.device)}
+        same |= {"blocks": self.blocks if self.blocks == "document" else None}
         return [
             filled(SlidingKey, self, **same, mode=mode, window=window, stride=window if mode == PLAIN else self.stride)
             for window in self.windows
             for mode in (PLAIN, SLIDING, CACHED)[: 2 + self.cached]
         ]
+
+
+def with_blocks(request: SlidingRequest, subjects: Sequence[Subject]) -> SlidingRequest:
+    """The request with the blocks of the checkpoints' training, where it says nothing of blocks.
+
+    Args:
+        request: what is compared.
+        subjects: the checkpoints.
+
+    Returns:
+        A request for a stream or for documents.
+
+    Raises:
+        UserError: the checkpoints were not all trained on one kind of blocks.
+    """
+    kinds = {subject.blocks for subject in subjects}
+    if request.blocks is None and len(kinds) > 1:
+        raise UserError("some of these models were trained on a stream, others on documents: give --blocks")
+    return request if request.blocks else replace(request, blocks=kinds.pop())
 
 
 def compare(request: SlidingRequest, subjects: Sequence[Subject], results: Path) -> list[SlidingResult]:
@@ -134,9 +172,14 @@ def _measuring(
         if key.mode == CACHED and (reason := why_not_cached(model, key.window, key.stride)):
             raise UserError(f"--cached: {subject.label}: {reason}")
     stream = read_stream(request.data, request.subset, task.source_dictionary, missing[0].tokens)
+    ends = request.ends(missing[0].tokens) if request.blocks == "document" else None
 
     def measure(key: SlidingKey) -> SlidingResult:
-        windows = Windows(stream, key.window, key.stride, (key.max_tokens or BATCH_TOKENS) // key.window)
+        rows = (key.max_tokens or BATCH_TOKENS) // key.window
+        if ends is None:
+            windows = Windows(stream, key.window, key.stride, rows)
+        else:
+            windows = DocumentWindows(stream, ends, key.window, key.stride, rows)
         title = f"{subject.label}, {key.mode}, window {key.window}"
         seconds: list[float] = []
         while sum(seconds) < LONG_ENOUGH and len(seconds) < REPEATS:

@@ -28,7 +28,9 @@ def result_of(key: TextKey, nats: Tensor, count: Tensor) -> TextResult:
     ppl = float(torch.tensor(loss, dtype=torch.float64).exp2())
     if loss >= MOST_BITS:
         raise too_large(loss)
-    return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=buckets(nats, count))
+    reached = int(count.nonzero().max()) + 1  # documents in one row may all be shorter than the row
+    found = buckets(nats[:reached], count[:reached])
+    return TextResult(**vars(key), tokens=tokens, loss_base2=loss, ppl=ppl, positions_loss=found)
 
 
 def check_scored(found: TextResult, tokens: int) -> None:

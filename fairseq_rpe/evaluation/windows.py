@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -46,6 +47,7 @@ class Windows(Dataset):
         self.last = [(range(end, end + 1), self.tokens - end, after)] if after else []
         alone = [self.first] if stride < window else []
         inner = range(len(alone), len(self.starts), self.rows)
+        self.batches: list[tuple[range | np.ndarray, int, int]]
         self.batches = [*alone, *((self.starts[k : k + self.rows], window, stride) for k in inner), *self.last]
 
     def __len__(self) -> int:
@@ -54,10 +56,58 @@ class Windows(Dataset):
     def __getitem__(self, number: int) -> Batch:
         return self.cut(*self.batches[number])
 
-    def cut(self, starts: range, length: int, targets: int) -> Batch:
+    def cut(self, starts: range | np.ndarray, length: int, targets: int) -> Batch:
         """Windows of ``length`` inputs each, with their last targets."""
         places = torch.tensor(starts)[:, None] + torch.arange(length)
         return self.stream[places], self.stream[places[:, length - targets :] + 1]
+
+
+class DocumentWindows(Windows):
+    """The same for a text whose windows lie within its documents: each document is a text of its own.
+
+    A document of at most w tokens is one window. Windows of one shape, of whatever documents, share batches.
+
+    Args:
+        stream: (T + 1,) int64, x_0 and then the T targets.
+        ends: (documents,) int64, where documents end, in targets; the last one T.
+        window: w, in tokens; at most that of the longest document.
+        stride: s, in tokens.
+        rows: windows in a batch, at most.
+    """
+
+    def __init__(self, stream: Tensor, ends: np.ndarray, window: int, stride: int, rows: int = 1) -> None:
+        begins = np.concatenate(([0], ends[:-1])).astype(np.int64)
+        sizes = ends - begins
+        self.tokens = int(sizes.sum())
+        check_windows(int(sizes.max(initial=0)), window, stride)
+        self.stream, self.window, self.stride, self.rows = stream, window, stride, max(1, rows)
+        full = sizes >= window
+        more, after = (sizes[full] - window) // stride, (sizes[full] - window) % stride
+        number = np.arange(more.sum()) - np.repeat(np.cumsum(more) - more, more) + 1  # within the document
+        rest = after > 0
+        end = (more[rest] + 1) * stride  # where the last window of a document begins in it
+        # (first input, inputs, targets) of every window
+        found = [
+            np.stack([begins[~full], sizes[~full], sizes[~full]], axis=1),
+            _windows(begins[full], window, window),
+            _windows(np.repeat(begins[full], more) + number * stride, window, stride),
+            np.stack([begins[full][rest] + end, sizes[full][rest] - end, after[rest]], axis=1),
+        ]
+        windows = np.concatenate(found)
+        shapes, shape_of = np.unique(windows[:, 1:], axis=0, return_inverse=True)
+        order = np.argsort(shape_of.ravel(), kind="stable")
+        counts = np.bincount(shape_of.ravel(), minlength=len(shapes))
+        self.batches = []
+        for (length, targets), starts in zip(
+            shapes.tolist(), np.split(windows[order, 0], np.cumsum(counts)[:-1]), strict=True
+        ):
+            parts = (starts[k : k + self.rows] for k in range(0, len(starts), self.rows))
+            self.batches += [(part, length, targets) for part in parts]
+
+
+def _windows(starts: np.ndarray, length: int, targets: int) -> np.ndarray:
+    """(windows, 3): the first input of each, how many inputs it has and how many targets."""
+    return np.stack([starts, np.full_like(starts, length), np.full_like(starts, targets)], axis=1)
 
 
 def check_windows(total: int, window: int, stride: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import Plan, check_eps, choose
-from ..attention.layer import Tables, counted, plan_of
+from ..attention.layer import Tables, check_separable, counted, plan_of, separated
 from ..core import Positions, Toeplitz, UserError
 from ..encodings import Encoding
 from .attention import MovableCache, RPEDecoderLayer
@@ -81,18 +81,93 @@ class RPEDecoder(TransformerDecoderBase):
     def encoding_of(self, layer: int) -> Encoding:
         return self.encodings[layer if len(self.encodings) > 1 else 0]
 
-    def extract_features(
-        self, prev_output_tokens: Tensor, encoder_out: Any = None, incremental_state: Cache = None, **alignment: Any
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Any = None,
+        incremental_state: Cache = None,
+        features_only: bool = False,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+        src_lengths: Any = None,
+        return_all_hiddens: bool = False,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens (B, m) -> features (B, n, C): n = m, or those not yet cached in ``incremental_state``."""
+        """Tokens to logits, or with ``features_only`` to features.
+
+        Args:
+            prev_output_tokens: (B, m) ids of the tokens.
+            encoder_out: None, there is no encoder.
+            incremental_state: keys and values of earlier tokens, or None.
+            features_only: leave out the output projection.
+            full_context_alignment: False, as the next three are None or without effect here, as in fairseq's decoder.
+            alignment_layer: None.
+            alignment_heads: None.
+            src_lengths: not read.
+            return_all_hiddens: not read.
+            documents: (B, m) integers, neighbours with one number are of one document, and each document is read as if
+                it were alone in its row; None: a row is one text.
+
+        Returns:
+            (B, n, types) or (B, n, C), n = m or those not yet cached; and the states of the layers.
+
+        Raises:
+            UserError: what :meth:`extract_features` refuses.
+        """
+        alignment: dict[str, Any] = {"alignment_layer": alignment_layer, "alignment_heads": alignment_heads}
+        x, extra = self.extract_features(
+            prev_output_tokens,
+            encoder_out,
+            incremental_state,
+            documents,
+            full_context_alignment=full_context_alignment,
+            **alignment,
+        )
+        return x if features_only else self.output_layer(x), extra
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Any = None,
+        incremental_state: Cache = None,
+        documents: Tensor | None = None,
+        **alignment: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens (B, m) -> features (B, n, C): n = m, or those not yet cached in ``incremental_state``.
+
+        ``documents``: as in :meth:`forward`. Raises UserError: what an encoder has, or documents with a cache, with
+        positions that a transform moves, or with an encoding that does not treat them as it would each alone.
+        """
         if any(asked is not None and asked is not False for asked in (encoder_out, *alignment.values())):
             raise UserError("transformer_rpe_lm is a causal language model: no encoder, full context or alignment")
         with self.computing(prev_output_tokens.device):
-            return self._features(prev_output_tokens, incremental_state)
+            return self._features(prev_output_tokens, incremental_state, documents)
 
-    def _features(self, prev_output_tokens: Tensor, incremental_state: Cache) -> tuple[Tensor, dict[str, Any]]:
+    def check_separable(self) -> None:
+        """Refuse to read documents that share rows as if each were alone.
+
+        Raises:
+            UserError: a position transform is in force, or an encoding reads more of a row than positions.
+        """
+        if self.moves.active(self.training) is not None:
+            raise UserError("position transforms move whole rows, not separate documents: use --blocks document")
+        for encoding in self.encodings:
+            check_separable(encoding)
+
+    def _features(
+        self, prev_output_tokens: Tensor, incremental_state: Cache, documents: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
-        positions, padding = counted(prev_output_tokens.eq(self.padding_idx), tokens.shape[1], self.reads_length)
+        unread, last_query = prev_output_tokens.eq(self.padding_idx), None
+        if documents is None:
+            positions, padding = counted(unread, tokens.shape[1], self.reads_length)
+        else:
+            if incremental_state is not None:
+                raise UserError("a text that is decoded with a cache is one document: leave documents out")
+            self.check_separable()
+            positions, last_query = separated(documents.masked_fill(unread, -1))
+            padding = None
         moves = self.moves.active(self.training)
         if moves is not None:
             lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
@@ -121,7 +196,14 @@ class RPEDecoder(TransformerDecoderBase):
             if id(encoding) not in plans:
                 turned = tables is not None and stay and encoding.rotates and encoding.rotation_is_fixed
                 plans[id(encoding)] = plan_of(
-                    encoding, positions, padding, self.attend, self.eps, turned=turned, tables=tables
+                    encoding,
+                    positions,
+                    padding,
+                    self.attend,
+                    self.eps,
+                    turned=turned,
+                    tables=tables,
+                    last_query=last_query,
                 )
             x = self._run(layer, x, incremental_state, plans[id(encoding)])
             states.append(x)

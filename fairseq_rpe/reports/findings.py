@@ -296,6 +296,7 @@ def measured(kind: type[Found], run: RunFolder, method: Method, which: Which = "
         and (result.positions, result.rpe) == (method.positions_eval, method.rpe_eval)
         and result.draws in (None, drawn)
         and not any(getattr(result, key, None) for key in ("compute_dtype", "attention_prune"))
+        and not any(getattr(result, key, None) is not None for key in ("blocks", "separate_documents"))
     ]
     # an older version drew random positions once for all blocks, and its results stand until there are others
     return list(

@@ -13,6 +13,8 @@ OURS = {
     "--task": "DATA or --algorithm",
     "--algorithm": "--algorithm",
     "--tokens-per-sample": "--tokens",
+    "--blocks": "--blocks",
+    "--separate-documents": "--separate-documents",
     "--max-update": "--updates",
     "--batch-size": "--batch-sentences",
     "--max-sentences": "--batch-sentences",

@@ -116,13 +116,22 @@ def _fairseq_flags(request: Request, plan: Plan) -> list[str]:
     elif training_data.asks(request.data):
         flags = [str(request.data), "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
         flags += ["--tokens-per-sample", str(s.tokens)]
+    elif s.blocks is not None or s.separate_documents:
+        flags = [str(request.data), "--task", "rpe_language_modeling", "--criterion", "lm_cross_entropy"]
+        flags += ["--blocks", s.usual("blocks"), *(["--separate-documents"] if s.separate_documents else [])]
+        flags += ["--tokens-per-sample", str(s.tokens)]
     else:
         flags = [str(request.data), "--task", "language_modeling", "--criterion", "lm_cross_entropy"]
         flags += ["--sample-break-mode", "none", "--tokens-per-sample", str(s.tokens)]
     flags += ["--user-dir", str(PACKAGE), "--arch", s.arch]
     flags += ["--rpe", s.rpe, "--rpe-share", s.rpe_share, "--attention-backend", request.attention_backend]
     flags += ["--positions-train", s.positions_train]
-    flags += ["--batch-size", str(s.batch_sentences), "--update-freq", str(s.update_freq)]
+    if s.blocks == "document":
+        # rows of one document may be short: as many of them as make up the tokens of full ones
+        flags += ["--max-tokens", str(s.batch_sentences * s.tokens), "--required-batch-size-multiple", "1"]
+    else:
+        flags += ["--batch-size", str(s.batch_sentences)]
+    flags += ["--update-freq", str(s.update_freq)]
     flags += ["--optimizer", "adam", "--adam-betas", str(s.usual("betas"))]
     flags += ["--weight-decay", repr(s.usual("weight_decay")), "--clip-norm", repr(s.usual("clip_norm"))]
     flags += ["--lr", repr(s.lr), "--warmup-updates", str(s.warmup)]

@@ -26,6 +26,7 @@ USUAL: dict[str, object] = {
     "activation_dropout": 0.0,
     "share_embeddings": False,
 }
+STREAM = "stream"  # the blocks of a text that nobody has chosen others for
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Request:
     update_freq: int | None = None
     rpe_module: Path | None = None
     tokens: int | None = None
+    blocks: str | None = None
+    separate_documents: bool | None = None
     updates: int | None = None
     batch_sentences: int | None = None
     lr: float | None = None
@@ -105,7 +108,7 @@ class Settings:
 
     ``data``, ``rpe_module`` and ``finetune_from`` are digests (for a generated task its spec), ``nproc`` counts the
     processes of all nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from ``compute_dtype`` on
-    ``None`` is what runs had before there was a choice.
+    ``None`` is what runs had before there was a choice, of ``blocks`` a stream.
     """
 
     rpe: str | None = None
@@ -136,16 +139,20 @@ class Settings:
     activation_fn: str | None = None
     share_embeddings: bool | None = None
     finetune_from: str | None = None
+    blocks: str | None = None
+    separate_documents: bool | None = None
 
     def record(self) -> dict[str, object]:
         """As run.json has them: of those from ``compute_dtype`` on only what is set, because older runs lack them."""
-        late = ("compute_dtype", "schedule", "last_update", "finetune_from", *LATER)
+        late = ("compute_dtype", "schedule", "last_update", "finetune_from", "blocks", "separate_documents", *LATER)
         found = {k: v for k, v in records.write(self).items() if v is not None or k not in late}
         return {**found, "extra": list(self.extra or ())}
 
     def usual(self, name: str) -> Any:
-        """A setting of ``LATER`` as it takes effect: what runs had before there was a choice, unless it is set."""
+        """``blocks`` or a setting of ``LATER`` as it takes effect: what runs had before there was a choice, unless it is set."""
         value = getattr(self, name)
+        if name == "blocks":
+            return value or STREAM
         if value is None and name == "activation_fn":
             return size.activation if (size := size_of(self.arch or "")) else None
         return USUAL[name] if value is None else value
@@ -156,7 +163,7 @@ class Settings:
         key = next((key for key in {**here, **there} if there.get(key) != here.get(key)), None)
         if key is None:
             return ""
-        was, now = (one.usual(key) if key in LATER else one.record().get(key) for one in (before, self))
+        was, now = (one.usual(key) if key in (*LATER, "blocks") else one.record().get(key) for one in (before, self))
         return f"{key} is {was!r} there, {now!r} here"
 
 
@@ -196,6 +203,7 @@ def plan(request: Request, data_digest: str) -> Plan:
     arch = request.arch or "tiny"
     check_arch(arch, request.rpe_module)
     check_extra(request.extra, {name for name in (*ALSO, *LATER) if getattr(request, name) is not None})
+    _check_blocks(request)
     data, tokens = data_digest, chosen("tokens")
     if request.algorithm:
         if request.tokens is not None:
@@ -226,9 +234,29 @@ def plan(request: Request, data_digest: str) -> Plan:
         schedule=schedule if schedule != "inverse_sqrt" else None,
         last_update=chosen("updates") if schedule != "inverse_sqrt" else None,
         finetune_from=file_digest(first) if first is not None and first.is_file() else None,
+        blocks=request.blocks if request.blocks != STREAM else None,
+        separate_documents=request.separate_documents or None,
         **later,
     )
     return Plan(settings, chosen("updates"), chosen("save_every"))
+
+
+def _check_blocks(request: Request) -> None:
+    """Refuse --blocks for what is no text, and flags that decide the blocks or their batches a second time."""
+    if request.blocks is None and not request.separate_documents:
+        return
+    named = f"--blocks {request.blocks}" if request.blocks else "--separate-documents"
+    if request.algorithm:
+        raise UserError(f"{named} is for text: drop it, the examples of a generated task are whole")
+    if request.blocks == "document" and request.separate_documents:
+        raise UserError("--separate-documents is for --blocks stream, each block of --blocks document is of one: drop it")
+    flags = {word.partition("=")[0] for word in request.extra}
+    if "--sample-break-mode" in flags:
+        raise UserError(f"--sample-break-mode after -- contradicts {named}: give one of them")
+    if request.blocks == "document" and (twice := flags & {"--max-tokens", "--required-batch-size-multiple"}):
+        raise UserError(
+            f"{min(twice)} after -- is set by --blocks document: give --batch-sentences, which counts full blocks"
+        )
 
 
 def _check_cosine(schedule: str, lr: float, least: float, warmup: int, updates: int) -> None:

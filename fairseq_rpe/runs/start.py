@@ -19,7 +19,7 @@ from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.messages import Ending
-from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
+from fairseq_rpe.runs.settings import IDENTITY, PROGRESS, Plan, Request
 from fairseq_rpe.runs.view import Summary, View
 
 
@@ -34,6 +34,8 @@ def check(request: Request, plan: Plan) -> None:
             f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
     choose(request.attention_backend)
+    if request.separate_documents:
+        check_separate_documents(encoding, request.rpe, transforms)
     if request.finetune_from is not None:
         checkpoint_file.check(request.finetune_from)
         if request.data is not None:
@@ -44,6 +46,26 @@ def check(request: Request, plan: Plan) -> None:
     check_folder(request.save_dir, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--save-dir")
     if request.tensorboard is not None:
         check_folder(request.tensorboard, flag="--tensorboard")
+
+
+def check_separate_documents(encoding: Encoding, rpe: str, transforms: Iterable[str | None]) -> None:
+    """Refuse --separate-documents for a model that does not treat each document as if it were alone.
+
+    Args:
+        encoding: of the model.
+        rpe: its spec.
+        transforms: specs of the position transforms, ``None`` where none is named.
+
+    Raises:
+        UserError: the encoding reads more of a row than positions, or a transform moves whole rows.
+    """
+    if encoding.reads_length or encoding.reads_tokens:
+        raise UserError(
+            f"--separate-documents: '{rpe}' reads more of a row than positions, and documents share rows: use --blocks "
+            "document"
+        )
+    if moved := next((spec for spec in transforms if spec not in (None, IDENTITY)), None):
+        raise UserError(f"--separate-documents: '{moved}' moves the positions of whole rows: use --blocks document")
 
 
 def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module: Path | None) -> Encoding:

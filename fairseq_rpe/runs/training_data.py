@@ -30,11 +30,33 @@ def checked(request: Request) -> Plan:
     wanted = plan(request, digest(request.data))
     tokens = wanted.settings.tokens
     if asks(request.data):
+        if request.blocks is not None or request.separate_documents:
+            named = "--blocks" if request.blocks is not None else "--separate-documents"
+            raise UserError(f"{named} is for text, and {request.data} holds questions, each a row: drop it")
         check_questions(request.data, tokens, request.extra)
     else:
-        for split in ("train", "valid"):
-            corpus.check_block(request.data, split, tokens)
+        check_blocks(request.data, tokens, request.blocks, bool(request.separate_documents))
     return wanted
+
+
+def check_blocks(data: Path, tokens: int, blocks: str | None, separate: bool = False) -> None:
+    """Refuse a text whose train and valid splits cannot be cut into blocks for a training.
+
+    Args:
+        data: binarised data folder.
+        tokens: of a block.
+        blocks: stream, document, or ``None``, which is a stream.
+        separate: whether documents of a stream are separate.
+
+    Raises:
+        UserError: a split does not fill a block, or documents are asked for and not marked, or all too short.
+    """
+    for split in ("train", "valid"):
+        corpus.check_block(data, split, tokens)
+    if blocks == "document" or separate:
+        corpus.check_documents(data, "train", "valid")
+    if blocks == "document":
+        corpus.check_document_block(data, "train", tokens)
 
 
 def check_questions(data: Path, tokens: int, extra: Sequence[str] = ()) -> None:

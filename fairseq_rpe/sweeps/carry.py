@@ -85,10 +85,15 @@ def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
     if sweep.data is None or not sweep.data.is_dir():
         return
     tokens = max(cell.plan.settings.tokens for cell in cells if cell.kind != "answers")
-    for split in ("train", "valid"):
-        corpus.check_block(sweep.data, split, tokens)
+    separate = bool(sweep.base.separate_documents)
+    training_data.check_blocks(sweep.data, tokens, sweep.base.blocks, separate)
     for data in filter(Path.is_dir, () if sweep.questions else (sweep.data, *sweep.evaluate.values())):
-        corpus.check_block(data, sweep.subset, max(tokens, *sweep.lengths))
+        longest = max(tokens, *sweep.lengths)
+        corpus.check_block(data, sweep.subset, longest)
+        if sweep.base.blocks == "document" or separate:
+            corpus.check_documents(data, sweep.subset)
+        if sweep.base.blocks == "document":
+            corpus.check_document_block(data, sweep.subset, longest)
 
 
 def commands(sweep: Sweep, cells: list[Cell], on_slurm: Slurm) -> list[str]:

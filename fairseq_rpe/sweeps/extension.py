@@ -21,7 +21,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder, replace_with
 from fairseq_rpe.core.sizes import size_of
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.loading import check_plain
+from fairseq_rpe.evaluation.loading import blocks_of, check_plain, separates_documents
 from fairseq_rpe.evaluation.perplexity import measuring
 from fairseq_rpe.evaluation.results import TextRequest, TextResult, resumed
 from fairseq_rpe.runs import architecture, checkpoints, launch, start, training_data
@@ -84,9 +84,12 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     )
     doubled = {tokens, *(original << k for k in range(64) if original << k <= reach)}
     wanted = tuple(sorted({original, *(lengths or doubled)}))
-    for split in ("train", "valid"):
-        corpus.check_block(data, split, tokens)
+    training_data.check_blocks(data, tokens, request.blocks, bool(request.separate_documents))
     corpus.check_block(data, subset, max(wanted))
+    if request.blocks == "document" or request.separate_documents:
+        corpus.check_documents(data, subset)
+    if request.blocks == "document":
+        corpus.check_document_block(data, subset, max(wanted))
     fixed = plan(request, corpus.digest(data))
     of = (folder, request, fixed, original, wanted, subset, checkpoint.encoding)
     return Extension(path, *of, fresh=bool(fresh))
@@ -160,6 +163,8 @@ def _filled(asked: Request, checkpoint: Checkpoint, tokens: int) -> Request:
     }
     own |= {key: value for key, value in some.items() if getattr(asked, key) is None}
     own["positions_train"] = own.get("positions_train") or asked.positions_train or IDENTITY
+    own["blocks"] = blocks if (blocks := blocks_of(checkpoint)) != "stream" else None
+    own["separate_documents"] = separates_documents(checkpoint) or None
     return replace(asked, **own, rpe=checkpoint.complete(asked.rpe) if asked.rpe else checkpoint.encoding)
 
 

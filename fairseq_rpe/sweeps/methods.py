@@ -6,7 +6,7 @@ from dataclasses import replace
 from fairseq_rpe import encodings, positions
 from fairseq_rpe.core.errors import UserError, need_fairseq
 from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
-from fairseq_rpe.runs.start import check_specs
+from fairseq_rpe.runs.start import check_separate_documents, check_specs
 from fairseq_rpe.sweeps.cells import Cell
 from fairseq_rpe.sweeps.request import Sweep
 from fairseq_rpe.sweeps.state import Method
@@ -45,7 +45,9 @@ def check(sweep: Sweep, cells: list[Cell]) -> None:
     for method in sweep.trained:
         transforms = (method.positions_train, method.positions_eval)
         for rpe in filter(None, (method.rpe, method.rpe_eval)):
-            check_specs(rpe, transforms, tokens, sweep.base.rpe_module)
+            encoding = check_specs(rpe, transforms, tokens, sweep.base.rpe_module)
+            if sweep.base.separate_documents:
+                check_separate_documents(encoding, rpe, transforms)
         normal = (encodings.normalise(method.rpe), *(positions.normalise(spec) if spec else "" for spec in transforms))
         normal += (encodings.normalise(method.rpe_eval or method.rpe), method.continues or "", str(method.further))
         if normal in seen:

@@ -16,6 +16,7 @@ from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.core.records import Count, Counts, Words
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.data import folder
+from fairseq_rpe.evaluation.results import Blocks
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
@@ -26,7 +27,7 @@ FOLDER = PACKAGE / "recipes"
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
 _SHOWN = 8
 _SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
-_OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype")
+_OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype", "blocks", "separate_documents")
 
 
 def divided(whole: int, request: Request) -> int:
@@ -64,6 +65,8 @@ class Scale(Training):
     algorithms: Words | None = None
     methods: Words | None = None
     update_freq: Count | None = None
+    blocks: Blocks | None = None
+    separate_documents: bool | None = None
     rpe_share: Literal["auto", "model", "layer"] | None = None
     compute_dtype: Literal["fp32", "bf16"] | None = None
     lengths: Counts | None = None

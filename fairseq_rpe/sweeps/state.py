@@ -13,6 +13,7 @@ from fairseq_rpe.core.files import RESTORE, read_json, write_json
 from fairseq_rpe.core.records import Betas, Count, Fraction, FromZero, Natural, Rate, Rule, Words
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.evaluation.question_results import By
+from fairseq_rpe.evaluation.results import Context
 from fairseq_rpe.questions.layout import Cut
 from fairseq_rpe.runs.run_folder import RunFolder, Which
 from fairseq_rpe.runs.settings import IDENTITY, Settings
@@ -108,7 +109,7 @@ class PublishedSettings(Training):
     vocabulary: Count | None = None
     parameters: Count | None = None
     optimiser: str | None = None
-    context: Literal["across documents", "within documents"] | None = None
+    context: Context | None = None
 
 
 @dataclass(frozen=True)

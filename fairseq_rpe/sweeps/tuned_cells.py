@@ -74,6 +74,8 @@ def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell
     request = replace(
         _tuned(request, tuning, sweep.base),
         data=data,
+        blocks=None,  # each question is a row
+        separate_documents=None,
         save_dir=folder.checkpoints.path,
         tensorboard=place.tensorboard / folder.name,
         # what encodings and positions go by stays the length of the training on text

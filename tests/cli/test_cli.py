@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run, run_here
+from conftest import run, run_here, with_documents
 
 from fairseq_rpe.cli.main import COMMANDS, build_parser, main
 from fairseq_rpe.core import files
@@ -215,6 +215,53 @@ def test_killed_training_goes_on_bit_equal(trained, corpus, tmp_path):
         assert done.startswith("12 updates are done: ") and "INFO" not in said.stderr and "Warning" not in said.stderr
     assert "INFO" in log and "Warning" in log and "tensorboardX" not in log
     assert_equal_models(folder, trained)
+
+
+def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_path, capsys):
+    data = with_documents(corpus, tmp_path)
+    command = ["train", data, *RUN, "--blocks", "document", "--save-every", "4"]
+    run_here(*command, "--updates", "6", "--save-dir", tmp_path / "whole", *SMALL)
+    for updates in ("3", "6"):
+        run_here(*command, "--updates", updates, "--save-dir", tmp_path / "parts", *SMALL)
+    assert_equal_models(tmp_path / "parts", tmp_path / "whole")
+    assert json.loads((tmp_path / "whole" / "run.json").read_text())["settings"]["blocks"] == "document"
+    assert checkpoints.load(tmp_path / "whole" / LAST).task["blocks"] == "document"
+    words = [str(word) for word in command if word not in ("--blocks", "document")]
+    error = error_of(capsys, *words, "--updates", "6", "--save-dir", str(tmp_path / "whole"), *SMALL)
+    assert "blocks is 'document' there, 'stream' here" in error
+
+
+def test_training_on_separate_documents_is_on_record(corpus, tmp_path):
+    data = with_documents(corpus, tmp_path)
+    command = ["train", data, *RUN, "--updates", "3"]
+    run_here(*command, "--separate-documents", "--save-dir", tmp_path / "separate", *SMALL)
+    run_here(*command, "--save-dir", tmp_path / "together", *SMALL)
+    assert json.loads((tmp_path / "separate" / "run.json").read_text())["settings"]["separate_documents"] is True
+    assert checkpoints.load(tmp_path / "separate" / LAST).task["separate_documents"] is True
+    first, second = parameters(tmp_path / "separate"), parameters(tmp_path / "together")
+    assert first.keys() == second.keys() and any(not torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rpe", "rope:scaling=dynamic_ntk,original_length=32"], "reads more of a row than positions"),
+        (["--rpe", "alibi", "--positions-train", "randomized:max=64"], "moves the positions of whole rows"),
+    ],
+)
+def test_what_does_not_separate_documents_is_refused_before_training(corpus, tmp_path, capsys, flags, words):
+    same = [with_documents(corpus, tmp_path), "--tokens", "32", "--separate-documents", "--save-dir", tmp_path / "x"]
+    assert words in error_of(capsys, "train", *same, *flags)
+    assert not (tmp_path / "x").exists()
+
+
+def test_training_on_documents_refuses_data_without_any(corpus, tmp_path, capsys):
+    same = ["train", str(corpus), *RUN, "--blocks", "document", "--updates", "3", "--save-dir", str(tmp_path / "x")]
+    assert "no document boundaries" in error_of(capsys, *same)
+    long = ["--tokens", "1200", "--updates", "3", "--save-dir", str(tmp_path / "x")]
+    data = with_documents(corpus, tmp_path)
+    assert "the longest document" in error_of(capsys, "train", str(data), *RUN, "--blocks", "document", *long)
+    assert not (tmp_path / "x").exists()
 
 
 def test_two_processes_equal_two_accumulated_batches(corpus, tmp_path):

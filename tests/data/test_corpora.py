@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import json
 import lzma
 import os
@@ -26,8 +27,20 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
 from fairseq_rpe.data import documents, pipeline, vocabulary
-from fairseq_rpe.data.encoders import EOS, Encoder, load_encoder
-from fairseq_rpe.data.folder import SPLITS, Units, count_tokens, read_dictionary, read_manifest, read_split, read_units
+from fairseq_rpe.data.encoders import EOS, Encoder, load_decoder, load_encoder
+from fairseq_rpe.data.folder import (
+    MADE_BY,
+    SPLITS,
+    Units,
+    check_documents,
+    count_tokens,
+    document_ends,
+    read_dictionary,
+    read_manifest,
+    read_split,
+    read_units,
+    write_index,
+)
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
 from fairseq_rpe.data.sourcefiles import Entry, find_entries, read_blocks
@@ -250,6 +263,48 @@ def test_fairseq_knows_the_documents_apart(made: Path) -> None:
     )
     # fairseq drops documents of one token only, which there are none of.
     assert len(blocks) == len(decode_documents(made, "train"))
+
+
+def test_documents_end_where_they_are_decoded_apart(made: Path) -> None:
+    check_documents(made, *SPLITS)
+    for split in SPLITS:
+        tokens, ends = read_split(made, split)[0], document_ends(made, split)
+        decode = load_decoder("bpe", made)
+        parts = np.split(tokens, ends[:-1])
+        # each but the last ends with the separator
+        found = [decode((part if k == len(parts) - 1 else part[:-1]).tolist()) for k, part in enumerate(parts)]
+        assert found == decode_documents(made, split) and ends[-1] == len(tokens)
+
+
+def written_items(folder: Path, *items: Sequence[int]) -> Path:
+    """A split ``test`` of these items, as fairseq-preprocess writes it."""
+    np.concatenate([np.array(item, "<u2") for item in items]).tofile(folder / "test.bin")
+    write_index(folder / "test.idx", io.BytesIO(np.array([len(x) for x in items], "<i4").tobytes()), "<u2")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("items", "ends"),
+    [
+        ([[5, 2], [6, 7, 2], [2], [8, 2]], [6, 8]),
+        ([[2], [2], [5, 2], [2], [2], [6, 2], [2]], [6, 9]),  # runs of separators belong to the document before
+        ([[5, 2], [9], [6, 2]], [5]),  # one token that is no line end separates nothing
+        ([[2], [2]], [2]),
+        ([[5, 2]], [2]),
+    ],
+)
+def test_blank_lines_end_documents(items: list[list[int]], ends: list[int], tmp_path: Path) -> None:
+    assert document_ends(written_items(tmp_path, *items), "test").tolist() == ends
+
+
+def test_corpora_that_mark_no_documents_are_refused(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no document boundaries.*--blocks stream"):
+        check_documents(written_items(tmp_path, [5, 2], [6, 2]), "test")
+    for options, words in (({"boundaries": False}, "--no-boundaries"), ({"rows_are_lines": True}, "rows are lines")):
+        manifest = {"made_by": MADE_BY, "tokenizer": {"kind": "bpe"}, "options": options}
+        (tmp_path / "corpus.json").write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match=words):
+            check_documents(tmp_path, "test")
 
 
 def test_any_number_of_workers_and_any_size_of_pieces_per_worker(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import checkpoint_with, make_model, run
+from conftest import checkpoint_with, make_model, run, with_documents
 from torch.nn import functional as F
 
 from fairseq_rpe.cli.main import main
@@ -200,7 +200,8 @@ def test_row_and_buckets(state, corpus, tmp_path, capsys):
     unigram = math.prod((total / n) ** (n / total) for n in counts.values())
     for row in rows_of(capsys, checkpoint_with(state, tmp_path), corpus, "1,2,37,901"):
         keys = ["encoding", "checkpoint", "data", "subset", "rpe", "positions", "length", "tokens", "loss_base2", "ppl"]
-        assert list(row) == [*keys, "seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl", "train_length"]
+        keys += ["seconds", "engine", "peak_mb", "positions_loss", "unigram_ppl", "train_length", "context"]
+        assert list(row) == keys
         assert row["unigram_ppl"] == pytest.approx(unigram, rel=1e-9)
         assert row["tokens"] == total and 50 < row["peak_mb"] < 50_000
         found, length = row["positions_loss"], row["length"]
@@ -490,3 +491,156 @@ def test_the_backend_of_an_evaluation(state, corpus, tmp_path, capsys, monkeypat
     narrow = checkpoint_with(state, tmp_path)
     assert main([str(a) for a in ["eval", narrow, corpus, "--lengths", "64", "--device", "cpu", *flags]]) == 2
     assert "head widths from 32" in capsys.readouterr().err
+
+
+# Blocks within documents
+
+
+def documents_of(data: Path) -> list[torch.Tensor]:
+    """The tokens of each document of the test split, read without the code that is tested."""
+    ids, sizes = corpus_files.read_split(data, "test")
+    found, document = [], []
+    for item in torch.from_numpy(ids.astype("i8")).split(sizes.tolist()):
+        document.append(item)
+        if item.tolist() == [2]:
+            found.append(torch.cat(document))
+            document = []
+    return [*found, torch.cat(document)]
+
+
+@torch.no_grad()
+def losses_alone(model, document: torch.Tensor, length: int) -> float:
+    """Nats of a document that is cut into blocks, each of which the model reads alone."""
+    inputs, nats = torch.cat([torch.tensor([2]), document[:-1]]), 0.0
+    for start in range(0, len(document), length):
+        logits, _ = model(inputs[None, start : start + length])
+        nats += float(F.cross_entropy(logits[0].double(), document[start : start + length], reduction="sum"))
+    return nats
+
+
+@pytest.mark.parametrize("length", [5, 37, 300])
+def test_blocks_of_documents_score_every_token_as_each_document_alone(state, corpus, tmp_path, capsys, length):
+    data = with_documents(corpus, tmp_path)
+    checkpoint = checkpoint_with(state, tmp_path, "rope")
+    [row] = rows_of(capsys, checkpoint, data, str(length), "--blocks", "document")
+    documents = documents_of(data)
+    assert len(documents) > 5
+    assert row["tokens"] == sum(map(len, documents)) == corpus_files.count_tokens(data, "test")
+    assert row["tokens"] == sum(row["positions_loss"]["tokens"])
+    model, _ = loading.load(checkpoint, results.Overrides(device="cpu"), data)
+    nats = sum(losses_alone(model, document, length) for document in documents)
+    assert row["loss_base2"] == pytest.approx(nats / row["tokens"] / math.log(2), rel=1e-5)
+    assert (row["blocks"], row["context"]) == ("document", "within documents")
+    [stream] = rows_of(capsys, checkpoint, data, str(length))
+    assert "blocks" not in stream and stream["context"] == "across documents"
+    assert stream["loss_base2"] != pytest.approx(row["loss_base2"], rel=1e-4)
+
+
+def test_both_engines_cut_documents_alike(state, corpus, tmp_path, capsys):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path)
+    fast = rows_of(capsys, checkpoint, data, "5,64", "--blocks", "document")
+    assert_same_numbers(fast, rows_of(capsys, checkpoint, data, "5,64", "--blocks", "document", "--engine", "fairseq"))
+
+
+def test_blocks_are_those_of_the_training_unless_others_are_named(state, corpus, tmp_path, capsys):
+    data, out = with_documents(corpus, tmp_path), tmp_path / "eval.jsonl"
+    settings = {"_name": "rpe_language_modeling", "blocks": "document"}
+    trained = checkpoint_with(state, tmp_path, task=settings)
+    [default] = rows_of(capsys, trained, data, "37", "--out", out)
+    [stream] = rows_of(capsys, trained, data, "37", "--blocks", "stream", "--out", out)
+    [document] = rows_of(capsys, trained, data, "37", "--blocks", "document", "--out", out)
+    assert [row["context"] for row in (default, stream)] == ["within documents", "across documents"]
+    assert default["loss_base2"] == document["loss_base2"] != stream["loss_base2"]
+    assert len({key_of(row) for row in (default, stream, document)}) == len(out.read_text().splitlines()) == 3
+
+
+def test_an_unknown_kind_of_blocks_in_a_checkpoint_is_refused(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path, task={"blocks": "chapters"})
+    assert main(["eval", str(checkpoint), str(corpus), "--lengths", "32", "--device", "cpu"]) == 2
+    assert "blocks is 'chapters'" in capsys.readouterr().err
+
+
+def test_documents_that_are_not_marked_are_refused(state, corpus, tmp_path, capsys):
+    checkpoint = checkpoint_with(state, tmp_path)
+    argv = ["eval", str(checkpoint), str(corpus), "--lengths", "32", "--device", "cpu", "--blocks", "document"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{corpus}/test has no document boundaries" in error and "--blocks stream" in error
+
+
+def test_a_length_that_no_document_fills_is_refused(state, corpus, tmp_path, capsys):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path)
+    longest = max(map(len, documents_of(data)))
+    flags = ("--blocks", "document")
+    assert len(rows_of(capsys, checkpoint, data, str(longest), *flags)) == 1
+    argv = ["eval", str(checkpoint), str(data), "--lengths", str(longest + 1), "--device", "cpu", *flags]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"has {longest} tokens" in error and f"one block of {longest + 1}" in error
+
+
+# Separate documents in blocks of a stream
+
+
+def parts_in_blocks(documents: list[torch.Tensor], length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and targets of every part of a document that lies in one block of a stream, read independently."""
+    text = torch.cat(documents)
+    number = torch.cat([torch.full((len(one),), k) for k, one in enumerate(documents)])
+    inputs, found = torch.cat([torch.tensor([2]), text[:-1]]), []
+    for start in range(0, len(text), length):
+        block = slice(start, start + length)
+        for k in number[block].unique():
+            own = number[block] == k
+            found.append((inputs[block][own], text[block][own]))
+    return found
+
+
+@pytest.mark.parametrize("length", [37, 300])
+def test_separate_documents_are_scored_as_each_part_of_one_alone(state, corpus, tmp_path, capsys, length):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path, "rope")
+    [row] = rows_of(capsys, checkpoint, data, str(length), "--separate-documents")
+    model, _ = loading.load(checkpoint, results.Overrides(device="cpu"), data)
+    parts = parts_in_blocks(documents_of(data), length)
+    with torch.no_grad():
+        nats = [F.cross_entropy(model(x[None])[0][0].double(), y, reduction="sum") for x, y in parts]
+    assert row["tokens"] == sum(len(y) for _, y in parts) == corpus_files.count_tokens(data, "test")
+    assert row["loss_base2"] == pytest.approx(float(sum(nats)) / row["tokens"] / math.log(2), rel=1e-5)
+    assert row["separate_documents"] is True and row["context"] == "separate documents in one row"
+    # positions count the tokens of a document
+    assert row["positions_loss"]["tokens"][0] == len(parts) and sum(row["positions_loss"]["tokens"]) == row["tokens"]
+    assert row["positions_loss"]["upto"][-1] == max(len(y) for _, y in parts) - 1
+
+
+def test_both_engines_separate_documents_alike(state, corpus, tmp_path, capsys):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path)
+    fast = rows_of(capsys, checkpoint, data, "5,64", "--separate-documents")
+    slow = rows_of(capsys, checkpoint, data, "5,64", "--separate-documents", "--engine", "fairseq")
+    assert_same_numbers(fast, slow)
+
+
+def test_documents_are_as_separate_as_in_the_training_unless_it_is_said(state, corpus, tmp_path, capsys):
+    data, out = with_documents(corpus, tmp_path), tmp_path / "eval.jsonl"
+    settings = {"_name": "rpe_language_modeling", "blocks": "stream", "separate_documents": True}
+    trained = checkpoint_with(state, tmp_path, task=settings)
+    flags = ([], ["--no-separate-documents"], ["--separate-documents"], ["--blocks", "document"])
+    rows = [rows_of(capsys, trained, data, "37", *one, "--out", out)[0] for one in flags]
+    contexts = ["separate documents in one row", "across documents", "separate documents in one row"]
+    assert [row["context"] for row in rows] == [*contexts, "within documents"]
+    assert rows[0]["loss_base2"] == rows[2]["loss_base2"]
+    assert len({row["loss_base2"] for row in rows}) == 3 and len({key_of(row) for row in rows}) == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "flags", "words"),
+    [
+        ("alibi", ["--blocks", "document"], "--separate-documents is for --blocks stream"),
+        ("alibi", ["--attention-prune", "0.1"], "--attention-prune does not go with --separate-documents"),
+        ("alibi", ["--positions", "interpolate"], "--blocks document"),
+        ("rope:scaling=dynamic_ntk,original_length=32", [], "--blocks document"),
+    ],
+)
+def test_what_cannot_be_separated_is_refused(state, corpus, tmp_path, capsys, spec, flags, words):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path, spec)
+    argv = ["eval", checkpoint, data, "--lengths", "32", "--device", "cpu", "--separate-documents", *flags]
+    assert main([str(a) for a in argv]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]

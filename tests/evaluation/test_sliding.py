@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY, checkpoint_with, make_model
+from conftest import VOCABULARY, checkpoint_with, make_model, with_documents
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import loading, sliding, windows
-from fairseq_rpe.evaluation.windows import Windows, score, why_not_cached
+from fairseq_rpe.evaluation.windows import DocumentWindows, Windows, score, why_not_cached
 
 EOS, TOKENS = 2, 47
 
@@ -65,6 +67,37 @@ def test_every_target_is_scored_once_from_a_full_window(total, window, stride, r
             assert row[0] == 0 or min(seen) > window - stride
             scored += wanted.tolist()
     assert scored == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize(("window", "stride"), [(1, 1), (4, 1), (4, 3), (4, 4), (9, 2)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_windows_within_documents_are_those_of_each_document_alone(window, stride, rows):
+    ends = [3, 12, 13, 17, 40]
+    stream = torch.arange(ends[-1] + 1)
+    found, alone = [], []
+    for inputs, targets in DocumentWindows(stream, np.array(ends), window, stride, rows):
+        assert len(inputs) == len(targets) <= rows
+        found += zip(inputs.tolist(), targets.tolist(), strict=True)
+    for start, end in itertools.pairwise([0, *ends]):
+        text = stream[start : end + 1]
+        if len(text) - 1 < window:
+            alone.append((text[:-1].tolist(), text[1:].tolist()))
+            continue
+        for inputs, targets in Windows(text, window, stride):
+            alone += zip(inputs.tolist(), targets.tolist(), strict=True)
+    assert sorted(found) == sorted(alone)
+    assert sorted(target for _, targets in found for target in targets) == list(range(1, ends[-1] + 1))
+
+
+def test_sliding_within_documents_is_a_measurement_of_its_own(checkpoint, corpus, tmp_path):
+    data = with_documents(corpus, tmp_path)
+    argv = ["sliding", checkpoint, data, "--windows", "8", "--stride", 4, "--device", "cpu", "--out", tmp_path / "out"]
+    for flags in ([], ["--blocks", "document"], ["--blocks", "stream"]):
+        assert main([str(a) for a in (*argv, *flags)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "sliding.jsonl").read_text().splitlines()]
+    assert [row.get("blocks") for row in rows] == [None, None, "document", "document"]
+    assert len({row["tokens"] for row in rows}) == 1
+    assert len({row["ppl"] for row in rows}) == 4
 
 
 @pytest.mark.parametrize(
@@ -188,6 +221,8 @@ def test_tokens_that_were_not_scored_are_refused(checkpoint, corpus, tmp_path, c
         (["--windows", "4", "--stride", "1", "--cached"], "--cached: window:window=3: cached states would have seen"),
         (["--windows", "16", "--positions", "randomized:max=64"], "random positions"),
         (["--windows", "16", "--subset", "nope"], "nope"),
+        (["--windows", "16", "--blocks", "document"], "no document boundaries"),
+        (["--windows", "16", "--blocks", "document", "--cached"], "--cached slides over one stream"),
     ],
 )
 def test_bad_input_is_one_line(checkpoint, corpus, tmp_path, capsys, flags, reason):

@@ -403,6 +403,27 @@ def test_same_names_are_not_taken_for_the_same_data(tmp_path):
     assert same["training length"] == "yes" and same["updates"] == "no"
 
 
+def test_blocks_within_documents_are_said_and_compared(tmp_path):
+    fire = recipes.load("fire-lm").published.record()
+    settings = {"tokens": 64, "subset": "test", "updates": 75, "batch_sentences": 16, "blocks": "document"}
+    write_sweep(tmp_path, published=fire, settings=settings)
+    page = page_of(tmp_path)
+    assert "within documents" in page.words and "75 updates of up to 1,024 tokens" in page.words
+    same = {row[0]: row[1:] for row in page.table("What is the same")[1:]}
+    assert same["training sequences"] == ["within documents", "within documents", "yes"]
+    assert "full ones" in same["sequences per update"][0] and same["sequences per update"][2] == "not verified"
+
+
+def test_results_on_other_blocks_are_no_results_of_a_sweep(tmp_path):
+    write_sweep(tmp_path)
+    place = tmp_path / "runs" / Method("alibi", "alibi").run_name(1)
+    row = json.loads((place / "eval.jsonl").read_text().splitlines()[0])
+    files.append_json_line(place / "eval.jsonl", {**row, "blocks": "document", "ppl": 7.0})
+    page_of(tmp_path)
+    found = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
+    assert [float(one["ppl"]) for one in found if one["encoding"] == "alibi"] == list(PPL["alibi"].values())
+
+
 PRINTED = {"arch": "tiny", "model": "some", "betas": [0.9, 0.98], "weight_decay": 0.01, "activation_fn": "relu"}
 
 

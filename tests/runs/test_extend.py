@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import checkpoint_with, with_vocabulary
+from conftest import checkpoint_with, with_documents, with_vocabulary
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.core import UserError, files
@@ -48,6 +48,14 @@ def refused(capsys, *argv: object) -> str:
 
 
 # what is taken over, and what is kept
+
+
+def test_blocks_are_those_of_the_checkpoints_training(state, corpus, tmp_path, capsys):
+    path = checkpoint_with(state, tmp_path, "rope", task={"blocks": "document"})
+    found = resolved(path, with_documents(corpus, tmp_path), "--tokens", 64, "--out", tmp_path / "x")
+    words = launch.command(found.request, found.plan, launch.Node(), 0)
+    assert flag(words, "--blocks") == "document" and found.plan.settings.blocks == "document"
+    assert "no document boundaries" in refused(capsys, path, corpus, "--tokens", 64, "--out", tmp_path / "x")
 
 
 def test_everything_that_is_not_said_is_the_checkpoints(state, corpus, tmp_path):

@@ -56,6 +56,51 @@ def value(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
+def test_blocks_of_documents_are_batched_by_the_tokens_of_full_ones():
+    command = flags(blocks="document", tokens=64, batch_sentences=16)
+    assert (value(command, "--task"), value(command, "--blocks")) == ("rpe_language_modeling", "document")
+    assert value(command, "--max-tokens") == "1024" and "--batch-size" not in command
+    assert value(command, "--required-batch-size-multiple") == "1"
+
+
+def test_separate_documents_are_blocks_of_a_stream():
+    command = flags(separate_documents=True, batch_sentences=16)
+    assert (value(command, "--task"), value(command, "--blocks")) == ("rpe_language_modeling", "stream")
+    assert "--separate-documents" in command and value(command, "--batch-size") == "16"
+    assert flags(separate_documents=False) == flags()
+    assert plan(replace(ASKED, separate_documents=True), "digest").settings.record()["separate_documents"] is True
+
+
+def test_a_stream_is_what_runs_had_before_there_was_a_choice():
+    assert flags(blocks="stream") == flags()
+    assert "blocks" not in plan(replace(ASKED, blocks="stream"), "digest").settings.record()
+    document = plan(replace(ASKED, blocks="document"), "digest").settings
+    assert document.record()["blocks"] == "document"
+    before = records.read(Settings, BEFORE, "run.json", "the run")
+    other = replace(document, data=before.data, lr=before.lr, warmup=before.warmup).difference(before)
+    assert other == "blocks is 'stream' there, 'document' here"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"blocks": "document", "extra": ("--sample-break-mode", "eos")}, ["--sample-break-mode", "--blocks document"]),
+        ({"blocks": "stream", "extra": ("--sample-break-mode=eos",)}, ["--sample-break-mode", "--blocks stream"]),
+        ({"blocks": "document", "extra": ("--max-tokens", "99")}, ["--max-tokens", "--batch-sentences"]),
+        ({"extra": ("--blocks", "document")}, ["give --blocks before the --"]),
+        ({"blocks": "document", "data": None, "algorithm": "copy"}, ["--blocks document is for text"]),
+        ({"separate_documents": True, "data": None, "algorithm": "copy"}, ["--separate-documents is for text"]),
+        ({"blocks": "document", "separate_documents": True}, ["--separate-documents is for --blocks stream"]),
+        ({"separate_documents": True, "extra": ("--sample-break-mode", "eos")}, ["--sample-break-mode"]),
+        ({"extra": ("--separate-documents",)}, ["give --separate-documents before the --"]),
+    ],
+)
+def test_what_contradicts_blocks_is_refused(asked, words):
+    with pytest.raises(UserError) as caught:
+        flags(**asked)
+    assert all(word in str(caught.value) for word in words)
+
+
 def test_each_has_another_value_here():
     assert set(OTHERS) == set(LATER) == {*USUAL, "activation_fn"}
     assert all(OTHERS[name] != USUAL.get(name) for name in OTHERS)

@@ -34,10 +34,11 @@ EXTRAPOLATION = {  # Exploring Transformer Extrapolation, Table 3; ReLU, untied 
     "lengths": (512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 9216),
     "vocabulary": 50_265,
 }
-FIRE = {  # FIRE and its Table 8; betas, decay, schedule, warm-up, clipping: Brown et al. 2020
+FIRE = {  # FIRE, "within documents", and its Table 8; betas, decay, schedule, warm-up, clipping: Brown et al. 2020
     "prepare": "c4",
     "arch": "base",
     "tokens": 2048,
+    "blocks": "document",
     "batch": 256,
     "updates": 600_000,
     "warmup": round(375e6 / (256 * 2048)),

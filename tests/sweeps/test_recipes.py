@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import command_words, with_vocabulary
+from conftest import command_words, with_documents, with_vocabulary
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.cli.main import main
@@ -300,6 +300,8 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
     monkeypatch.chdir(tmp_path)
     recipe = recipes.load(name)
     settings = recipe.scale(scale)
+    if settings.blocks == "document":
+        corpus = with_documents(corpus, tmp_path_factory.mktemp("data"), (95, 5))
     if settings.vocabulary:
         corpus = with_vocabulary(corpus, tmp_path_factory.mktemp("data"), settings.vocabulary)
     given = [] if max(settings.lengths) < 1500 else ["--lengths", "600,1200"]
@@ -322,7 +324,7 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
         assert command[1] == str(corpus) and flag(command, "--tokens") == str(settings.tokens)
         assert flag(command, "--updates") == str(settings.updates)
         assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
-        for key in ("lr", "dropout", "schedule", "warmup"):
+        for key in ("lr", "dropout", "schedule", "warmup", "blocks"):
             if (value := getattr(settings, key)) is not None:
                 assert flag(command, f"--{key}") == str(value)
     lengths = [600, 1200] if "--lengths" in given else settings.lengths
@@ -332,6 +334,18 @@ def test_text_scales_resolve(name, scale, corpus, tmp_path, tmp_path_factory, ca
         assert flag(command, "--lengths") == expected
     assert {e[2] for e in evaluations} == {str(corpus), *settings.evaluate.values()}
     assert not list(tmp_path.iterdir())
+
+
+def test_documents_that_are_not_marked_are_refused_before_training(corpus, tmp_path, capsys):
+    data = with_documents(corpus, tmp_path)
+    argv = ["--encodings", "alibi", "--out", str(tmp_path / "x"), "--tokens", "32", "--blocks", "document"]
+    assert len(dry_run(capsys, data, *argv, "--lengths", "64")) == 2
+    for folder, lengths, words in ((corpus, "64", "no document boundaries"), (data, "1500", "longest document")):
+        assert main(["sweep", str(folder), *argv, "--lengths", lengths, "--launcher", "dry-run"]) == 2
+        assert words in capsys.readouterr().err
+    other = ["--eval-data", f"plain={corpus}", "--lengths", "64", "--launcher", "dry-run"]
+    assert main(["sweep", str(data), *argv, *other]) == 2
+    assert f"{corpus}/test has no document boundaries" in capsys.readouterr().err
 
 
 def test_the_command_line_wins_over_the_recipe(tmp_path, capsys):

@@ -35,7 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         tensors = (by_distance(form, k.shape[2]),)
     elif form is not None:
         tensors = form.table, *columns(form, plan.positions)
-    return TritonAttention.apply(q, k, v, plan.padding, *tensors)
+    return TritonAttention.apply(q, k, v, plan.seen_until, *tensors)
 
 
 @torch.no_grad()
@@ -65,26 +65,27 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
 class TritonAttention(torch.autograd.Function):
     """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
-    padding: (B, m) bool or None. tensors: none for no bias; table (H, R) by distance in tokens; table, at_q (B or 1, n)
-    and at_k (B or 1, m) for the column at_q[i] - at_k[j]; or value, slope, far, near, ends and middle of a Curve.
+    until: (B, m) int32, the last query that sees each key, -1 at padding; None: the row's last sees all of them.
+    tensors: none for no bias; table (H, R) by distance in tokens; table, at_q (B or 1, n) and at_k (B or 1, m) for the
+    column at_q[i] - at_k[j]; or value, slope, far, near, ends and middle of a Curve.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: Tensor) -> Tensor:
         q, k, v = _arranged(q, k, v)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         # in half precision: delta = Σ dO·O of an output as rounded is off by more than what a peaked row sums to
         low = torch.empty_like(q) if q.dtype != torch.float32 and any(ctx.needs_input_grad) else None
-        launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, padding, *tensors), out=out, low=low, lse=lse)
-        ctx.save_for_backward(q, k, v, padding, out, low, lse, *tensors)
+        launch(FORWARD, q.shape[2], "BLOCK_M", arguments(q, k, v, until, *tensors), out=out, low=low, lse=lse)
+        ctx.save_for_backward(q, k, v, until, out, low, lse, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, padding, out, low, lse, *tensors = ctx.saved_tensors
-        shared = arguments(q, k, v, padding, *tensors)
+        q, k, v, until, out, low, lse, *tensors = ctx.saved_tensors
+        shared = arguments(q, k, v, until, *tensors)
         shared |= {"grad": _laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         factor = q.shape[-1] ** -0.5
@@ -112,7 +113,7 @@ def _laid_out(x: Tensor, like: Tensor) -> Tensor:
     return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
 
 
-def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors: Tensor) -> dict[str, Any]:
+def arguments(q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: Tensor) -> dict[str, Any]:
     """The kernels' common arguments by name, of :class:`TritonAttention`'s.
 
     In place of a tensor that is not there goes q, which is then not read.
@@ -132,9 +133,8 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors:
             _, at_q, at_k = tensors
         margin = TABLE_MARGIN if at_q is None else 0
         table = F.pad(tensors[0].float() * LOG2E, (0, margin)).contiguous()
-    if padding is not None:
-        padding = padding.contiguous().view(torch.uint8)
-    given = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "padding": padding}
+    until = None if until is None else until.contiguous()
+    given = {"q": q, "k": k, "v": v, "table": table, "at_q": at_q, "at_k": at_k, "until": until}
     found: dict[str, Any] = {name: q if x is None else x for name, x in given.items()}
     found |= zip(("q_b", "q_h", "q_n", "k_b", "k_h", "k_n"), (*q.stride()[:3], *k.stride()[:3]), strict=True)
     # elements from a sequence's positions to the next one's; 0 where all share them
@@ -142,7 +142,7 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *tensors:
     found |= zip(("at_q_b", "at_k_b"), strides, strict=True)
     found |= {"n": q.shape[2], "m": k.shape[2], "columns": 1 if table is None else table.shape[1], "first": None}
     found |= {"scale": width**-0.5 * LOG2E, "WIDTH": width, "BLOCK_D": 1 << (width - 1).bit_length()}
-    return found | {"BIAS": bias, "PADDED": padding is not None}
+    return found | {"BIAS": bias, "PADDED": until is not None}
 
 
 def _pieces(ends: Tensor, middle: Tensor, value: Tensor, slope: Tensor, count: int) -> Tensor:

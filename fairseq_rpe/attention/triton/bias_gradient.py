@@ -24,7 +24,7 @@ from .tuning import run
 
 @triton.jit(do_not_specialize=LENGTHS[:3])
 def diagonal_sums(
-    q, k, v, grad, lse, delta, sums, table, at_q, at_k, padding,
+    q, k, v, grad, lse, delta, sums, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, n, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def diagonal_sums(
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     per_row = (batch * tl.num_programs(1) + head) * n
     table_row = table + head * columns
-    terms = (table_row, at_k, padding + batch * m, columns, scale)
+    terms = (table_row, at_k, until + batch * m, columns, scale)
     tile = tl.zeros([SIZE, SIZE], dtype=tl.float32)
     for first in range(tl.maximum(gap - (m - n), 0) // SIZE * SIZE, n, SIZE):
         at, row = queries_of(first, rows, at_q + batch * at_q_b, n, m, BIAS)
@@ -64,7 +64,7 @@ def diagonal_sums(
 
 @triton.jit(do_not_specialize=LENGTHS[:3])
 def walked_sums(
-    q, k, v, grad, lse, delta, sums, of_near, table, at_q, at_k, padding,
+    q, k, v, grad, lse, delta, sums, of_near, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def walked_sums(
     block = query_rows(q + offset, grad + offset, lse + per_row, delta + per_row, start, rows, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
     table_row, at_k_row = table + head * columns, at_k + batch * at_k_b
-    terms = (table_row, at_k_row, padding + batch * m, columns, scale)
+    terms = (table_row, at_k_row, until + batch * m, columns, scale)
     mine = sums + (per_head * tl.num_programs(0) + tl.program_id(0)) * (columns // 2)
     total = tl.zeros([SIZE], dtype=tl.float32)
     for first in range(0, tl.minimum(start + SIZE + m - n, m), SIZE):

@@ -16,7 +16,7 @@ PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward(
-    q, k, v, out, low, lse, table, at_q, at_k, padding, first,
+    q, k, v, out, low, lse, table, at_q, at_k, until, first,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -32,7 +32,7 @@ def forward(
     at, row = queries_of(start, rows, at_q + batch * at_q_b, n, m, BIAS)
     q_block = load(q + batch * q_b + head * q_h, start, rows, q_n, n, WIDTH, BLOCK_D)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
+    terms = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -70,7 +70,7 @@ def forward(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def query_gradient(
-    q, k, v, out, low, grad, lse, delta, dq, table, at_q, at_k, padding,
+    q, k, v, out, low, grad, lse, delta, dq, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -96,7 +96,7 @@ def query_gradient(
     lse_block = tl.load(lse + per_row + i, mask=i < n, other=float("inf"))  # weights of 0 beyond the last query
     block = (q_block, grad_block, lse_block, delta_block)
     keys, values = k + batch * k_b + head * k_h, v + batch * k_b + head * k_h
-    terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
+    terms = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
     below = (start + m - n + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(start + BLOCK_M + m - n, m)
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -115,7 +115,7 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def key_gradient(
-    q, k, v, grad, lse, delta, dk, dv, table, at_q, at_k, padding,
+    q, k, v, grad, lse, delta, dk, dv, table, at_q, at_k, until,
     q_b, q_h, q_n, k_b, k_h, k_n, at_q_b, at_k_b, n, m, columns, scale, factor, lengths,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,7 +129,7 @@ def key_gradient(
     v_block = load(v + offset, start, cols, k_n, m, WIDTH, BLOCK_D)
     queries, grads = q + batch * q_b + head * q_h, grad + batch * q_b + head * q_h
     per_row = (batch * tl.num_programs(1) + head) * n
-    terms = (table + head * columns, at_k + batch * at_k_b, padding + batch * m, columns, scale)
+    terms = (table + head * columns, at_k + batch * at_k_b, until + batch * m, columns, scale)
     at_q_row = at_q + batch * at_q_b
     first = tl.maximum(start - (m - n), 0) // BLOCK_M * BLOCK_M
     # from this block of queries on, all of them see all of the keys

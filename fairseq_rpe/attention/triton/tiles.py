@@ -136,10 +136,11 @@ def logits(
 ):  # fmt: skip
     """Logits from products q·k, -inf where hidden. at, at_q: (BLOCK_M, 1), j: (1, BLOCK_N), or both transposed.
 
-    gap: the first at less the first j. terms: table, at_k and padding of the head and the sequence, columns, scale.
-    Without DIAGONAL every j is known to be a key that every query of the block sees.
+    gap: the first at less the first j. terms: table, at_k and until of the head and the sequence, columns, scale.
+    until, read where PADDED: of each key, the last query that sees it, -1 at padding.
+    Without DIAGONAL every j is known to be a key that every query of the block sees, but for those.
     """
-    table, at_k, padding, columns, scale = terms
+    table, at_k, until, columns, scale = terms
     s = product * scale
     visible = None
     if DIAGONAL or PADDED:
@@ -163,7 +164,7 @@ def logits(
             )  # fmt: skip
             s += bias
     if PADDED:
-        visible = visible & (tl.load(padding + j, mask=(j >= 0) & (j < m), other=1) == 0)
+        visible = visible & (tl.load(until + j, mask=(j >= 0) & (j < m), other=-1) >= at)
     if DIAGONAL or PADDED:
         s = tl.where(visible, s, float("-inf"))
     return s

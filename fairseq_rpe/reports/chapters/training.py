@@ -85,7 +85,7 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
         batch_sentences=(own.batch_sentences or 0) * (own.update_freq or 1) * (own.nproc or 1) or None,
         schedule=schedule,
         optimiser=OPTIMISER if own.arch and "--optimizer" not in flags else None,
-        context="across documents" if state.kind == "text" else None,
+        context=results.context_of(own.usual("blocks"), bool(own.separate_documents)) if state.kind == "text" else None,
         **later,
     )
     return found if schedule == "cosine" else replace(found, min_lr=None)
@@ -114,7 +114,8 @@ def facts(state: State, made: Sequence[Run]) -> list[tuple[str, str]]:
         ("embeddings", None if own.share_embeddings is None else TIED[own.share_embeddings]),
         ("parameters", " to ".join(dict.fromkeys(f"{n:,}" for n in (*sizes[:1], *sizes[-1:])))),
         ("training length", own.tokens and f"{own.tokens} tokens"),
-        ("training", f"{own.updates:,} updates of {own.batch_sentences} sequences" if trained else None),
+        ("blocks", own.context),
+        ("training", f"{own.updates:,} updates of {_sequences(own)}" if trained else None),
         ("learning rate", own.lr and f"{own.lr:g}, {own.warmup} of warm-up, {falls}"),
         ("optimiser", _optimiser(own)),
         ("dropout", None if settings.dropout is None else f"{settings.dropout:g}"),
@@ -132,8 +133,15 @@ def _before(state: State, made: Sequence[Run]) -> str:
     """The training on text that a fine-tuning begins with."""
     own = here(replace(state, tuned=None, questions={}), [])
     at = f" at {own.tokens} tokens" if own.tokens else ""
-    updates = f", {own.updates:,} updates of {own.batch_sentences} sequences" if own.updates else ""
+    updates = f", {own.updates:,} updates of {_sequences(own)}" if own.updates else ""
     return f"on {_portable(state.data or 'text', made)}{at}{updates}"
+
+
+def _sequences(own: PublishedSettings) -> str:
+    """What an update reads: so many sequences, or of documents, which differ in length, the tokens of as many."""
+    if own.context != "within documents":
+        return f"{own.batch_sentences} sequences"
+    return f"up to {(own.batch_sentences or 0) * (own.tokens or 0):,} tokens, each sequence of one document"
 
 
 def _optimiser(own: PublishedSettings) -> str | None:

@@ -1,0 +1,230 @@
+"""The fairseq task ``rpe_language_modeling``: language modelling where no token sees another document."""
+
+import os
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq import utils
+from fairseq.data import Dictionary, MonolingualDataset, TokenBlockDataset, data_utils
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+from torch.nn import functional as F
+
+from ..core import UserError
+from ..data import folder as corpus
+
+# no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
+
+TASK = "rpe_language_modeling"
+
+
+@dataclass
+class RPELanguageModelingConfig(LanguageModelingConfig):
+    """Flags beside those of fairseq's language_modeling."""
+
+    blocks: str = field(
+        default="stream",
+        metadata={"help": "stream: blocks run across documents; document: each block lies within one document"},
+    )
+    separate_documents: bool = field(
+        default=False, metadata={"help": "in blocks of a stream, a token sees its own document alone"}
+    )
+
+
+class DocumentBlockDataset(TokenBlockDataset):
+    """fairseq's blocks of tokens, none of which crosses the end of a document.
+
+    Each document is cut into consecutive blocks of ``block_size`` tokens, the last one shorter, so that every token is
+    in exactly one block. Items are (source, target, past target) as with ``--sample-break-mode none``: the first input
+    of a document is the end-of-sentence symbol, that of a later block the token before it.
+
+    Args:
+        dataset: the items of a split, each a line.
+        ends: (documents,) where documents end, in tokens from the beginning of the split, as
+            :func:`~fairseq_rpe.data.folder.document_ends` gives them.
+        block_size: most tokens of a block.
+        dictionary: of the tokens.
+    """
+
+    def __init__(self, dataset: Any, ends: np.ndarray, block_size: int, dictionary: Dictionary) -> None:
+        self._ends = ends
+        pad, eos = dictionary.pad(), dictionary.eos()
+        super().__init__(dataset, dataset.sizes, block_size, pad, eos, break_mode="none", include_targets=True)
+
+    def _build_slice_indices(  # type: ignore[override]  # fairseq's is a static method, called through self
+        self, sizes: np.ndarray, break_mode: str, document_sep_len: int, block_size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sizes of the blocks, the items that each lies in, and its first token and the one after its last."""
+        from fairseq.data.token_block_utils_fast import _get_block_to_dataset_index_fast
+
+        sizes, slices = np.asarray(sizes, dtype=np.int64), document_slices(self._ends, block_size)
+        return np.diff(slices)[:, 0], _get_block_to_dataset_index_fast(sizes, slices), slices
+
+
+def document_slices(ends: np.ndarray, length: int) -> np.ndarray:
+    """Blocks of at most ``length`` tokens that lie within documents.
+
+    Args:
+        ends: (documents,) int64, where documents end, in tokens.
+        length: most tokens of a block, at least 1.
+
+    Returns:
+        (blocks, 2) int64: the first token of each block and the one after its last, in the order of the text.
+    """
+    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
+    blocks = -(-(ends - starts) // length)  # of each document
+    number = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)  # within its document
+    first = np.repeat(starts, blocks) + number * length
+    return np.stack([first, np.minimum(first + length, np.repeat(ends, blocks))], axis=1).astype(np.int64)
+
+
+class SeparateDocuments(MonolingualDataset):
+    """fairseq's blocks of a stream whose samples say which document each token is of, as ``documents``.
+
+    An input is of the document of its target: the end-of-sentence symbol before a document is its first input.
+
+    Args:
+        blocks: of a stream.
+        ends: (documents,) int64, where documents end, in tokens from the beginning of the split.
+        dictionary: of the inputs.
+        options: of fairseq's MonolingualDataset.
+    """
+
+    def __init__(self, blocks: TokenBlockDataset, ends: np.ndarray, dictionary: Dictionary, **options: Any) -> None:
+        super().__init__(blocks, blocks.sizes, dictionary, shuffle=True, **options)
+        self._ends = ends
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start, stop = (int(x) for x in self.dataset.slice_indices[index])
+        numbers = np.searchsorted(self._ends, np.arange(start, stop), side="right")
+        return {**super().__getitem__(index), "documents": torch.from_numpy(numbers)}
+
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """A batch as fairseq's, and in ``net_input`` documents (B, n), -1 at padding."""
+        batch = super().collater(samples)
+        if batch:
+            made = data_utils.collate_tokens([s["documents"] for s in samples], -1)
+            length = batch["net_input"]["src_tokens"].shape[1]
+            batch["net_input"]["documents"] = F.pad(made, (0, length - made.shape[1]), value=-1)
+        return batch
+
+
+def read_document_ends(path: str, combine: bool = False) -> np.ndarray:
+    """Where the documents of a binarised split end.
+
+    Args:
+        path: folder and name of the split, without an ending.
+        combine: also read the shards ``path``1, ``path``2, … that are there, as fairseq does in training.
+
+    Returns:
+        (documents,) int64, in tokens from the beginning of the split.
+
+    Raises:
+        UserError: its documents are not known, see :func:`~fairseq_rpe.data.folder.check_documents`.
+    """
+    folder, split = Path(os.path.dirname(path)), os.path.basename(path)
+    ends, tokens = [], 0
+    for number in count():
+        shard = split + (str(number) if number else "")
+        if number and not (combine and (folder / f"{shard}.idx").is_file()):
+            break
+        corpus.check_documents(folder, shard)
+        ends.append(tokens + corpus.document_ends(folder, shard))
+        tokens = int(ends[-1][-1])
+    return np.concatenate(ends)
+
+
+def load_document_blocks(path: str, dictionary: Dictionary, length: int, combine: bool = False) -> DocumentBlockDataset:
+    """The blocks of a binarised split that lie within its documents.
+
+    Args:
+        path: folder and name of the split, without an ending.
+        dictionary: of the tokens.
+        length: most tokens of a block.
+        combine: also read the shards ``path``1, ``path``2, … that are there, as fairseq does in training.
+
+    Returns:
+        The blocks, in the order of the text.
+
+    Raises:
+        FileNotFoundError: there is no such split.
+        UserError: its documents are not known, see :func:`~fairseq_rpe.data.folder.check_documents`.
+    """
+    dataset = data_utils.load_indexed_dataset(path, dictionary, combine=combine)
+    if dataset is None:
+        raise FileNotFoundError(path)
+    return DocumentBlockDataset(dataset, read_document_ends(path, combine), length, dictionary)
+
+
+@register_task(TASK, dataclass=RPELanguageModelingConfig)
+class RPELanguageModelingTask(LanguageModelingTask):
+    """fairseq's language modelling, with blocks that may stay within documents, or whose documents are separate.
+
+    Rows of blocks within documents are shorter where a document ends; fairseq puts rows of similar length into a
+    batch, so give --max-tokens rather than --batch-size, and little of a batch is padding.
+    """
+
+    @classmethod
+    def setup_task(cls, args: Any, **kwargs: Any) -> "RPELanguageModelingTask":
+        """Raises UserError for a kind of blocks that does not exist, and for flags that would have no effect."""
+        if args.blocks not in corpus.BLOCKS:
+            raise UserError(f"--blocks is one of {', '.join(corpus.BLOCKS)}, not '{args.blocks}'")
+        within = args.blocks == "document" or args.separate_documents
+        if args.blocks == "document" and args.separate_documents:
+            raise UserError("--separate-documents is for --blocks stream: each block of --blocks document is of one")
+        if within and str(args.sample_break_mode) not in ("None", "none"):
+            raise UserError(f"--sample-break-mode {args.sample_break_mode} would cut documents elsewhere: drop it")
+        if within and str(args.shorten_method) != "none":
+            raise UserError("--shorten-method would shorten the text without its documents: drop it")
+        if args.separate_documents and args.add_bos_token:
+            raise UserError("--add-bos-token puts a token before each block, not each document: drop it")
+        return super().setup_task(args, **kwargs)
+
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
+        """Load a split.
+
+        Args:
+            split: its name.
+            epoch: chooses among several data folders, as in fairseq.
+            combine: also read its further shards.
+            kwargs: fairseq's further arguments.
+
+        Raises:
+            UserError: there is no such split, or its documents are not known.
+        """
+        args, paths = self.args, utils.split_paths(self.args.data)
+        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        if args.blocks == "stream":
+            super().load_dataset(split, epoch, combine, **kwargs)
+            if args.separate_documents:
+                made = self.datasets[split]
+                self.datasets[split] = SeparateDocuments(
+                    made.dataset,
+                    read_document_ends(path, combine),
+                    made.vocab,
+                    tgt_vocab=made.tgt_vocab,
+                    targets=made.targets,
+                    fixed_pad_length=made.fixed_pad_length,
+                    pad_to_bsz=made.pad_to_bsz,
+                )
+            return
+        try:
+            blocks = load_document_blocks(path, self.dictionary, args.tokens_per_sample, combine)
+        except FileNotFoundError:
+            raise UserError(f"data {args.data}: no split '{split}' there (no {split}.idx)") from None
+        rows = args.batch_size_valid if "valid" in split else args.batch_size
+        self.datasets[split] = MonolingualDataset(
+            blocks,
+            blocks.sizes,
+            self.dictionary,
+            self.output_dictionary,
+            shuffle=True,
+            targets=self.targets,
+            add_bos_token=args.add_bos_token,
+            fixed_pad_length=args.tokens_per_sample if args.pad_to_fixed_length else None,
+            pad_to_bsz=rows if args.pad_to_fixed_bsz else None,
+        )
