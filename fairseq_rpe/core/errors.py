@@ -108,6 +108,8 @@ def told(error: BaseException) -> str | None:
         if found := _TORCH_MEMORY.search(str(error)):
             asked = f" ({int(found[1]):,} bytes more were asked for)" if found[1] else " on the GPU"
             return f"not enough memory{asked}: {_MEMORY}"
+        if str(error) == "can't start new thread":
+            return _LIMITS[errno.EAGAIN]
         if str(error).startswith("Symlink loop from "):
             path = str(error).removeprefix("Symlink loop from ").strip("'\"")
             return os_line(OSError(errno.ELOOP, "", path))

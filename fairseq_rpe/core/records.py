@@ -31,6 +31,7 @@ class Rule:
 
 
 _LARGEST = 1 << 63
+Name = Annotated[str, Rule(lambda v: bool(v.strip()), "text that is not empty")]
 Count = Annotated[int, Rule(lambda v: 1 <= v < _LARGEST, "a whole number above 0")]
 Natural = Annotated[int, Rule(lambda v: 0 <= v < _LARGEST, "a whole number from 0 on")]
 Counts = Annotated[

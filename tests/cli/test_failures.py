@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,8 @@ def test_an_error_about_no_path_stays_a_bug(monkeypatch, capsys):
         ("eval x y --lengths 64 --rpe=", "argument --rpe: is empty"),
         ("eval x y --lengths 64 --max-tokens 99999999999999999999", "is not a whole number from 1 to 1000000000"),
         ("eval x y --lengths 64 --nothing", "unrecognized arguments: --nothing (see fairseq-rpe eval --help)"),
+        ("eval x y --lengths=--", "argument --lengths: '--' is no value of an option"),
+        ("accuracy x --unit=--", "argument --unit: '--' is no value of an option"),
         ("evla", "unknown command 'evla' (did you mean 'eval'?)"),
         ("", "the following arguments are required: COMMAND"),
         ("sliding x y --workers 99999999", "is not a whole number from 0 to 256"),
@@ -343,3 +346,51 @@ def test_the_keyboard_stops_training_without_a_traceback(corpus, tmp_path):
     said = (tmp_path / "err").read_text()
     assert said.splitlines()[-1] == "stopped by the keyboard; rerun the same command to resume"
     assert "Traceback" not in said + (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("place", ["dict.txt", "corpus.json", "test.idx", "recipe.toml", "questions.jsonl", "pipe.py"])
+def test_pipes_and_devices_are_refused_where_a_file_is_read(place, corpus, trained, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    (data / place).unlink(missing_ok=True)
+    os.mkfifo(data / place)
+    commands: dict[str, tuple[object, ...]] = {
+        "recipe.toml": ("sweep", corpus, "--recipe", data / place, "--out", tmp_path / "s"),
+        "questions.jsonl": (
+            *("prepare-answers", "--train", data / place, "--valid", data / place),
+            *("--dest", tmp_path / "d", "--vocab-from", corpus),
+        ),
+        "pipe.py": ("list", "--rpe-module", data / place),
+    }
+    command = commands.get(place, ("eval", trained, data, "--lengths", "8", "--device", "cpu"))
+    said = error_of(capsys, *command)
+    assert place in said and ("pipe or a socket" in said or "not a file" in said or "has no " in said), said
+
+
+def test_what_a_pipe_would_give_is_refused_by_every_reader(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for read in (files.read_json, files.read_json_lines, files.file_digest, files.read_input):
+        with pytest.raises(errors.UserError, match="pipe is a device, a pipe or a socket: name a plain file"):
+            read(tmp_path / "pipe")
+        with pytest.raises(errors.UserError, match="/dev/zero is a device"):
+            read(Path("/dev/zero"))
+
+
+def test_a_full_disk_names_the_file_that_was_written(tmp_path, monkeypatch):
+    """Writing itself does not say where; the name of a temporary file would not help."""
+
+    def full(path: Path) -> None:
+        with open(path, "wb"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError) as caught:
+        files.replace_with(tmp_path / "a/b/figure.png", full)
+    assert errors.told(caught.value).startswith(f"no space left on the disk while writing {tmp_path}/a/b/figure.png: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_is_never_written_leaves_no_folders(corpus, trained, tmp_path, capsys):
+    log = tmp_path / "a/b/log"
+    error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--rpe-module", tmp_path / "none.py")
+    error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--subset", "none")
+    assert list(tmp_path.iterdir()) == []
