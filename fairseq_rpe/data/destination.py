@@ -110,6 +110,8 @@ def scratch(dest: Path) -> Iterator[Path]:
                 if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
                     shutil.rmtree(parent / name, ignore_errors=True)
             folder.mkdir()
+        except FileExistsError as error:
+            raise UserError(f"{error.filename} is a file, not a folder: name another place") from error
         except OSError as error:
             raise UserError(os_line(error, error.filename or parent) or str(error)) from error
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

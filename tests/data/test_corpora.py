@@ -590,7 +590,7 @@ def test_a_limit_of_this_process_is_not_the_destination_s_fault(rows: Path, tmp_
 
 def test_folders_above_the_destination_are_removed_after_a_failure(rows: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    refused(quick(tmp_path / "new" / "folder" / "corpus", rows, vocab_size=900_000))
+    refused(quick(tmp_path / "new" / "folder" / "corpus", rows, max_bytes=1))
     assert sorted(tmp_path.iterdir()) == before
 
 

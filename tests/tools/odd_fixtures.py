@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ TINY = "-- --decoder-embed-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention
 # Command lines that succeed within seconds: {f} is the folder of fixtures, {o} a folder two levels deep that does not
 # exist yet. After "--" is what train and sweep hand to fairseq-train.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "prepare-stdlib": ("--source {f}/code --dest {o}/d --vocab-size 300",),
+    "prepare-stdlib": ("--source {f}/code --dest {o}/d --vocab-size 300 --workers 1",),
     "prepare": (
         "{f}/texts --dest {o}/d --vocab-size 300 --workers 1",
         "{f}/lines.jsonl --dest {o}/d --vocab-size 300 --workers 1",
@@ -27,8 +28,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "rte --from {f}/rte --no-counts --dest {o}/d --vocab-from {f}/data",
     ),
     "prepare-gaps": (
-        "--train {f}/novels/a.txt --valid {f}/novels/b.txt --test {f}/novels/c.txt --tokens 128 --questions 10 "
-        "--valid-questions 10 --dest {o}/d --vocab-from {f}/data",
+        "--train {f}/novels/a.txt --valid {f}/novels/b.txt --test {f}/novels/c.txt --tokens 256 --questions 8 "
+        "--valid-questions 8 --dest {o}/d --vocab-from {f}/data",
     ),
     "train": (
         "{f}/data --rpe alibi --save-dir {o}/r " + f"{SMALL} {TINY}",
@@ -38,7 +39,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         + TINY,
     ),
     "extend": ("{f}/rope.pt {f}/data --tokens 32 --out {o}/r --updates 2 --warmup 1 --batch-sentences 2 --device cpu",),
-    "eval": ("{f}/alibi.pt {f}/data --lengths 16,32 --device cpu", "{f}/rope.pt {f}/data --lengths 16 --out {o}/e.jsonl"),
+    "eval": (
+        "{f}/alibi.pt {f}/data --lengths 16,32 --device cpu",
+        "{f}/rope.pt {f}/data --lengths 16 --out {o}/e.jsonl",
+    ),
     "sliding": ("{f}/alibi.pt {f}/data --windows 16 --stride 8 --first-tokens 64 --out {o}/s --device cpu",),
     "longrope-search": (
         "{f}/rope.pt {f}/data --tokens 32 --population 4 --iterations 1 --samples 1 --device cpu --out {o}/l.jsonl",
@@ -61,7 +65,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "erf": ("{f}/alibi.pt {f}/data --length 16 --blocks 2 --out {o}/e --device cpu",),
     "sensitivity": ("--train-length 8 --width 4 --out {o}/s",),
     "fire-fit": ("alibi --length 8 --heads 2 --out {o}/f.csv",),
-    "bench": ("--encodings alibi --backends sdpa --lengths 8 --heads 2 --width 8 --repeats 1 --device cpu --out {o}/b",),
+    "bench": (
+        "--encodings alibi --backends sdpa --lengths 8 --heads 2 --width 8 --repeats 1 --device cpu --out {o}/b",
+    ),
     "selftest": ("--encodings alibi --backends sdpa --dtype fp32 --device cpu --out {o}/s",),
     "list": ("", "--names", "--algorithms"),
     "profile": ("alibi --length 4",),
@@ -85,7 +91,8 @@ RECORDS: dict[str, tuple[str, ...]] = {
 }
 # Further commands that read one of these records.
 READERS: dict[str, str] = {
-    "sweep/sweep.json": "sweep {f}/data --encodings alibi --lengths 16,32 --out {f}/sweep --jobs 1 " + f"{SMALL} {TINY}",
+    "sweep/sweep.json": "sweep {f}/data --encodings alibi --lengths 16,32 --out {f}/sweep --jobs 1 "
+    + f"{SMALL} {TINY}",
     "measured/eval.jsonl": "eval {f}/alibi.pt {f}/data --lengths 16,32 --device cpu --out {f}/measured/eval.jsonl",
     "measured/sliding.jsonl": "sliding {f}/alibi.pt {f}/data --windows 16 --stride 8 --first-tokens 64 --device cpu "
     "--out {f}/measured",
@@ -132,6 +139,7 @@ class Own(DistanceBias):
     def bias(self, d):
         return -d.expand(self.heads, -1)
 '''
+NAMES_END = ("sin", "win", "la", "wick", "dris", "ton", "ley")
 NAMES = ("Tamsin", "Bren", "Oswin", "Marla", "Fenwick", "Idris")
 
 
@@ -178,7 +186,8 @@ def _write_texts(folder: Path) -> None:
     rows = [json.dumps({"text": f"Row {i}: {NAMES[i % 6]} mended the old wheel of mill {i}."}) for i in range(200)]
     (folder / "lines.jsonl").write_text("\n".join(rows) + "\n")
     for number, name in enumerate("abc"):
-        said = (f"Then the old miller saw {NAMES[(k * 5 + number) % 6]} near mill {k}." for k in range(400))
+        draw, several = random.Random(number), [a + b for a in ("Tam", "Bren", "Os", "Mar", "Fen") for b in NAMES_END]
+        said = (f"Then the old miller saw {draw.choice(several)} near the mill." for _ in range(2000))
         (folder / "novels" / f"{name}.txt").write_text("\n".join(said) + "\n")
     for split in ("train", "valid", "test"):
         lines = [f" = Heading {split} {i} =\n {NAMES[i % 6]} went to the mill ." for i in range(40)]

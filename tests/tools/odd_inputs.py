@@ -1,4 +1,4 @@
-"""Odd command lines and odd files for every command of fairseq-rpe: each must be refused in one line, or be carried out.
+"""Odd command lines and odd files for every command of fairseq-rpe: refused in one line, or carried out.
 
     python tests/tools/odd_inputs.py --count 1000 --seed 1
 
@@ -37,7 +37,8 @@ from typing import IO, Any
 from unittest import mock
 
 GOOD = ("refused", "accepted", "takes long")
-BAD = ("traceback", "internal error", "not one line", "hang", "left behind", "refused late", "no numbers", "nonsense")
+BAD = ("refused good", "traceback", "internal error", "not one line", "hang", "left behind", "refused late")
+BAD += ("no numbers", "nonsense")
 _UPDATES = 3  # of a training after which it has shown that it works
 _MEMORY = 12 << 30  # address space of a process that serves cases
 _NO_NUMBER = re.compile(r"(?<![\w.])(NaN|nan|Infinity|-?inf)(?![\w.])")
@@ -97,9 +98,13 @@ class Children:
     def _train(self, arguments: list[str]) -> int:
         import traceback
 
+        from fairseq.logging import progress_bar
         from fairseq.trainer import Trainer
         from fairseq_cli.train import cli_main
 
+        from fairseq_rpe.core.errors import UserError
+
+        progress_bar._tensorboard_writers = {}  # of the process that this one stands for
         real, own = Trainer.train_step, self
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +115,8 @@ class Children:
             return result
 
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"))
+        form = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
+        handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
         root, level = logging.getLogger(), logging.getLogger().level
         root.addHandler(handler)
         root.setLevel(logging.INFO)
@@ -118,6 +124,9 @@ class Children:
             with mock.patch.object(sys, "argv", ["train", *arguments]), mock.patch.object(Trainer, "train_step", step):
                 cli_main()
             return 0
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         except SystemExit as error:
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
@@ -163,7 +172,8 @@ def snapshot(*folders: Path) -> Snapshot:
             status = path.lstat()
             plain = stat.S_ISREG(status.st_mode)
             if path.name != ".lock":
-                found[str(path)] = (stat.S_IFMT(status.st_mode), *((status.st_size, status.st_mtime_ns) if plain else (0, 0)))
+                size, time_ns = (status.st_size, status.st_mtime_ns) if plain else (0, 0)
+                found[str(path)] = (stat.S_IFMT(status.st_mode), size, time_ns)
     return found
 
 
@@ -241,7 +251,7 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
         return Verdict("accepted", "training began")
     if "Traceback (most recent call last)" in said + errors:
         return Verdict("traceback", errors[-400:])
-    if "error: internal: " in errors:
+    if "error: internal: " in errors or "run again with --debug" in errors:
         return Verdict("internal error", errors[-400:])
     left = _left(before, place, code == 0)
     if code:
@@ -252,6 +262,8 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
             return Verdict("not one line", f"{len(lines[0])} characters: {lines[0][:300]}")
         if children.updates:
             return Verdict("refused late", f"after {children.updates} updates: {lines[0]}")
+        if "(log: " in lines[0]:  # one run of a sweep, whose log is left to be read
+            left = []
         return Verdict("left behind", f"{left[:4]}: {lines[0]}") if left else Verdict("refused", lines[0])
     if left:
         return Verdict("left behind", f"{left[:4]} of an accepted one")
@@ -262,7 +274,8 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
 
 @contextlib.contextmanager
 def _quiet(out: IO[str], err: IO[str]) -> Iterator[None]:
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.object(sys, "stdin", io.StringIO()):
+    nothing = mock.patch.object(sys, "stdin", io.StringIO())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), nothing:
         yield
 
 
@@ -290,6 +303,8 @@ def _serve(cases: Sequence[int], draw: Callable[[int], Any], place: Place, secon
             if case.change is not None:
                 case.change(place.fixtures)
             verdict = judge(case.words, case.invalid, place, seconds)
+            if case.valid and verdict.kind == "refused":
+                verdict = Verdict("refused good", verdict.shown)
         except _Hang:
             verdict = Verdict("hang")
         told.send((number, verdict, time.monotonic() - start))
@@ -401,13 +416,14 @@ def check(
     for number, verdict, took in judged(range(first, first + count), generator.case, place, seconds):
         case = generator.case(number)
         dest = case.about.partition("=")[0].lstrip("-").replace("-", "_")
-        if verdict.kind == "hang" and (dest in LONG or case.about.startswith(("spec", "together"))):
+        if verdict.kind == "hang" and (dest in LONG or case.about.startswith(("spec", "together", "no arguments"))):
             verdict = Verdict("takes long", verdict.shown)
         table[case.words[0] if case.words[0] in generator.names else "other"][verdict.kind] += 1
         if verdict.kind in BAD or show_all:
             bad += verdict.kind in BAD
-            line = shlex.join(case.words)
-            print(f"{verdict.kind}: case {number} ({took:.1f} s; {case.about})\n  {line}\n  {verdict.shown}", flush=True)
+            line = shlex.join(case.words).encode(errors="backslashreplace").decode()
+            about = f"{verdict.kind}: case {number} ({took:.1f} s; {case.about})"
+            print(f"{about}\n  {line}\n  {verdict.shown}", flush=True)
     kinds = [*GOOD, *BAD]
     print(" ".join(f"{head:>14}" for head in ("command", "cases", *kinds)))
     for name, counts in sorted(table.items()):

@@ -1,7 +1,7 @@
 """Odd numbers, paths, specs, records and combinations of options, drawn with a seed, for ``odd_inputs.py``.
 
-A :class:`Case` is a command line and what it changes in the fixtures before. ``invalid`` says that it must be refused:
-it is set only where the generator itself knows so, never by asking the program.
+A :class:`Case` is a command line and what it changes in the fixtures before. Whether it must be refused is what the
+generator itself knows; the program is never asked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import random
 import tomllib
 from collections.abc import Callable
@@ -27,16 +28,20 @@ Change = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A command line; ``change`` edits the folder of fixtures before it runs; ``about`` says what is odd."""
+    """A command line; ``about`` says what is odd.
+
+    ``change`` edits the folder of fixtures before it runs. ``invalid``: it must be refused; ``valid``: it must not.
+    """
 
     words: list[str]
     about: str
     invalid: bool = False
+    valid: bool = False
     change: Change | None = field(default=None, compare=False)
 
 
 # Neither whole numbers nor any others.
-NOT_NUMBERS = ("", " ", "nan", "abc", "--", "0x10", "1e", "½", "∞", "None", "true", "1;2", "[1]", "\N{ZERO WIDTH SPACE}")
+NOT_NUMBERS = ("", " ", "nan", "abc", "--", "0x10", "1e", "½", "∞", "None", "true", "1;2", "[1]", "\u200b")
 NOT_WHOLE = (*NOT_NUMBERS, "-1", "1.5", "inf", "-inf", "1e3", "1e400", "٣", "-99999999999999999999", "9" * 5000)
 NOT_FINITE = (*NOT_NUMBERS, "inf", "-inf", "1e400")
 EXTREME = ("0", "-0.0", "1", "2", "7", "1e-320", "1e308", "-1e308", "99999999999999999999", "1000000000", "0.5", "-1")
@@ -93,8 +98,7 @@ class Generator:
                 return case
 
     def _good(self) -> Case | None:
-        command, line = self._line()
-        return Case(line, "nothing is odd")
+        return Case(self._line()[1], "nothing is odd", valid=True)
 
     def _line(self) -> tuple[str, list[str]]:
         command = self._random.choice(self._commands)
@@ -209,7 +213,8 @@ class Generator:
             return Case([*_ours(line)[0], cut, *_ours(line)[1]], "an option cut short", cut not in known)
         if kind == "after":
             certain = command not in ("train", "sweep")
-            return Case([*_ours(line)[0], "--", self._random.choice(("--no-such-flag", "x", "--arch"))], "after --", certain)
+            flag = self._random.choice(("--no-such-flag", "x", "--arch"))
+            return Case([*_ours(line)[0], "--", flag], "after --", certain)
         if kind == "command":
             return Case([self._random.choice((*WORDS, command[:-1], command.upper())), *line[1:]], "another command")
         return Case([command], "no arguments")
@@ -238,8 +243,8 @@ class Generator:
         name = self._random.choice(BINARIES)
         lines = [f"{c} {one}" for c in self._commands for one in COMMANDS[c] if "{f}/" + name.partition("/")[0] in one]
         if name == "module.py":
-            lines = [f"{line} --rpe-module {{f}}/module.py" for c in ("list", "profile") for line in [f"{c} alibi"[:99]]]
-            lines = [line for line in lines if line.split()[0] in self._commands and not line.startswith("list alibi")]
+            lines = [f"{line} --rpe-module {{f}}/module.py" for line in ("list", "profile own", "verdict own")]
+            lines = [line for line in lines if line.split()[0] in self._commands]
         if not lines:
             return None
         state = self._random.getrandbits(64)
@@ -350,7 +355,8 @@ def edit_record(path: Path, draw: random.Random, write: bool = True) -> str:
 
 _OTHERS: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 1 << 70, 0.5, -0.5, 1e308, math.inf, -math.inf, math.nan),
-    *("", "x", "\ud800", "🙂" * 99, "x" * 100_000, [], [[]], [None], {}, {"": {}}, {"a": [1]}, [1, "x"], [-1], [1 << 40]),
+    *("", "x", "\ud800", "🙂" * 99, "x" * 100_000, [], [[]], [None], {}, {"": {}}, {"a": [1]}, [1, "x"], [-1]),
+    [1 << 40],
 )
 
 
@@ -399,7 +405,16 @@ def _toml(record: dict[str, Any]) -> str:
 
 
 def damage(path: Path, draw: random.Random) -> None:
-    """Cut a file short, overwrite some of its bytes, add some, or leave nothing of it."""
+    """Cut a file short, overwrite some of its bytes, add some, or put a folder, a pipe or a device in its place."""
+    if (kind := draw.choice(("bytes", "bytes", "folder", "pipe", "device"))) != "bytes":
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(draw.choice(DEVICES))
+        return
     content = bytearray(path.read_bytes())
     place = draw.randrange(len(content))
     kind = draw.choice(("cut", "bytes", "more", "nothing", "zeros", "line"))
