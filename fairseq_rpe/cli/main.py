@@ -15,7 +15,7 @@ from fairseq_rpe import __version__
 from fairseq_rpe.cli.options import make_ready
 from fairseq_rpe.core.child_processes import safe_path
 from fairseq_rpe.core.display import displayed
-from fairseq_rpe.core.errors import DEBUG, UserError, told
+from fairseq_rpe.core.errors import DEBUG, UserError, shown, told
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs import processes
 
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose mistakes are errors of the user like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+        raise UserError(f"{shown(message, 400)} (see {self.prog} --help)")
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from .errors import UserError
+from .errors import UserError, shown
 from .files import DELETE_LINE, RESTORE, read_json_lines
 from .spec import nearest
 
@@ -28,6 +28,14 @@ class Rule:
 
     holds: Callable[[Any], bool]
     words: str
+
+
+@typing.runtime_checkable
+class Checked(typing.Protocol):
+    """A record whose values must fit together."""
+
+    def fault(self) -> str | None:
+        """What is wrong with them, as the end of a sentence about the record; nothing where they fit."""
 
 
 _LARGEST = 1 << 63
@@ -96,7 +104,10 @@ def _record(kind: type[Record], given: object, source: str, what: str, strict: b
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{source}: {what} lacks {name}")
-    return kind(**values)
+    record = kind(**values)
+    if why := record.fault() if isinstance(record, Checked) else None:
+        raise UserError(f"{source}: {what} {why}")
+    return record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +166,7 @@ def filled(kind: type[Record], source: object, **own: object) -> Record:
 
 def _value(hint: Any, value: object, source: str, key: str, what: str, strict: bool) -> Any:
     def refuse(words: str) -> typing.NoReturn:
-        raise UserError(f"{source}: {key} of {what} must be {words}, not {_shown.repr(value)}")
+        raise UserError(f"{source}: {key} of {what} must be {words}, not {shown(_shown.repr(value))}")
 
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest, open_input, read_input, read_json
+from fairseq_rpe.core.files import file_digest, naming, open_input, read_input, read_json
 from fairseq_rpe.core.records import Count
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
@@ -110,7 +110,7 @@ def digest(data: Path) -> str:
 
 def _read_index(path: Path) -> tuple[str, np.ndarray]:
     """The number type of the ids and the tokens of each item, (items,)."""
-    with open_input(path) as file:
+    with naming(path), open_input(path) as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         whole = len(head) == len(_MAGIC) + _HEADER.size and head.startswith(_MAGIC)
         version, code, items = _HEADER.unpack_from(head, len(_MAGIC)) if whole else (0, 0, 0)

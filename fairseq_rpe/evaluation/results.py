@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -111,9 +112,16 @@ class TextRequest(Overrides):
 class Buckets:
     """Mean loss in bits of the tokens at positions up to ``upto`` (inclusive) and beyond the bucket before."""
 
-    upto: tuple[int, ...]
+    upto: tuple[Natural, ...]
     loss_base2: tuple[float, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[Count, ...]
+
+    def fault(self) -> str | None:
+        if not len(self.upto) == len(self.loss_base2) == len(self.tokens):
+            return "has upto, loss_base2 and tokens of different lengths"
+        if not self.upto or any(later <= earlier for earlier, later in pairwise(self.upto)):
+            return "has an upto that does not increase"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ import shlex
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -345,24 +344,34 @@ def judged(
 
 
 def prepare(folder: Path) -> Path:
-    """Fixtures in ``folder``, made in processes of their own unless they are there."""
-    from odd_fixtures import fill
-
+    """Fixtures in ``folder``, made in a process of their own unless they are there."""
     fixtures = folder / "fixtures"
     if not (folder / "done").exists():
         shutil.rmtree(fixtures, ignore_errors=True)
         shutil.rmtree(folder / "pristine", ignore_errors=True)
-
-        def run(line: list[str]) -> None:
-            done = subprocess.run(
-                [sys.executable, "-m", "fairseq_rpe.cli.main", *line], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                sys.exit(f"{shlex.join(line)} failed: {done.stderr[-2000:]}")
-
-        fill(fixtures, run)
+        process = multiprocessing.get_context("fork").Process(target=_fill, args=(fixtures,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit("the fixtures could not be made")
         (folder / "done").touch()
     return fixtures
+
+
+def _fill(fixtures: Path) -> None:
+    from odd_fixtures import fill
+
+    from fairseq_rpe.cli.main import main
+    from fairseq_rpe.runs import processes
+
+    def run(line: list[str]) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        with mock.patch.object(processes, "spawn", Children().spawn), _quiet(out, err):
+            code = main(line)
+        if code:
+            sys.exit(f"{shlex.join(line)} failed: {err.getvalue()[-2000:]}")
+
+    fill(fixtures, run)
 
 
 def _load() -> None:
@@ -405,8 +414,8 @@ def check(
 ) -> int:
     """Judge ``count`` cases and print a table of how they ended, and the bad ones. Returns 1 if there are any."""
     os.environ["FAIRSEQ_RPE_CACHE"] = "off"
-    fixtures = prepare(folder)
     _load()
+    fixtures = prepare(folder)
     from odd_values import LONG, Generator
 
     place = Place(fixtures, folder)
