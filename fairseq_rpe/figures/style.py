@@ -1,10 +1,10 @@
 """How figures look (an encoding keeps its colour, marker and dashes in every one) and how they are written."""
 
 import io
-from functools import partial
 import re
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
