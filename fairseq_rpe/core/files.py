@@ -10,8 +10,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fairseq_rpe.core.errors import UserError, os_line, shown, told
 
@@ -104,7 +105,7 @@ def json_object(text: str | bytes, source: object, remedy: str, line: int = 1) -
     raise UserError(f"{source} line {line} is not a JSON object ({why}): {remedy}")
 
 
-def open_input(path: Path) -> BinaryIO:
+def open_input(path: Path) -> BufferedReader:
     """Open a plain file to read.
 
     A pipe would block for as long as nobody writes into it, a device may never end, and neither can be read twice.
