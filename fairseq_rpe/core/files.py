@@ -52,6 +52,19 @@ def parents(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def removed_if_refused(path: Path) -> Iterator[None]:
+    """Where what follows raises a UserError, remove a file, and the folders above it, that were not there before."""
+    there = path.exists()
+    with removed_on_failure([folder for folder in path.parents if not folder.exists()]):
+        try:
+            yield
+        except UserError:
+            if not there:
+                path.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
 def removed_on_failure(folders: Sequence[Path]) -> Iterator[None]:
     """Where what follows fails, remove those of the ``folders`` that are empty, in this order."""
     try:
@@ -77,7 +90,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def atomic_write(path: Path, text: str) -> None:
     """Write ``text`` so that a reader sees the old file or the new one, never a part."""
-    replace_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_with(path, lambda temporary: temporary.write_bytes(text.encode(errors="surrogateescape")))
 
 
 def write_json(path: Path, value: Any) -> None:

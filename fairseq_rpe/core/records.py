@@ -30,14 +30,6 @@ class Rule:
     words: str
 
 
-@typing.runtime_checkable
-class Checked(typing.Protocol):
-    """A record whose values must fit together."""
-
-    def fault(self) -> str | None:
-        """What is wrong with them, as the end of a sentence about the record; nothing where they fit."""
-
-
 _LARGEST = 1 << 63
 Name = Annotated[str, Rule(lambda v: bool(v.strip()), "text that is not empty")]
 Count = Annotated[int, Rule(lambda v: 1 <= v < _LARGEST, "a whole number above 0")]
@@ -68,7 +60,8 @@ def read(
     """``given``, as JSON or TOML have it, as a record of ``kind``.
 
     Args:
-        kind: a dataclass; fields without a default must be there.
+        kind: a dataclass; fields without a default must be there. If it has a method ``fault``, that returns what is
+            wrong with its values together, as the end of a sentence about it, or None.
         given: a table; of what is nested in it, tables become records and lists tuples.
         source, what: the file and the part of it, for messages.
         strict: a user wrote it: refuse unknown keys, and take a whole number for no other. Otherwise a program did,
@@ -105,7 +98,8 @@ def _record(kind: type[Record], given: object, source: str, what: str, strict: b
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{source}: {what} lacks {name}")
     record = kind(**values)
-    if why := record.fault() if isinstance(record, Checked) else None:
+    fault = getattr(record, "fault", None)
+    if fault is not None and (why := fault()):
         raise UserError(f"{source}: {what} {why}")
     return record
 
