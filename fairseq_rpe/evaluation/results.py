@@ -225,7 +225,7 @@ def read(kind: type[Found], path: Path) -> list[Found]:
     """
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return list(_read_version(kind, path, version))
