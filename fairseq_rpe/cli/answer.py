@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "generation: written to the end; likelihood: the likeliest of the choices (default: %(default)s)"
     parser.add_argument("--by", choices=("generation", "likelihood"), default="generation", help=about)
     parser.add_argument("--beam", type=positive_int, default=1, metavar="K", help="beam width (default: 1, greedy)")
-    about = "of a beam: sums of log-probabilities are divided by answer tokens ** X (default: 1)"
+    about = "of a beam: sums of log-probabilities are divided by answer tokens ** X, 0 to 10 (default: 1)"
     parser.add_argument("--length-penalty", type=least, metavar="X", help=about)
     about = "where a document that is too long is shortened (default: end)"
     parser.add_argument("--cut", choices=("end", "start", "middle"), default="end", help=about)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -14,7 +15,7 @@ from fairseq_rpe import __version__
 from fairseq_rpe.cli.options import make_ready
 from fairseq_rpe.core.child_processes import safe_path
 from fairseq_rpe.core.display import displayed
-from fairseq_rpe.core.errors import DEBUG, UserError, told
+from fairseq_rpe.core.errors import DEBUG, UserError, shown, told
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs import processes
 
@@ -61,7 +62,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose mistakes are errors of the user like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+        raise UserError(f"{shown(message, 400)} (see {self.prog} --help)")
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
@@ -133,6 +134,7 @@ def _guarded(argv: list[str], extra: list[str], debug: bool) -> int:
 def _carry_out(argv: list[str], extra: list[str]) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown command '{argv[0]}'{nearest(argv[0], COMMANDS)}; known: {', '.join(COMMANDS)}")
+    _refuse_lone_dashes(argv)
     try:
         args, unknown = build_parser(argv[0] if argv else "").parse_known_args(argv)
     except SystemExit:  # --help and --version have been printed
@@ -170,6 +172,16 @@ def calm_warnings() -> None:
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
+
+
+_WITHOUT_VALUE = re.compile(r"(--[\w-]+)=--")
+
+
+def _refuse_lone_dashes(argv: list[str]) -> None:
+    """Refuse ``--option=--``, which argparse takes for an option with an empty list. Raises UserError."""
+    for word in argv:
+        if match := _WITHOUT_VALUE.fullmatch(word):
+            raise UserError(f"argument {match[1]}: '--' is no value of an option: give another one")
 
 
 def _formulas(argv: list[str]) -> list[str]:

@@ -41,6 +41,7 @@ number = partial(_number, holds=lambda v: True, words="a number")
 positive_float = partial(_number, holds=lambda v: 0 < v < float("inf"), words="a number above 0")
 rate = partial(_number, holds=lambda v: 0 < v <= 100, words="a number above 0 and at most 100")
 least = partial(_number, holds=lambda v: 0 <= v < float("inf"), words="a number from 0 on")
+decay = partial(_number, holds=lambda v: 0 <= v <= 100, words="a number from 0 to 100")
 fraction = partial(_number, holds=lambda v: 0 <= v < 1, words="a number from 0 to below 1")
 
 
@@ -139,7 +140,7 @@ def add_optimiser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=("inverse_sqrt", "linear", "cosine"), help=about)
     parser.add_argument("--min-lr", type=least, metavar="LR", help="where --schedule cosine ends (default: 0)")
     parser.add_argument("--betas", type=betas, metavar="B1,B2", help="Adam's decay rates (default: 0.9,0.98)")
-    parser.add_argument("--weight-decay", type=least, metavar="X", help="decoupled, as AdamW's (default: 0.01)")
+    parser.add_argument("--weight-decay", type=decay, metavar="X", help="decoupled, as AdamW's (default: 0.01)")
     parser.add_argument("--clip-norm", type=least, metavar="X", help="of the gradient; 0: no limit (default: 1)")
     parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="default: auto")
     add_no_cache(parser)

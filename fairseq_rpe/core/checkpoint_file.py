@@ -75,6 +75,14 @@ def _begins(path: Path) -> bytes:
         return file.read(len(_BEFORE_ZIP))
 
 
+def _is_utf8(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def damaged(path: Path, why: str) -> UserError:
     """The message about a file that cannot be read as a checkpoint."""
     return UserError(f"{path} is not a checkpoint, or damaged ({why}): copy or train it again")
@@ -100,7 +108,11 @@ def read(path: Path) -> tuple[Any, Counter[int]]:
     # Models without a dataclass save one, a mere record. Left so: fairseq loads a second time, by itself.
     torch.serialization.add_safe_globals([Namespace])
     try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True), sizes
+        # torch maps a file by its name alone, and as UTF-8, which a name in another locale's bytes is not
+        if mapped and _is_utf8(path):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True), sizes
+        with open(path, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True), sizes
     except pickle.UnpicklingError as error:
         # torch's own message advises to switch the protection off
         named = re.search(r"GLOBAL (\S+)", str(error))

@@ -42,12 +42,14 @@ _FULL = {
 _LIMITS = {
     errno.EMFILE: "too many files are open: raise ulimit -n",
     errno.ENFILE: "too many files are open on this machine: close some programs",
+    errno.EIO: "the system could not read or write (Input/output error): check the disk, or use another one",
     errno.EAGAIN: "no more processes can be started: ask for fewer, or raise ulimit -u",
 }
 _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"
 _FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # what comes with the extra of that name
 _FAIRSEQ_PLATFORM = "Linux on x86-64 with Python 3.11 or 3.12"  # for which its wheels are built
 _TORCH_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|CUDA out of memory")
+_LIBRARY = re.compile(r"([^\s:]+): failed to map segment from shared object")
 
 
 def fairseq_remedy() -> str:
@@ -82,7 +84,7 @@ def os_line(error: OSError, path: object = None) -> str | None:
     path = error.filename if path is None else path
     if error.errno == errno.ENOMEM:
         return f"not enough memory: {_MEMORY}"
-    if error.errno in _LIMITS:
+    if error.errno in _LIMITS and not (error.errno == errno.EIO and path is not None):
         return _LIMITS[error.errno]
     if error.errno in _FULL:
         where = f" while writing {shown(path)}" if path is not None else ""
@@ -93,12 +95,34 @@ def os_line(error: OSError, path: object = None) -> str | None:
     return f"{shown(path)} {wrong}: {remedy}"
 
 
+def _library_line(error: BaseException) -> str | None:
+    """Why a shared library could not be mapped into memory, if that is what went wrong here or before.
+
+    The system's message gives no reason. It is the disk where that forbids to run programs, else memory.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if match := _LIBRARY.search(str(cause)):
+            break
+        cause = cause.__cause__ or cause.__context__
+    else:
+        return None
+    if os.statvfs(sys.prefix).f_flag & os.ST_NOEXEC:
+        return f"{match[1]} cannot be loaded: {shown(sys.prefix)} is on a disk mounted with noexec: install elsewhere"
+    return (
+        f"not enough memory to load {match[1]}: raise the limit of address space (ulimit -v), or end other programs; "
+        "if neither is short, see whether the library's disk is mounted with noexec"
+    )
+
+
 def told(error: BaseException) -> str | None:
     """The one line that a user is told; nothing where the error is none of theirs but a bug."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FAIRSEQ:
         return f"this command needs fairseq, and {error.name} is not installed: {fairseq_remedy()}"
+    if isinstance(error, (ImportError, OSError)) and (line := _library_line(error)):
+        return line
     if isinstance(error, OSError):
         return os_line(error)
     if isinstance(error, MemoryError):
@@ -108,6 +132,8 @@ def told(error: BaseException) -> str | None:
         if found := _TORCH_MEMORY.search(str(error)):
             asked = f" ({int(found[1]):,} bytes more were asked for)" if found[1] else " on the GPU"
             return f"not enough memory{asked}: {_MEMORY}"
+        if str(error) == "can't start new thread":
+            return _LIMITS[errno.EAGAIN]
         if str(error).startswith("Symlink loop from "):
             path = str(error).removeprefix("Symlink loop from ").strip("'\"")
             return os_line(OSError(errno.ELOOP, "", path))

@@ -1,6 +1,7 @@
 """Files that are whole or absent: atomic writes, digests, JSON lines and locks."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -9,6 +10,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +26,71 @@ RESTORE, DELETE_LINE = "restore it or delete it", "delete that line or the file"
 def replace_with(path: Path, write: Callable[[Path], Any]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it onto ``path``, never onto a device."""
     check_kind("file", path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # matplotlib and others choose the format by the ending, so the temporary name keeps it.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    with parents(path), naming(path):
+        # matplotlib and others choose the format by the ending, so the temporary name keeps it.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def parents(path: Path) -> Iterator[None]:
+    """Make the missing folders above ``path``. Where what follows fails, those of them that are empty are removed."""
+    with removed_on_failure([folder for folder in path.parents if not folder.exists()]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+@contextlib.contextmanager
+def removed_if_refused(path: Path) -> Iterator[None]:
+    """Where what follows raises a UserError, remove a file, and the folders above it, that were not there before."""
+    there = path.exists()
+    with removed_on_failure([folder for folder in path.parents if not folder.exists()]):
+        try:
+            yield
+        except UserError:
+            if not there:
+                path.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def removed_on_failure(folders: Sequence[Path]) -> Iterator[None]:
+    """Where what follows fails, remove those of the ``folders`` that are empty, in this order."""
     try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except BaseException:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in errors of the system that name no path, such as a full disk, or a temporary file beside it."""
+    try:
+        yield
+    except OSError as error:
+        beside = isinstance(error.filename, str) and Path(error.filename).name.startswith(f".{path.stem}-")
+        if error.filename is None or isinstance(error.filename, int) or beside:
+            error.filename = str(path)
+        raise
 
 
 def atomic_write(path: Path, text: str) -> None:
     """Write ``text`` so that a reader sees the old file or the new one, never a part."""
-    replace_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_with(path, lambda temporary: temporary.write_bytes(text.encode(errors="surrogateescape")))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -71,9 +118,32 @@ def json_object(text: str | bytes, source: object, remedy: str, line: int = 1) -
     raise UserError(f"{source} line {line} is not a JSON object ({why}): {remedy}")
 
 
+def open_input(path: Path) -> BufferedReader:
+    """Open a plain file to read.
+
+    A pipe would block for as long as nobody writes into it, a device may never end, and neither can be read twice.
+
+    Raises:
+        UserError: it is a folder, a device, a pipe or a socket.
+        OSError: it does not exist or may not be read; it names the path.
+    """
+    kind = os.stat(path).st_mode
+    if stat.S_ISDIR(kind):
+        raise UserError(f"{shown(path)} is a folder: name a file")
+    if not stat.S_ISREG(kind):
+        raise UserError(f"{shown(path)} is a device, a pipe or a socket: name a plain file")
+    return open(path, "rb")
+
+
+def read_input(path: Path) -> bytes:
+    """All of a plain file. Raises UserError and OSError as :func:`open_input`."""
+    with naming(path), open_input(path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes()
+        text = read_input(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     return json_object(text, path, RESTORE)
@@ -86,7 +156,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    lines = read_input(path).split(b"\n")
     if not lines[-1] or _is_unfinished(lines[-1]):
         del lines[-1]
     return [json_object(line, path, DELETE_LINE, n) for n, line in enumerate(lines, start=1)]
@@ -108,7 +178,7 @@ def append_json_line(path: Path, row: dict[str, Any]) -> None:
     """
     check_kind("file", path)
     line = json.dumps(row).encode() + b"\n"
-    with _locked_for_append(path) as handle:
+    with parents(path), _locked_for_append(path) as handle:
         end = os.lseek(handle, 0, os.SEEK_END)
         tail = _after_last_newline(handle, end)
         if _is_unfinished(tail):
@@ -136,7 +206,6 @@ def append_json_line(path: Path, row: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _locked_for_append(path: Path) -> Iterator[int]:
     """The descriptor of a file that is locked until the end, once no other process holds its lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -251,7 +320,7 @@ def file_digest(*paths: Path) -> str:
     """The sha256 over the contents of the files, in order."""
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
+        with naming(path), open_input(path) as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
@@ -262,7 +331,7 @@ def vocabulary_digest(symbols: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
+def lock(path: Path, busy: str, wait: bool = False, folder: bool = False) -> Iterator[int]:
     """Hold an exclusive lock on ``path``, a file or a folder that is there; yields its file descriptor.
 
     A process that inherits the descriptor keeps the lock for as long as it lives, so that a
@@ -272,12 +341,14 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
         path: a file is made if it is missing, and stays, unless a UserError leaves nothing else beside it.
         busy: what to say when somebody else holds the lock.
         wait: say it on standard error and wait, instead of raising it.
+        folder: ``path`` is a folder, never to be made as a file.
 
     Raises:
         UserError: ``busy``, when somebody else holds the lock.
+        FileNotFoundError: ``folder``, and it has been removed.
     """
-    made = [part for part in (path, *path.parents) if not part.exists()]
-    handle = _opened_for_lock(path)
+    made = [] if folder else [part for part in (path, *path.parents) if not part.exists()]
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY) if folder else _opened_for_lock(path)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -288,6 +359,8 @@ def lock(path: Path, busy: str, wait: bool = False) -> Iterator[int]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         if not path.exists() or not os.path.samestat(os.fstat(handle), os.stat(path)):
             # whoever had made it has just failed and removed it
+            if folder:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             raise UserError(busy)
         try:
             yield handle

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from .errors import UserError
+from .errors import UserError, shown
 from .files import DELETE_LINE, RESTORE, read_json_lines
 from .spec import nearest
 
@@ -31,6 +31,7 @@ class Rule:
 
 
 _LARGEST = 1 << 63
+Name = Annotated[str, Rule(lambda v: bool(v.strip()), "text that is not empty")]
 Count = Annotated[int, Rule(lambda v: 1 <= v < _LARGEST, "a whole number above 0")]
 Natural = Annotated[int, Rule(lambda v: 0 <= v < _LARGEST, "a whole number from 0 on")]
 Counts = Annotated[
@@ -59,7 +60,8 @@ def read(
     """``given``, as JSON or TOML have it, as a record of ``kind``.
 
     Args:
-        kind: a dataclass; fields without a default must be there.
+        kind: a dataclass; fields without a default must be there. If it has a method ``fault``, that returns what is
+            wrong with its values together, as the end of a sentence about it, or None.
         given: a table; of what is nested in it, tables become records and lists tuples.
         source, what: the file and the part of it, for messages.
         strict: a user wrote it: refuse unknown keys, and take a whole number for no other. Otherwise a program did,
@@ -95,7 +97,11 @@ def _record(kind: type[Record], given: object, source: str, what: str, strict: b
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{source}: {what} lacks {name}")
-    return kind(**values)
+    record = kind(**values)
+    fault = getattr(record, "fault", None)
+    if fault is not None and (why := fault()):
+        raise UserError(f"{source}: {what} {why}")
+    return record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +160,7 @@ def filled(kind: type[Record], source: object, **own: object) -> Record:
 
 def _value(hint: Any, value: object, source: str, key: str, what: str, strict: bool) -> Any:
     def refuse(words: str) -> typing.NoReturn:
-        raise UserError(f"{source}: {key} of {what} must be {words}, not {_shown.repr(value)}")
+        raise UserError(f"{source}: {key} of {what} must be {words}, not {shown(_shown.repr(value))}")
 
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:

@@ -1,7 +1,6 @@
 """The destination folder: recognised as our own, built beside it, replaced in one step."""
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -9,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.errors import UserError, shown
-from fairseq_rpe.core.files import lock, write_json
+from fairseq_rpe.core.errors import UserError, os_line, shown
+from fairseq_rpe.core.files import lock, removed_on_failure, write_json
 from fairseq_rpe.data.folder import BINARIES, MANIFEST, describe_files, read_manifest
 
 _NAMED = 3  # settings in a message
@@ -99,26 +98,54 @@ def _check_replaceable(dest: Path, contents: Contents) -> None:
 def scratch(dest: Path) -> Iterator[Path]:
     """A temporary folder on the disk of ``dest``, for one process at a time, removed in the end.
 
-    What a killed process left there is removed first; a second process waits for the first. Raises UserError for any
-    ``OSError`` inside.
+    What a killed process left there is removed first; a second process waits for the first. Folders above ``dest`` that
+    were missing are removed again where the work fails. Raises UserError for any ``OSError`` inside.
     """
     parent, prefix = dest.parent, f".{dest.name}.prepare-"
     folder = parent / f"{prefix}{os.getpid()}"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with lock(parent, f"waiting for another preparation in {parent}", wait=True):
+    with contextlib.ExitStack() as stack:
+        try:
+            _lock_parent(dest, stack)
             for name in os.listdir(parent):
                 if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
                     shutil.rmtree(parent / name, ignore_errors=True)
-            try:
-                folder.mkdir()
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise UserError(f"no space left for {dest}: free some or use another disk") from error
-        raise UserError(f"cannot write {dest} ({error}): give another --dest") from error
+            folder.mkdir()
+        except FileExistsError as error:
+            raise UserError(f"{error.filename} is a file, not a folder: name another place") from error
+        except OSError as error:
+            raise UserError(os_line(error, error.filename or parent) or str(error)) from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except OSError as error:
+            raise UserError(_error_line(error, dest, folder)) from error
+
+
+def _lock_parent(dest: Path, stack: contextlib.ExitStack) -> None:
+    """Make the folders above ``dest`` and lock the last one; try again where another process has just removed it."""
+    missing = [folder for folder in dest.parents if not folder.exists()]
+    busy = f"waiting for another preparation in {dest.parent}"
+    for left in reversed(range(100)):
+        try:
+            with removed_on_failure(missing):
+                dest.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock(dest.parent, busy, wait=True, folder=True))
+        except FileNotFoundError:
+            if not left:
+                raise
+        else:
+            break
+    # within the lock: whoever waits for it would otherwise lose the folder in which it works
+    stack.enter_context(removed_on_failure(missing))
+
+
+def _error_line(error: OSError, dest: Path, folder: Path) -> str:
+    """The line of an error of the system: about ``dest`` where its path is in the temporary folder or unknown."""
+    path = error.filename
+    inside = isinstance(path, str) and Path(path).is_relative_to(folder)
+    if path is None or inside:
+        return os_line(error, dest) or f"{dest} cannot be written ({error}): name another place"
+    return os_line(error) or str(error)
 
 
 def _publish(built: Path, dest: Path, old: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import json_object
-from fairseq_rpe.data.sourcefiles import MAX_JSON_LINE, Entry, opened, read_blocks, readable
+from fairseq_rpe.data.sourcefiles import Entry, lines_of, opened, read_blocks, readable
 
 _PARQUET_ROWS = 64
 
@@ -104,11 +104,9 @@ def _decoded(entry: Entry) -> Iterator[str]:
 def _json_rows(entry: Entry, key: str) -> Iterator[tuple[str, str]]:
     end = 0
     with opened(entry) as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_JSON_LINE + 1), b""), start=1):
+        for number, line in lines_of(file, entry, "give that document as a text file"):
             begin, end = end, end + len(line)
             name = f"{entry} line {number}"
-            if len(line) > MAX_JSON_LINE:
-                raise UserError(f"{name} is over {MAX_JSON_LINE >> 20} MiB: give that document as a text file")
             if not line.strip():
                 continue
             try:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest, read_json
+from fairseq_rpe.core.files import file_digest, naming, open_input, read_input, read_json
 from fairseq_rpe.core.records import Count
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
@@ -191,7 +191,7 @@ def digest(data: Path) -> str:
 
 def _read_index(path: Path) -> tuple[str, np.ndarray]:
     """The number type of the ids and the tokens of each item, (items,)."""
-    with open(path, "rb") as file:
+    with naming(path), open_input(path) as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         whole = len(head) == len(_MAGIC) + _HEADER.size and head.startswith(_MAGIC)
         version, code, items = _HEADER.unpack_from(head, len(_MAGIC)) if whole else (0, 0, 0)
@@ -279,7 +279,7 @@ def read_dictionary(path: Path) -> list[str]:
 
     Raises UserError: fairseq would not read it.
     """
-    content, symbols, number = path.read_bytes(), list(FAIRSEQ_SPECIALS), 0
+    content, symbols, number = read_input(path), list(FAIRSEQ_SPECIALS), 0
 
     def refuse(number: int, why: str) -> NoReturn:
         raise UserError(f"{path} line {number} {why}: use the file that the data were made with")

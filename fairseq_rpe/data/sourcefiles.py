@@ -155,8 +155,8 @@ def _is_binary(entry: Entry) -> bool:
 def _kind_of_json(entry: Entry) -> str:
     """Data sets such as C4 name JSON lines ``.json``; one JSON value over all of a file is no text to train on."""
     with opened(entry) as file:
-        lines = iter(partial(file.readline, MAX_JSON_LINE + 1), b"")
-        first = next((line.strip() for line in lines if line.strip()), b"")
+        lines = lines_of(file, entry, "write each document as a line of its own")
+        first = next((line.strip() for _, line in lines if line.strip()), b"")
     try:
         if not first or isinstance(json.loads(first), dict):
             return "jsonl"
@@ -184,6 +184,14 @@ def _known(what: Entry | Path, archive: Path) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise UserError(f"cannot read {what} ({error}): unpack {archive} and give the folder") from None
+
+
+def lines_of(file: BinaryIO, what: object, remedy: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of an open file by number, from 1. Raises UserError: one is too long to be held in memory."""
+    for number, line in enumerate(iter(partial(file.readline, MAX_JSON_LINE + 1), b""), start=1):
+        if len(line) > MAX_JSON_LINE:
+            raise UserError(f"{what} line {number} is over {MAX_JSON_LINE >> 20} MiB: {remedy}")
+        yield number, line
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """All encodings by name. ``build("type1:form=paper", heads=8, width=512).profile(n)``."""
 
-import hashlib
 import importlib.util
 import sys
 import traceback
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from ..core import UserError, option
 from ..core.contract import call, is_shipped
+from ..core.files import file_digest
 from . import (  # noqa: F401  (registers)
     absolute,
     alibi,
@@ -90,7 +90,7 @@ def load_module(path: str | Path) -> None:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"--rpe-module {path}: no such file, name a Python file")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    digest = file_digest(file)
     if str(file) in _loaded:
         if _loaded[str(file)] != digest:
             raise UserError(f"--rpe-module {path}: the file changed after it was loaded; start a new process")

@@ -2,8 +2,17 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from fairseq_rpe.core.files import check_file
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that is made, with the folders above it, by its first message."""
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
 
 
 def log_to(path: Path | None) -> None:
@@ -14,8 +23,7 @@ def log_to(path: Path | None) -> None:
     """
     if path:
         check_file("--log", path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, delay=True) if path else logging.NullHandler()
+    handler = _LogFile(path, delay=True) if path else logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)

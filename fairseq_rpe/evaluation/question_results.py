@@ -14,6 +14,8 @@ from fairseq_rpe.evaluation.results import Overrides, Result, draws_of
 from fairseq_rpe.questions import askable, metrics, prepared
 from fairseq_rpe.questions.layout import Cut
 
+# A score is divided by the tokens of an answer to this power, which must stay a number.
+MOST_PENALTY = 10.0
 By = Literal["generation", "likelihood"]
 
 
@@ -96,6 +98,8 @@ class QuestionRequest(Overrides):
             raise UserError("--beam is of --by generation: drop it, choices are all compared")
         if self.length_penalty is not None and self.beam == 1:
             raise UserError("--length-penalty is of a beam: give --beam K above 1, or drop it")
+        if self.length_penalty is not None and not 0 <= self.length_penalty <= MOST_PENALTY:
+            raise UserError(f"--length-penalty {self.length_penalty:g} is out of range: use 0 to {MOST_PENALTY:g}")
         askable.check(folder, self.subset, self.lengths, sets, compared=self.by == "likelihood")
         of = {"checkpoint": checkpoint, "data": prepared.digest(self.data)}
         penalty = 1.0 if self.beam > 1 and self.length_penalty is None else self.length_penalty

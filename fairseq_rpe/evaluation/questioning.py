@@ -255,7 +255,7 @@ def _keep(path: Path | None, part: _Part) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
+    with files.naming(path), open(path, "ab") as file:
         file.write(json.dumps(records.write(part)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -136,9 +137,16 @@ class TextRequest(Overrides):
 class Buckets:
     """Mean loss in bits of the tokens at positions up to ``upto`` (inclusive) and beyond the bucket before."""
 
-    upto: tuple[int, ...]
+    upto: tuple[Natural, ...]
     loss_base2: tuple[float, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[Count, ...]
+
+    def fault(self) -> str | None:
+        if not len(self.upto) == len(self.loss_base2) == len(self.tokens):
+            return "has upto, loss_base2 and tokens of different lengths"
+        if not self.upto or any(later <= earlier for earlier, later in pairwise(self.upto)):
+            return "has an upto that does not increase"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +268,7 @@ def read(kind: type[Found], path: Path) -> list[Found]:
     """
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return list(_read_version(kind, path, version))

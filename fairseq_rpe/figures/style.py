@@ -4,6 +4,7 @@ import io
 import re
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,8 +146,14 @@ def legend_below(figure: Figure, axes: Axes, ncols: int = 3) -> None:
 def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:
     """Write to each path in the format of its ending; the same numbers give the same bytes."""
     for path in paths:
-        undated = {"CreationDate": None} if path.suffix == ".pdf" else None
-        replace_with(path, lambda target, undated=undated: figure.savefig(target, dpi=dpi, metadata=undated))
+        replace_with(path, partial(_write_figure, figure, dpi, path.suffix.lower()[1:]))
+
+
+def _write_figure(figure: Figure, dpi: int, format: str, target: Path) -> None:
+    """Write a figure by way of memory: where a disk is full, matplotlib's PDF writer ends in an error of its own."""
+    out = io.BytesIO()
+    figure.savefig(out, dpi=dpi, format=format, metadata={"CreationDate": None} if format == "pdf" else None)
+    target.write_bytes(out.getvalue())
 
 
 def to_svg(figure: Figure) -> bytes:

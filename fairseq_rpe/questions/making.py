@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..core import UserError, records
-from ..core.files import file_digest
+from ..core.files import file_digest, open_input
 from ..core.records import Words
 from ..core.table import Cell, Row, Table
 from ..data.folder import SPLITS
@@ -128,7 +128,7 @@ def _read_file(path: Path) -> Iterator[Asked]:
 
 def _place(path: Path, number: int) -> str:
     """File and line of a question of a file, by its number from 0: blank lines are none."""
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         lines = [line for line, text in enumerate(file, start=1) if text.strip()]
     return f"{path} line {lines[number]}"
 

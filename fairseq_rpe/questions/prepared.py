@@ -6,17 +6,18 @@ end symbol, numbered from 0: the items; ``SPLIT.rows.jsonl`` names the items of 
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 import numpy as np
 
 from ..core import UserError, records
 from ..core.files import file_digest, json_object, read_json
-from ..core.records import Count, Natural, Words
+from ..core.records import Count, Name, Natural, Rule, Words
 from ..data.encoders import load_decoder
 from ..data.folder import BINARIES, SPLITS, FileRecord, check_folder, describe_files, map_split
 from ..data.vocabulary import VOCABULARY_FILES
@@ -70,6 +71,9 @@ class _Manifest:
     files: Mapping[str, FileRecord]
 
 
+_Answers = Annotated[tuple[Natural, ...], Rule(lambda v: len(v) > 0, "a list of at least one text's number")]
+
+
 @dataclass(frozen=True)
 class Row:
     """A question; texts are items, whose tokens and text :class:`Rows` has.
@@ -78,16 +82,21 @@ class Row:
     with white space, answers and choices begin with a blank, as words do within a line: strip what is compared.
     """
 
-    id: str
+    id: Name
     set: str
+    answers: _Answers
     group: str = ""  # what is scored together, by itself where it is empty
-    prompt: int | None = None
-    document: int | None = None
-    cue: int | None = None
-    answers: tuple[int, ...] = ()
-    choices: tuple[int, ...] = ()
-    distance: int | None = None  # words between the place that answers it and the document's end
-    guesses: Mapping[str, int] = field(default_factory=dict)  # answers without any model, by the way to guess
+    prompt: Natural | None = None
+    document: Natural | None = None
+    cue: Natural | None = None
+    choices: tuple[Natural, ...] = ()
+    distance: Natural | None = None  # words between the place that answers it and the document's end
+    guesses: Mapping[str, Natural] = field(default_factory=dict)  # answers without any model, by the way to guess
+
+    def items(self) -> Iterator[int]:
+        """The numbers of all its texts."""
+        yield from (item for item in (self.prompt, self.document, self.cue) if item is not None)
+        yield from (*self.answers, *self.choices, *self.guesses.values())
 
 
 _ROW = {one.name for one in fields(Row)}
@@ -115,10 +124,35 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = range(len(self))[index]  # counted from the end where it is negative
+        given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in self._read(number).items()}
+        return Row(**{key: value for key, value in given.items() if key in _ROW})
+
+    def _read(self, number: int) -> dict[str, Any]:
         start = self._breaks[number - 1] + 1 if number else 0
-        row = json_object(self._lines[start : self._breaks[number]].tobytes(), self._path, _AGAIN, number + 1)
-        given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key in _ROW}
-        return Row(**given)
+        return json_object(self._lines[start : self._breaks[number]].tobytes(), self._path, _AGAIN, number + 1)
+
+    def check(self, sets: Mapping[str, "SetInfo"]) -> None:
+        """Check every line: its types, that its texts exist, its set, its id, and the number of questions of each set.
+
+        After that, reading a question checks nothing. Raises UserError: it names the file and the line.
+        """
+        split, lines, counts = self._path.name.partition(".")[0], dict[tuple[str, str], int](), Counter[str]()
+        for number in range(len(self)):
+            source = f"{self._path} line {number + 1}"
+            row = records.read(Row, self._read(number), source, "the question", strict=False, remedy=_AGAIN)
+            source += f": question '{row.id}'"
+            if (last := max(row.items())) >= len(self.sizes):
+                raise UserError(f"{source} names text {last}, but there are {len(self.sizes)}: {_AGAIN}")
+            if row.set not in sets or split not in sets[row.set].splits:
+                raise UserError(f"{source} is of the set '{row.set}', which {ANSWERS} does not describe: {_AGAIN}")
+            if (first := lines.setdefault((row.set, row.id), number)) != number:
+                raise UserError(f"{source} has the id of line {first + 1}: {_AGAIN}")
+            if row.prompt is row.document is row.cue is None:
+                raise UserError(f"{source} has neither a prompt nor a document nor a cue: {_AGAIN}")
+            counts[row.set] += 1
+        for name, info in sets.items():
+            if split in info.splits and counts[name] != (wanted := info.splits[split].questions):
+                raise UserError(f"{self._path} has {counts[name]} questions of {name}, not {wanted}: {_AGAIN}")
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -160,6 +194,10 @@ class Rows(Sequence[Row]):
         return load_decoder(self._kind, self._folder)
 
 
+# files of questions that this process has checked: folder, split, size and time of change
+_CHECKED: set[tuple[str, str, int, int]] = set()
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A prepared folder of questions."""
@@ -180,7 +218,13 @@ class Prepared:
         check_folder(self.folder, name)
         rows = f"{name}.rows.jsonl"
         _check_files(self.folder, (f"{name}.bin", f"{name}.idx", rows))
-        return Rows(self.folder, name, self.kind)
+        found = Rows(self.folder, name, self.kind)
+        status = (self.folder / rows).stat()
+        stamp = (str(self.folder), name, status.st_size, status.st_mtime_ns)
+        if stamp not in _CHECKED:
+            found.check(self.sets)
+            _CHECKED.add(stamp)
+        return found
 
 
 def is_prepared(path: Path) -> bool:

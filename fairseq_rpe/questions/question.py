@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import UserError, records
-from ..core.files import json_object
+from ..core.files import json_object, open_input
 from ..core.records import Natural
+from ..data.sourcefiles import lines_of
 
 _REMEDY = "correct it"
 
@@ -52,8 +53,8 @@ def read(path: Path) -> Iterator[Question]:
     Raises UserError: a line is no such object, an id is there twice, or a question is refused by :func:`check`.
     """
     seen: dict[str, int] = {}
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_input(path) as file:
+        for number, line in lines_of(file, path, _REMEDY):
             source = f"{path} line {number}"
             if not line.strip():
                 continue

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core import UserError
+from ..core.errors import shown
 from ..core.files import json_object
 from ..core.records import Words
-from ..data.sourcefiles import Entry, opened, readable
+from ..data.sourcefiles import Entry, lines_of, opened, readable
 
 REMEDY = "correct it or get the file again"
 _PARQUET_ROWS = 64
@@ -88,7 +89,7 @@ def rows(files: Sequence[Entry], wanted: Wanted, needed: Words = ()) -> Iterator
 def lines(entry: Entry) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not empty, each after its file and number. Raises UserError: no UTF-8."""
     with opened(entry) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in lines_of(file, entry, REMEDY):
             source = f"{entry} line {number}"
             try:
                 text = line.removeprefix(_BOM if number == 1 else b"").decode().rstrip("\r\n")
@@ -128,7 +129,7 @@ def _places(header: Words, columns: Mapping[str, str], source: str) -> dict[str,
         if column not in header:
             if name == "label":
                 raise NoLabel(source)
-            raise UserError(f"{source} has no column '{column}' but {', '.join(header)}: {REMEDY}")
+            raise UserError(f"{source} has no column '{column}' but {shown(', '.join(header))}: {REMEDY}")
     return {name: header.index(column) for name, column in columns.items()}
 
 

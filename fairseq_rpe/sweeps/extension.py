@@ -18,7 +18,7 @@ from fairseq_rpe import encodings, positions
 from fairseq_rpe.core import Positions, checkpoint_file
 from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder, replace_with
+from fairseq_rpe.core.files import check_folder, removed_if_refused, replace_with
 from fairseq_rpe.core.sizes import size_of
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import blocks_of, check_plain, separates_documents
@@ -78,19 +78,22 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
         raise UserError(f"{path} does not say how long its training texts were: train it again")
     filled = _filled(asked, checkpoint, tokens)
     reach = _check_length(filled, checkpoint, original, tokens)
-    filled, fresh = _with_parameters(filled, checkpoint, original, tokens)
-    request = replace(
-        filled, save_dir=folder.checkpoints.path, extra=(*filled.extra, "--rpe-train-length", str(original))
-    )
     doubled = {tokens, *(original << k for k in range(64) if original << k <= reach)}
     wanted = tuple(sorted({original, *(lengths or doubled)}))
-    training_data.check_blocks(data, tokens, request.blocks, bool(request.separate_documents))
+    training_data.check_blocks(data, tokens, filled.blocks, bool(filled.separate_documents))
     corpus.check_block(data, subset, max(wanted))
-    if request.blocks == "document" or request.separate_documents:
+    if filled.blocks == "document" or filled.separate_documents:
         corpus.check_documents(data, subset)
-    if request.blocks == "document":
+    if filled.blocks == "document":
         corpus.check_document_block(data, subset, max(wanted))
-    fixed = plan(request, corpus.digest(data))
+    with removed_if_refused(filled.save_dir / "begin.pt"):
+        filled, fresh = _with_parameters(filled, checkpoint, original, tokens)
+        request = replace(
+            filled, save_dir=folder.checkpoints.path, extra=(*filled.extra, "--rpe-train-length", str(original))
+        )
+        fixed = plan(request, corpus.digest(data))
+        if folder.checkpoints.finished(fixed) is None:
+            start.check(request, fixed)
     of = (folder, request, fixed, original, wanted, subset, checkpoint.encoding)
     return Extension(path, *of, fresh=bool(fresh))
 
@@ -103,8 +106,6 @@ def carry_out(extension: Extension) -> dict[str, list[TextResult]]:
     """
     request, run = extension.request, extension.folder.checkpoints
     finished = run.finished(extension.plan) is not None
-    if not finished:
-        start.check(request, extension.plan)
     moved = {"positions": request.positions_eval} if request.positions_eval else {}
     stretched = {"rpe": request.rpe, **moved} if request.rpe != extension.before else moved
     found = {f"{extension.before}, before": _before(extension, {})}

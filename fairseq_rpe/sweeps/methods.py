@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 
 from fairseq_rpe import encodings, positions
+from fairseq_rpe.attention import choose
 from fairseq_rpe.core.errors import UserError, need_fairseq
 from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
 from fairseq_rpe.runs.start import check_separate_documents, check_specs
@@ -38,8 +39,9 @@ def with_checkpoint_rotations(sweep: Sweep) -> Sweep:
 
 
 def check(sweep: Sweep, cells: list[Cell]) -> None:
-    """Refuse a misspelt or repeated method, and training without fairseq."""
+    """Refuse a misspelt or repeated method, an unknown attention back end, and training without fairseq."""
     need_fairseq()
+    choose(sweep.base.attention_backend)
     seen: dict[tuple[str, ...], str] = {}
     tokens = min(cell.plan.settings.tokens for cell in cells)
     for method in sweep.trained:

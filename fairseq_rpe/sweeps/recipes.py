@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import reprlib
 import shlex
 import tomllib
 from collections.abc import Mapping
@@ -189,7 +190,7 @@ def load(name: str) -> Recipe:
     false`` under ``[scales]`` leaves out a scale of the base. Raises UserError: there is none, or it does not say what
     a recipe must.
     """
-    path, given = _read(name, ())
+    path, given = _read(name)
     source = f"recipe {path}"
     text = records.read(_Text, given, source, "the recipe")
     methods = {}
@@ -251,29 +252,46 @@ def _some(name: str) -> str:
     return ", ".join(found[:_SHOWN]) + more
 
 
-def _read(name: str, above: tuple[Path, ...]) -> tuple[Path, dict[str, object]]:
-    """The text of a recipe with what it takes over from its base; ``above``: those that it is a base of."""
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.is_file():
-        if name.endswith(".toml"):
-            raise UserError(f"--recipe {name} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
-        raise UserError(f"unknown recipe '{name}'{nearest(name, names())}; known: {_some(name)}, or FILE.toml")
-    if (place := path.resolve()) in above:
-        raise UserError(f"recipe {path} is its own base: drop one of the base lines")
+def _read(name: str) -> tuple[Path, dict[str, object]]:
+    """The file of a recipe, and its text with what it takes over from its base, that one's base, and so on."""
+    first, texts, seen = _path(name), list[dict[str, object]](), set[Path]()
+    path: Path | None = first
+    while path is not None:
+        if (place := path.resolve()) in seen:
+            raise UserError(f"recipe {path} is its own base: drop one of the base lines")
+        seen.add(place)
+        text = _toml(path)
+        base = text.pop("base", None)
+        if base is not None and not isinstance(base, str):
+            raise UserError(f"recipe {path}: base must be the name of a recipe, not {reprlib.repr(base)}")
+        texts.append(text)
+        path = None if base is None else _path(str(path.parent / base) if base.endswith(".toml") else base)
+    whole: dict[str, object] = {}
     try:
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
+        for text in reversed(texts):
+            whole = _over(whole, text)
+            if "published" in text:  # it belongs to one experiment; everything else is a change of single keys
+                whole["published"] = text["published"]
+    except RecursionError:
+        raise UserError(f"recipe {first} is nested too deep: write it flatter") from None
+    return first, whole
+
+
+def _path(name: str) -> Path:
+    """The file of a recipe. Raises UserError: there is none."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if path.is_file():
+        return path
+    if name.endswith(".toml"):
+        raise UserError(f"--recipe {name} {'is not a file' if os.path.lexists(path) else 'does not exist'}")
+    raise UserError(f"unknown recipe '{name}'{nearest(name, names())}; known: {_some(name)}, or FILE.toml")
+
+
+def _toml(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"recipe {path} is not TOML: {error}") from None
-    if "base" not in text:
-        return path, text
-    base = text.pop("base")
-    if not isinstance(base, str):
-        raise UserError(f"recipe {path}: base must be the name of a recipe, not {base!r}")
-    if base.endswith(".toml"):
-        base = str(path.parent / base)
-    _, under = _read(base, (*above, place))
-    # what was published belongs to one experiment; everything else is a change of single keys
-    return path, {**_over(under, text), "published": text["published"]} if "published" in text else _over(under, text)
 
 
 def _over(under: dict[str, object], text: dict[str, object]) -> dict[str, object]:

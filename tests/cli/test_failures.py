@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 from conftest import run
 
 from fairseq_rpe.cli.main import COMMANDS, main
-from fairseq_rpe.core import errors, files
+from fairseq_rpe.core import checkpoint_file, errors, files
 from fairseq_rpe.evaluation import results
+from fairseq_rpe.figures import style
 from fairseq_rpe.runs import messages, processes
 from fairseq_rpe.runs.further import OURS
 
@@ -72,6 +76,10 @@ class Asked:
         (OSError(errno.EFBIG, ""), "no larger file is allowed (ulimit -f): "),
         (path_error(errno.EIO), f"/a/b cannot be used ({os.strerror(errno.EIO)}): "),
         (OSError(errno.EMFILE, ""), "raise ulimit -n"),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), "could not read or write (Input/output error): check the disk"),
+        (RuntimeError("can't start new thread"), "no more processes can be started: ask for fewer"),
+        (ImportError("libopen.so: failed to map segment from shared object"), "to load libopen.so: raise the limit of"),
+        (OSError("libopen.so: failed to map segment from shared object"), "to load libopen.so: raise the limit of"),
         (MemoryError(), "not enough memory: choose smaller "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes."), "(8,000 bytes"),
         (RuntimeError("Symlink loop from '/a/b'"), "/a/b is a link that leads back to itself: "),
@@ -83,6 +91,18 @@ def test_errors_of_the_system_are_one_line(error, words, monkeypatch, capsys):
 
     monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", fail)
     assert words in error_of(capsys, "user-dir")
+
+
+def test_a_library_on_a_disk_without_programs_is_not_a_lack_of_memory(monkeypatch):
+    try:
+        try:
+            raise ImportError("libopen.so: failed to map segment from shared object")
+        except ImportError as error:
+            raise ImportError("IMPORTANT: PLEASE READ THIS\nfor advice") from error
+    except ImportError as error:
+        long = error
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert "libopen.so cannot be loaded: " in (said := errors.told(long)) and "noexec: install elsewhere" in said
 
 
 def test_an_error_about_no_path_stays_a_bug(monkeypatch, capsys):
@@ -102,6 +122,9 @@ def test_an_error_about_no_path_stays_a_bug(monkeypatch, capsys):
         ("eval x y --lengths 64 --rpe=", "argument --rpe: is empty"),
         ("eval x y --lengths 64 --max-tokens 99999999999999999999", "is not a whole number from 1 to 1000000000"),
         ("eval x y --lengths 64 --nothing", "unrecognized arguments: --nothing (see fairseq-rpe eval --help)"),
+        ("eval x y --lengths=--", "argument --lengths: '--' is no value of an option"),
+        ("accuracy x --unit=--", "argument --unit: '--' is no value of an option"),
+        ("prepare x --dest d --seed " + "9" * 5000, "argument --seed: invalid int value: '999"),
         ("evla", "unknown command 'evla' (did you mean 'eval'?)"),
         ("", "the following arguments are required: COMMAND"),
         ("sliding x y --workers 99999999", "is not a whole number from 0 to 256"),
@@ -343,3 +366,83 @@ def test_the_keyboard_stops_training_without_a_traceback(corpus, tmp_path):
     said = (tmp_path / "err").read_text()
     assert said.splitlines()[-1] == "stopped by the keyboard; rerun the same command to resume"
     assert "Traceback" not in said + (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("place", ["dict.txt", "corpus.json", "test.idx", "recipe.toml", "questions.jsonl", "pipe.py"])
+def test_pipes_and_devices_are_refused_where_a_file_is_read(place, corpus, trained, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    (data / place).unlink(missing_ok=True)
+    os.mkfifo(data / place)
+    commands: dict[str, tuple[object, ...]] = {
+        "recipe.toml": ("sweep", corpus, "--recipe", data / place, "--out", tmp_path / "s"),
+        "questions.jsonl": (
+            *("prepare-answers", "--train", data / place, "--valid", data / place),
+            *("--dest", tmp_path / "d", "--vocab-from", corpus),
+        ),
+        "pipe.py": ("list", "--rpe-module", data / place),
+    }
+    command = commands.get(place, ("eval", trained, data, "--lengths", "8", "--device", "cpu"))
+    said = error_of(capsys, *command)
+    assert place in said and ("pipe or a socket" in said or "not a file" in said or "has no " in said), said
+
+
+def test_what_a_pipe_would_give_is_refused_by_every_reader(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for read in (files.read_json, files.read_json_lines, files.file_digest, files.read_input):
+        with pytest.raises(errors.UserError, match="pipe is a device, a pipe or a socket: name a plain file"):
+            read(tmp_path / "pipe")
+        with pytest.raises(errors.UserError, match="/dev/zero is a device"):
+            read(Path("/dev/zero"))
+
+
+def test_a_full_disk_names_the_file_that_was_written(tmp_path, monkeypatch):
+    """Writing itself does not say where; the name of a temporary file would not help."""
+
+    def full(path: Path) -> None:
+        with open(path, "wb"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError) as caught:
+        files.replace_with(tmp_path / "a/b/figure.png", full)
+    assert errors.told(caught.value).startswith(f"no space left on the disk while writing {tmp_path}/a/b/figure.png: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", [".png", ".pdf"])
+def test_a_full_disk_under_a_figure_is_named(ending, tmp_path, monkeypatch):
+    """matplotlib's own writer of PDF files would hide it behind an AttributeError."""
+
+    class Full(io.FileIO):
+        def write(self, content: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def opened(path: object, mode: str = "r", *rest: object, **more: object):
+        return Full(os.open(path, os.O_WRONLY), mode="w") if "w" in mode else real(path, mode, *rest, **more)
+
+    figure = style.Figure()
+    figure.add_subplot().plot([1, 2])
+    real = io.open
+    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr("builtins.open", opened)
+    with pytest.raises(OSError) as caught:
+        style.save(figure, tmp_path / f"figure{ending}")
+    assert f"no space left on the disk while writing {tmp_path}/figure{ending}" in errors.told(caught.value)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_is_read_in_a_locale_that_cannot_name_it(trained, tmp_path):
+    """Python then holds half surrogate pairs in the place of other bytes, which torch's own reader refuses."""
+    path = tmp_path / "m\udce4" / "checkpoint.pt"
+    path.parent.mkdir()
+    shutil.copy(trained, path)
+    (copy, _), (state, _) = checkpoint_file.read(path), checkpoint_file.read(trained)
+    assert copy["model"].keys() == state["model"].keys()
+
+
+def test_a_log_that_is_never_written_leaves_no_folders(corpus, trained, tmp_path, capsys):
+    log = tmp_path / "a/b/log"
+    error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--rpe-module", tmp_path / "none.py")
+    error_of(capsys, "eval", trained, corpus, "--lengths", "8", "--log", log, "--subset", "none")
+    assert list(tmp_path.iterdir()) == []

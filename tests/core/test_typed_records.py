@@ -28,6 +28,27 @@ class Row:
     tags: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Span:
+    first: int
+    last: int
+
+    def fault(self) -> str | None:
+        return "ends before it begins" if self.last < self.first else None
+
+
+@dataclass(frozen=True)
+class Outer:
+    span: Span | None = None
+
+
+def test_values_that_do_not_fit_together_are_refused() -> None:
+    good = {"span": {"first": 1, "last": 2}}
+    assert records.read(Outer, good, "f line 1", "the row") == Outer(Span(1, 2))
+    said = told(records.read, Outer, {"span": {"first": 3, "last": 2}}, "f line 1", "the row")
+    assert said == "f line 1: span of the row ends before it begins"
+
+
 def told(call, *arguments) -> str:
     with pytest.raises(UserError) as caught:
         call(*arguments)

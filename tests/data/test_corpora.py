@@ -26,7 +26,7 @@ from test_tokenizer import NASTY
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import lock
-from fairseq_rpe.data import documents, pipeline, vocabulary
+from fairseq_rpe.data import documents, pipeline, sourcefiles, vocabulary
 from fairseq_rpe.data.encoders import EOS, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import (
     MADE_BY,
@@ -560,7 +560,7 @@ def test_failure_leaves_the_old_state(
     with pytest.raises(UserError if isinstance(kind, OSError) else kind) as caught:
         prepare(quick(dest, rows, seed=2, overwrite=True), lambda _: None)
     if isinstance(kind, OSError):
-        assert str(caught.value).startswith("no space left for ")
+        assert str(caught.value).startswith(f"no space left on the disk while writing {dest}: ")
     assert (contents(dest) if existing else None) == before
     assert [path for path in tmp_path.iterdir() if path != rows] == ([dest] if existing else [])
 
@@ -594,11 +594,11 @@ def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path) -> None:
     assert contents(dest)["thesis.tex"] == b"years of work"
     (tmp_path / "file").write_text("x")
     assert "is a file" in refused(quick(tmp_path / "file", rows))
-    assert "cannot write" in refused(quick(tmp_path / "file" / "corpus", rows))
+    assert "is a file, not a folder" in refused(quick(tmp_path / "file" / "corpus", rows))
     assert "fairseq splits paths" in refused(quick(tmp_path / f"a{os.pathsep}b", rows))
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
-        assert "cannot write" in refused(quick(tmp_path / "closed" / "corpus", rows))
+        assert "closed may not be read or written" in refused(quick(tmp_path / "closed" / "corpus", rows))
     prepare(quick(tmp_path / "corpus", rows), lambda _: None)
     (tmp_path / "corpus" / "checkpoint.pt").write_bytes(b"weights")
     assert "checkpoint.pt" in refused(quick(tmp_path / "corpus", rows, seed=2))
@@ -633,6 +633,39 @@ def test_commands_replace_a_corpus_only_if_that_is_said(rows: Path, tmp_path: Pa
         assert "seed is 1 there, 2 here" in capsys.readouterr().err
         assert main([*words, "--seed", "2", "--overwrite"]) == 0
         assert main([*words, "--seed", "2"]) == 0
+
+
+def test_a_limit_of_this_process_is_not_the_destination_s_fault(rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def limited(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/somewhere/else")
+
+    monkeypatch.setattr("fairseq_rpe.data.destination.write_json", limited)
+    assert refused(quick(tmp_path / "new" / "corpus", rows)) == "too many files are open: raise ulimit -n"
+
+
+def test_folders_above_the_destination_are_removed_after_a_failure(rows: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    refused(quick(tmp_path / "new" / "folder" / "corpus", rows, max_bytes=1))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_preparation_that_waits_outlives_the_removal_of_the_folder(rows: Path, tmp_path: Path) -> None:
+    parent = tmp_path / "new"
+    parent.mkdir()
+    with lock(parent, "busy"):
+        other = threading.Thread(target=prepare, args=(quick(parent / "corpus", rows), lambda _: None))
+        other.start()
+        while not any(child == other for child in threading.enumerate()) or not _waits(parent):
+            assert other.is_alive()
+        parent.rmdir()
+    other.join(60)
+    assert (parent / "corpus" / "corpus.json").is_file()
+
+
+def _waits(folder: Path) -> bool:
+    """Whether a second handle of this process is open on a folder: the one that waits for its lock."""
+    handles = Path("/proc/self/fd")
+    return sum(os.path.realpath(handle) == str(folder) for handle in handles.iterdir()) > 1
 
 
 def test_two_preparations_wait_for_each_other(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -964,7 +997,7 @@ def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pyte
     assert max(map(len, document.blocks())) <= 1 << 20
     lengths = [len(piece.text) for piece in cut(document.blocks())]
     assert max(lengths) <= PIECE + 1 and sum(lengths) == 5_400_001
-    monkeypatch.setattr(documents, "MAX_JSON_LINE", 1 << 20)
+    monkeypatch.setattr(sourcefiles, "MAX_JSON_LINE", 1 << 20)
     long_row = write_rows(tmp_path / "row.jsonl", ["x" * (3 << 20)])
     assert "row.jsonl line 1 is over 1 MiB" in refused(options(tmp_path / "corpus", long_row))
 

@@ -155,7 +155,7 @@ def test_a_full_disk_is_no_reason_for_a_mirror(server: Server, tmp_path: Path, m
         raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr("pooch.core.hash_matches", fail)
-    with pytest.raises(UserError, match="no space left for .*file.zip: free some"):
+    with pytest.raises(UserError, match="no space left on the disk while writing .*file.zip: free some"):
         get(server, tmp_path / "file.zip", "ok", urls=[server.url, server.url])
     assert list(tmp_path.iterdir()) == [] and len(server.requests) == 1
 

@@ -331,6 +331,8 @@ def test_refusals_in_one_line(data, checkpoint, tmp_path, capsys, monkeypatch):
     assert "question 'q9' of mill has no choices to compare: use --by generation" in said
     assert "--beam is of --by generation" in refused("--lengths", 90, "--by", "likelihood", "--beam", 2)
     assert "--length-penalty is of a beam" in refused("--lengths", 90, "--length-penalty", 1)
+    penalty = ("--beam", 2, "--length-penalty", "1e308")
+    assert "--length-penalty 1e+308 is out of range: use 0 to 10" in refused("--lengths", 90, *penalty)
     assert "does not exist" in refused("--lengths", 90, at=tmp_path / "no.pt")
     make_folder(tmp_path / "others", vocab=vocabulary(tmp_path / "vocabulary", size=290))
     said = refused("--lengths", 90, of=tmp_path / "others")

@@ -1,11 +1,13 @@
 """Prepared folders of questions: what goes in comes out, each text once, damage is told, failure leaves nothing."""
 
+import json
+
 import numpy as np
 import pytest
 from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
 
 from fairseq_rpe.core import UserError
-from fairseq_rpe.data.folder import check_folder, read_split
+from fairseq_rpe.data.folder import check_folder, describe_files, read_split
 from fairseq_rpe.questions.prepared import digest, is_prepared, load
 from fairseq_rpe.questions.question import Question
 
@@ -111,6 +113,65 @@ def test_a_split_that_is_not_there_and_changed_files(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": True}, "prompt of the question must be a whole number from 0 on, not True"),
+        ({"prompt": [0]}, "prompt of the question must be"),
+        ({"document": 0.5}, "document of the question must be"),
+        ({"cue": "x"}, "cue of the question must be"),
+        ({"prompt": -1}, "prompt of the question must be"),
+        ({"prompt": 999}, "'q9' names text 999, but there are "),
+        ({"answers": None}, "answers of the question must be a list of at least one text's number, not None"),
+        ({"answers": 3}, "answers of the question must be"),
+        ({"answers": []}, "answers of the question must be"),
+        ({"answers": ["Bren"]}, "answers of the question must be"),
+        ({"answers": [1 << 70]}, "answers of the question must be"),
+        ({"choices": {"a": 1}}, "choices of the question must be a list"),
+        ({"choices": [0, 999]}, "'q9' names text 999"),
+        ({"guesses": {"last": 999}}, "'q9' names text 999"),
+        ({"id": None}, "id of the question must be text"),
+        ({"id": ["q9"]}, "id of the question must be text"),
+        ({"id": "q8"}, "question 'q8' has the id of line 1"),
+        ({"set": 7}, "set of the question must be text, not 7"),
+        ({"set": "other"}, "'q9' is of the set 'other', which answers.json does not describe"),
+        ({"group": []}, "group of the question must be text"),
+        ({"distance": -2}, "distance of the question must be"),
+        ({"prompt": None, "document": None, "cue": None}, "'q9' has neither a prompt nor a document nor a cue"),
+        ("id", "the question lacks id"),
+        ("answers", "the question lacks answers"),
+        ("set", "the question lacks set"),
+    ],
+)
+def test_an_edited_question_is_refused_with_its_line(tmp_path, change, words):
+    folder = make_folder(tmp_path / "made").folder
+    path = folder / "valid.rows.jsonl"
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[1])
+    lines[1] = json.dumps({k: v for k, v in row.items() if k != change} if isinstance(change, str) else row | change)
+    write_rows(path, lines)
+    with pytest.raises(UserError) as told:
+        load(folder).split("valid")
+    assert str(told.value).startswith(f"{path} line 2: ") and words in str(told.value)
+    assert str(told.value).endswith(": prepare it again")
+
+
+def test_a_question_that_is_gone_is_missed(tmp_path):
+    folder = make_folder(tmp_path / "made").folder
+    path = folder / "valid.rows.jsonl"
+    write_rows(path, path.read_text().splitlines()[:-1])
+    with pytest.raises(UserError, match="valid.rows.jsonl has 3 questions of made, not 4: prepare it again"):
+        load(folder).split("valid")
+
+
+def write_rows(path, lines):
+    """Other questions in a folder, whose answers.json describes them."""
+    path.write_text("\n".join(lines) + "\n")
+    manifest = json.loads((path.parent / "answers.json").read_text())
+    manifest["files"] |= describe_files(path.parent, [path.name])
+    (path.parent / "answers.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
     ("asked", "words"),
     [
         ([one(), one()], "id 'a' is there a second time in the train split of made"),
@@ -122,7 +183,7 @@ def test_a_failure_leaves_nothing(tmp_path, asked, words):
     vocab = vocabulary(tmp_path / "v")
     with pytest.raises(UserError, match=words):
         make_folder(tmp_path / "new" / "made", {"train": asked, "valid": questions(1)}, vocab)
-    assert list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_text_that_does_not_come_back(tmp_path, monkeypatch):
@@ -131,7 +192,7 @@ def test_a_text_that_does_not_come_back(tmp_path, monkeypatch):
         UserError, match="train.jsonl: the tokenizer of --vocab-from cannot give back the prompt of 'q0'"
     ):
         make_folder(tmp_path / "new" / "made", None, vocabulary(tmp_path / "v"))
-    assert list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_of_others_stays(tmp_path):

@@ -249,6 +249,23 @@ def test_memory_and_engine_are_shown_where_they_are_on_record(tmp_path):
     assert head[-2:] == ["peak memory (MiB)", "engine"] and first[-2:] == ["1234.5", "blocks"]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": [1, 1]}, "positions_loss of the result has upto, loss_base2 and tokens of different lengths"),
+        ({"upto": [0, 3, 1]}, "positions_loss of the result has an upto that does not increase"),
+        ({"tokens": [1, 1, -2]}, "tokens of positions_loss of the result must be a whole number above 0, not -2"),
+        ({"upto": [], "loss_base2": [], "tokens": []}, "has an upto that does not increase"),
+    ],
+)
+def test_losses_by_position_that_do_not_fit_together_are_refused(change, words, tmp_path, capsys):
+    found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
+    write_sweep(tmp_path, more={"positions_loss": found | change})
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "eval.jsonl line 1: " in said and words in said
+
+
 def test_loss_by_position_is_drawn_where_it_was_measured(tmp_path):
     found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
     write_sweep(tmp_path, more={"positions_loss": found})

@@ -145,6 +145,14 @@ def test_what_cannot_be_extended(spec, words, said, state, corpus, tmp_path, cap
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("words", [("--schedule", "cosine", "--warmup", 8), ("--attention-backend", "flash")])
+def test_a_refusal_leaves_no_copy_with_new_parameters(words, short, corpus, tmp_path, capsys):
+    out = tmp_path / "new/folder"
+    said = ("--tokens", 64, "--updates", 2, "--rpe", "kerple_power", "--out", out, *words)
+    assert main(["extend", *map(str, (short, corpus, *said)), "--device", "cpu"]) == 2
+    assert "error: " in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_places_that_do_not_fit_the_checkpoint(short, state, corpus, tmp_path, tmp_path_factory, capsys):
     tail = ["--tokens", "64", "--out", tmp_path / "x"]
     other = with_vocabulary(corpus, tmp_path_factory.mktemp("other"), 400)

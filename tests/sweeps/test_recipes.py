@@ -588,6 +588,15 @@ def test_a_base_that_cannot_be_used_is_refused(base, words, tmp_path):
 # malformed ones
 
 
+def test_a_long_chain_of_bases_is_read(tmp_path):
+    written(tmp_path, GOOD)
+    (tmp_path / "mine.toml").rename(tmp_path / "r0.toml")
+    for number in range(1, 1500):
+        (tmp_path / f"r{number}.toml").write_text(f'base = "r{number - 1}.toml"\ntitle = "number {number}"\n')
+    recipe = recipes.load(str(tmp_path / "r1499.toml"))
+    assert recipe.title == "number 1499" and recipe.paper == GOOD["paper"]
+
+
 def test_a_good_recipe_is_read(tmp_path):
     recipe = recipes.load(str(written(tmp_path, GOOD)))
     assert (recipe.name, recipe.kind) == ("mine", "algorithms")

@@ -152,12 +152,18 @@ def _positions(found: Perplexities) -> list[Block]:
     for name, one, length in looked:
         if length == longest:
             curves.setdefault(name, []).append(dict(zip(one.upto, one.loss_base2, strict=True)))
-    means = {name: {n: sum(one[n] for one in seeds) / len(seeds) for n in seeds[0]} for name, seeds in curves.items()}
+    # those that all results have: an edited file may lack some
+    ends_of_all = sorted(set.intersection(*(set(one) for seeds in curves.values() for one in seeds)))
+    if not ends_of_all:
+        return []
+    means = {
+        name: {n: sum(one[n] for one in seeds) / len(seeds) for n in ends_of_all} for name, seeds in curves.items()
+    }
     ends = ", ".join(f"{name} {list(loss.values())[-1]:.2f}" for name, loss in means.items())
     alt = f"Loss in bits per token against the position in blocks of {longest} tokens. At their ends: {ends}."
     caption = f"Loss by position in blocks of {longest} tokens, mean of each doubling of the position."
     counted = next(one for _, one, length in looked if length == longest)
-    counts = dict(zip(counted.upto, counted.tokens, strict=True))
+    counts = {n: count for n, count in zip(counted.upto, counted.tokens, strict=True) if n in ends_of_all}
     return [picture(sweep_curves.positions(means), alt, caption), _by_position(means, counts)]
 
 
