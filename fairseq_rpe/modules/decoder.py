@@ -92,7 +92,10 @@ class RPEDecoder(TransformerDecoderBase):
 
     def _features(self, prev_output_tokens: Tensor, incremental_state: Cache) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
-        positions, padding = counted(prev_output_tokens.eq(self.padding_idx), tokens.shape[1], self.reads_length)
+        # positions of a model in float64 are float64, too
+        wide = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
+        hidden = prev_output_tokens.eq(self.padding_idx)
+        positions, padding = counted(hidden, tokens.shape[1], self.reads_length, wide)
         moves = self.moves.active(self.training)
         if moves is not None:
             lengths = prev_output_tokens.ne(self.padding_idx).sum(1).cpu()
