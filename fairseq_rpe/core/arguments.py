@@ -68,14 +68,14 @@ def check_text(name: str, value: Any, example: str) -> None:
 
 
 def check_texts(name: str, value: Any) -> None:
-    """Check that an argument is a sequence of strings, or None.
+    """Check that an argument is a sequence of strings (a string is one of its characters), or None.
 
     Raises:
         UserError: it is not.
     """
-    if value is None:
+    if value is None or isinstance(value, str):
         return
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not isinstance(value, Sequence):
         raise UserError(f"{name} must be a list of strings or None, not {described(value)}")
     for item in value:
         if not isinstance(item, str):

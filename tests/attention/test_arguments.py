@@ -176,7 +176,7 @@ def test_names(value):
         (lambda: attend(X, X, X, torch.nn.Linear(2, 2)), "encoding is a spec such as 'alibi' or what build"),
         (lambda: RelativeAttention(16, 2, encodings.Encoding), "not the class Encoding"),
         (lambda: RelativeAttention(16, 2, "alibi", bias="no"), "bias is True or False"),
-        (lambda: build("alibi", 2, 16, symbols="abc"), "symbols must be a list of strings"),
+        (lambda: build("alibi", 2, 16, symbols=3), "symbols must be a list of strings"),
         (lambda: build("alibi", 2, 16, symbols=[1]), "symbols must be a list of strings"),
         (lambda: build("alibi", 2, 16).mask(3, dtype=torch.float8_e4m3fn), "not torch.float8_e4m3fn"),
         (lambda: build("alibi", 2, 16).mask(3, dtype="float32"), "not 'float32'"),
