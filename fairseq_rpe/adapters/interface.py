@@ -78,17 +78,20 @@ class Tokens:
         self.shared = True
         self.plans: dict[tuple[int, bool], Plan] = {}
 
-    def settle(self, adapter: Adapter, given: Tensor | None, training: bool) -> Positions:
+    def settle(self, adapter: Adapter, given: Tensor | None, training: bool, dtype: torch.dtype) -> Positions:
         """The positions of this pass; ``given``: transformers' own, (B or 1, n), which must be the same.
+
+        ``dtype``: of the model's states; positions are float32 or better.
 
         Raises UserError: they are others, or random ones are asked for where a cache goes on.
         """
         if self.positions is not None:
             return self.positions
-        plain, self.hidden = Positions.arange(self.n, self.m, device=self.device), None
+        wide = torch.promote_types(dtype, torch.float32)
+        plain, self.hidden = Positions.arange(self.n, self.m, device=self.device, dtype=wide), None
         count = plain
         if self.padding is not None:
-            count, self.hidden = counted(self.padding, self.n, adapter.reads_length)
+            count, self.hidden = counted(self.padding, self.n, adapter.reads_length, wide)
         if given is not None:
             self._check(given.to(self.device), plain.q)
         if adapter.moves.active(training) is None:
@@ -197,7 +200,7 @@ def attention(
             f"{query.shape[2]} queries and {key.shape[2]} keys, where the pass has {tokens.n} and {tokens.m}: keys "
             "that are not tokens (prefix tuning) have no positions"
         )
-    tokens.settle(adapter, more.get("position_ids"), module.training)
+    tokens.settle(adapter, more.get("position_ids"), module.training, value.dtype)
     if heads != key.shape[1]:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if scaling is not None and scaling != width**-0.5:
@@ -245,7 +248,8 @@ def before_first_layer(layer: nn.Module, args: tuple[Any, ...], given: dict[str,
             "model's attention as use_encoding set it"
         )
     tokens.shared = not (layer.training and getattr(layer, "gradient_checkpointing", False))
-    positions = tokens.settle(adapter, given.get("position_ids"), layer.training)
+    states = args[0] if args else given["hidden_states"]
+    positions = tokens.settle(adapter, given.get("position_ids"), layer.training, states.dtype)
     encoding = adapter.encodings[0]
     if not encoding.embeds:
         return None

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from . import short
+from . import double_backward, short
 from .diagonals import diagonal_sums, distances
 from .dropout import ROWS, keep_block
+from .plan import matrix
 from .short import LOG2E, merged
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
@@ -54,6 +55,11 @@ class ToeplitzBias:
     def holes(self) -> bool:
         return self.table is not None and bool(torch.isneginf(self.table).any())
 
+    @staticmethod
+    def dense(n: int, like: Tensor, *tensors: Tensor) -> Tensor:
+        """(n, n) or (H, n, n) of the same tensors by differentiable operations, -inf in the future."""
+        return matrix(tensors[0]) if tensors else double_backward.future(n, n, like)
+
     def block(self, start: int, stop: int, heads: slice) -> Tensor:
         """(h, R, stop): row r is query stop-1-r, column j is key j; -inf in the future; until the next."""
         return distances(self.vector[heads], self.n, start, stop)
@@ -81,7 +87,7 @@ class BlockAttention(torch.autograd.Function):
 
     q, k, v: (B, H, n, D), :func:`by_rows`; ``make`` and its tensors give the bias; dropout and its seed as in
     ``dropout.keep_block``. The backward pass makes the weights again from the saved log-sum-exp, in float32 or better.
-    Gradients of gradients are not available.
+    Second derivatives are those of the dense formula, in O(n²) memory.
     """
 
     @staticmethod
@@ -103,9 +109,25 @@ class BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors  # may be unpacked only once, under activation checkpointing
+        q, k, v, _, _, *tensors = saved
+        make, dropout, seed, n = ctx.make, ctx.dropout, ctx.seed, q.shape[2]
+        needs = *ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
+            keep = _keep(seed, 0, n, q, dropout)
+            return double_backward.attention(q, k, v, make.dense(n, q, *tensors), keep)
+
+        dq, dk, dv, *others = double_backward.differentiable(
+            lambda: BlockAttention.gradients(ctx, grad, saved), formula, grad, (q, k, v, *tensors), needs
+        )
+        return dq, dk, dv, None, None, None, *others
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and the tensors of the bias; ``inputs``: what the forward pass has saved."""
+        q, k, v, out, lse, *tensors = inputs
         bias = ctx.make(q.shape[2], q, *tensors)
         learned = any(ctx.needs_input_grad[6:])
         saved = by_rows(grad), q, k, v, out, lse
@@ -119,7 +141,58 @@ class BlockAttention(torch.autograd.Function):
         else:
             dq, dk, dv = _own_backward(saved, bias, ctx.dropout, ctx.seed, learned)
         of_bias = bias.gradients() if learned else [None] * len(tensors)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, *of_bias
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *of_bias
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Attention by torch's kernel, on a CPU with second derivatives too.
+
+    On other devices, in compiled code and in function transforms (``torch.func``) it is torch's own operation, which
+    raises an error of its own at a second derivative where its kernel has none.
+
+    Args:
+        q: (B, H, n, D).
+        k: (B, H, m, D).
+        v: (B, H, m, D).
+        mask: (B or 1, H or 1, n, m) added to the scores, or None.
+        causal: whether key j is hidden from query i for j > i; n = m, without a mask.
+
+    Returns:
+        (B, H, n, D) in q's dtype.
+    """
+    inputs = (q, k, v) if mask is None else (q, k, v, mask)
+    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    plain = not needs_graph or q.device.type != "cpu" or (mask is not None and mask.requires_grad)
+    if plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    out: Tensor = FlashAttention.apply(by_rows(q), by_rows(k), by_rows(v), mask, causal)
+    return out
+
+
+class FlashAttention(torch.autograd.Function):
+    """torch's kernel for CPUs with the second derivatives that it lacks; the mask has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        out, lse = flash(q, k, v, 0.0, causal, attn_mask=mask)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, mask = ctx.saved_tensors
+        causal = ctx.causal
+
+        def compute() -> tuple[Tensor | None, ...]:
+            return tuple(_flash_backward(by_rows(grad), q, k, v, out, lse, 0.0, causal, attn_mask=mask))
+
+        def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            bias = double_backward.future(q.shape[2], k.shape[2], q) if causal else mask
+            return double_backward.attention(q, k, v, bias)
+
+        needs = ctx.needs_input_grad[:3]
+        return *double_backward.differentiable(compute, formula, grad, (q, k, v), needs), None, None
 
 
 def _fused_forward(

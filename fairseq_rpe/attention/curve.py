@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ..core import Curve, Dense, Form, Pieces
 from ..core.scores import pieces_between
+from . import double_backward
 from .blocks import ToeplitzBias
 from .diagonals import along_diagonals, diagonal_sums
 from .plan import Plan
@@ -29,6 +30,26 @@ def last_row(form: Curve, pieces: Pieces, top: float) -> Form:
     piece = torch.bucketize(x, pieces.ends, right=True)
     lines = _of(pieces.value, piece).addcmul_(_of(pieces.slope, piece), x - pieces.middle[piece])
     return Dense(lines.transpose(0, 1)[:, :, None])
+
+
+def dense_bias(m: int, like: Tensor, *tensors: Tensor) -> Tensor:
+    """The bias of the last n of m tokens by differentiable operations, -inf in the future; float32 or better.
+
+    Args:
+        m: number of keys.
+        like: a tensor with the dtype of the queries.
+        tensors: as of :class:`CurveBias`, but near (B or 1, n).
+
+    Returns:
+        (B or 1, H, n, m).
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    value, slope, far, near, ends, middle = (x.to(wide) for x in tensors)
+    n, key = near.shape[1], torch.arange(m, device=like.device)
+    x = far[(key[m - n :, None] - key).clamp_min(0)] * near[:, :, None]  # (B or 1, n, m)
+    piece = torch.bucketize(x.detach(), ends, right=True)
+    bias = value[:, piece] + slope[:, piece] * (x - middle[piece])  # (H, B or 1, n, m)
+    return bias.transpose(0, 1) + double_backward.future(n, m, like)
 
 
 class CurveBias(ToeplitzBias):
@@ -54,6 +75,11 @@ class CurveBias(ToeplitzBias):
         self.at: tuple[int, int] | None = None
         self.room = self.scratch = far.new_empty(0)
         self.parts = [torch.zeros_like(x) for x in (self.value, self.slope, self.far, self.near)]
+
+    @staticmethod
+    def dense(n: int, like: Tensor, *tensors: Tensor) -> Tensor:
+        value, slope, far, near, ends, middle = tensors
+        return dense_bias(n, like, value, slope, far, near[None], ends, middle)[0]
 
     def _locate(self, start: int, stop: int) -> None:
         """Piece and place in it of every distance of a block, and of the pairs of its bands."""

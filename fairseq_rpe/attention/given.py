@@ -1,15 +1,42 @@
-"""What callers of attention give, looked at before anything is computed."""
+"""Checks of what callers give to attention, before anything is computed."""
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import Positions, UserError
+from ..core.arguments import described
 from ..encodings import Encoding
 
-WHOLE = 1 << 24  # float32 holds every whole number up to here
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of queries, keys and values
+EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # each holds every whole number up to here
+MOST_DISTANCES = 1 << 24  # columns of a table of distances between tokens at positions of any spacing
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Check that an argument is a tensor whose numbers torch's plain operations can read.
+
+    Args:
+        name: of the argument, in the plural.
+        x: the argument.
+
+    Raises:
+        UserError: it is no tensor, sparse, nested or quantised, or on device "meta".
+    """
+    if not isinstance(x, Tensor):
+        raise UserError(f"{name} must be a torch tensor, not {described(x)}: convert it with torch.as_tensor")
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantised" if x.is_quantized else str(x.layout).removeprefix("torch.")
+        raise UserError(f"{name} must be a dense tensor, not a {kind} one: convert it, as with to_dense()")
+    if x.is_meta:
+        raise UserError(f"{name} are on device 'meta', where tensors have no values: create them on another device")
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     shown = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
     if any(x.dim() != 4 for x in (q, k, v)) or not q.numel():
         raise UserError(f"q, k and v are (batch, heads, tokens, head width), none of them 0; these are {shown}")
@@ -19,11 +46,40 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Non
         raise UserError(f"q, k and v differ in more than q's tokens: {shown}; repeat keys that heads share")
     if n > m:
         raise UserError(f"{n} queries and {m} keys: the queries are the last of the tokens, so give all keys")
-    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or not q.is_floating_point():
+    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or q.dtype not in FLOATS:
         given = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)).replace("torch.", "")
-        raise UserError(f"q, k and v are {given}: give them one floating-point dtype and one device")
+        raise UserError(
+            f"q, k and v are {given}: give them one floating-point dtype of 16 bits or more and one device"
+        )
+    if padding is not None:
+        check_tensor("padding", padding)
     if padding is not None and (padding.shape != (batch, m) or padding.dtype != torch.bool):
         raise UserError(f"padding is bool of shape {(batch, m)}, not {padding.dtype} of {tuple(padding.shape)}")
+
+
+def check_input(x: Tensor, width: int, weight: Any) -> None:
+    """Check the input of a layer.
+
+    Args:
+        x: (B, n, C).
+        width: C.
+        weight: of the layer's first projection; anything but a tensor is left to the projection.
+
+    Raises:
+        UserError: x is no dense floating-point tensor (B, n, C), or its dtype or device is not the layer's.
+    """
+    check_tensor("x", x)
+    if x.dim() != 3 or x.shape[2] != width or not x.numel():
+        raise UserError(f"x is (batch, tokens, {width}), not {tuple(x.shape)}")
+    if x.dtype not in FLOATS:
+        raise UserError(f"x is {x.dtype}: give it in a floating-point dtype of 16 bits or more")
+    if not isinstance(weight, Tensor):
+        return
+    if weight.device != x.device:
+        raise UserError(f"the layer is on {weight.device} and x on {x.device}: move one of them with .to(device)")
+    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    if x.dtype != weight.dtype and weight.dtype in FLOATS and not cast:
+        raise UserError(f"the layer is in {weight.dtype} and x in {x.dtype}: convert one of them with .to(dtype)")
 
 
 def check_fit(encoding: Encoding, q: Tensor) -> None:
@@ -42,14 +98,24 @@ def check_fit(encoding: Encoding, q: Tensor) -> None:
 
 
 def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: int) -> Positions:
-    """Positions as given, checked; of a tensor, with what their spacing is."""
+    """Positions of the tokens, checked, in float64 where q is.
+
+    Args:
+        given: as in ``attend``. A ``Positions`` states its own spacing, and its values are checked once; the spacing of
+            a tensor is computed in each call.
+        encoding: that is to receive them.
+        q: (B, H, n, D).
+        m: number of keys.
+
+    Raises:
+        UserError: they are not those of these tokens, or the encoding cannot use them.
+    """
     batch, n = q.shape[0], q.shape[2]
     name = type(encoding).__name__
     if encoding.of_content and encoding.positions == "none":
         raise UserError(f"{name} reads no positions: leave them out")
+    wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(given, Positions):
-        if encoding.positions == "whole" and given.step is None and not bool((given.k == given.k.round()).all()):
-            raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
         if given.tokens is not None and len(given.tokens) not in (1, batch):
             raise UserError(
                 f"tokens of {len(given.tokens)} rows, where attention has {batch}: give those of these rows"
@@ -59,23 +125,32 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
                 f"positions of {tuple(given.q.shape)} queries and {tuple(given.k.shape)} keys, where attention has "
                 f"{(batch, n)} and {(batch, m)}: give those of these tokens"
             )
-        return given
+        for x in (given.q, given.k, *(() if given.tokens is None else (given.tokens,))):
+            if x.device != q.device:
+                raise UserError(f"positions are on {x.device} and q on {q.device}: give them on one device")
+        checked = _checked(given, wide)
+        if encoding.positions == "whole" and given.step is None and not bool((given.k == given.k.round()).all()):
+            raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
+        return checked
+    check_tensor("positions", given)
     if given.shape not in ((m,), (1, m), (batch, m)):
         raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(given.shape)}")
-    if given.dtype in (torch.bool, torch.float16, torch.bfloat16) or given.is_complex():
+    exact = given.is_floating_point() and given.dtype not in EXACT
+    if exact or given.dtype == torch.bool or given.is_complex():
         raise UserError(f"positions in {given.dtype} lose digits: use torch.int64 or torch.float32")
     k = given.to(q.device).reshape(-1, m)
     if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
         raise UserError("positions are 0 or more and never fall along a row: sort the tokens by them")
-    if not k.is_floating_point():
-        if int(k.max()) > WHOLE:
-            raise UserError(f"position {int(k.max())} is beyond {WHOLE}, what float32 can count: use torch.float64")
-        k = k.float()
+    kind = torch.promote_types(k.dtype, wide) if k.is_floating_point() else wide
+    _check_largest(k, k.dtype if k.is_floating_point() else wide)
+    k = k.to(kind)
     whole = bool((k == k.round()).all())
     if encoding.positions == "whole" and not whole:
         raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
     even = whole and bool((k.diff(dim=1) == 1).all())
-    return Positions(k[:, m - n :], k, 1.0 if whole else None, contiguous=even)
+    # a table of all distances between tokens that are far apart would not fit into memory
+    step = 1.0 if whole and (even or float(k.max() - k.min()) <= MOST_DISTANCES) else None
+    return Positions(k[:, m - n :], k, step, contiguous=even)
 
 
 def check_documents(
@@ -105,11 +180,53 @@ def check_documents(
         raise UserError("give padding a number of its own among the documents, and leave padding out")
 
 
-def check_notes(encoding: Encoding, notes: Tensor | None, shape: tuple[int, ...]) -> None:
+def _checked(given: Positions, wide: torch.dtype) -> Positions:
+    """The same positions with their values checked, in float64 where ``wide`` is; kept with what was given."""
+    by_dtype: dict[torch.dtype, Positions] | None = given.__dict__.get("_checked")
+    if by_dtype is None and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        by_dtype = {}  # where values cannot be read
+    elif by_dtype is None:
+        for x in (given.q, given.k):
+            if not bool((torch.isfinite(x) & (x >= 0)).all()):
+                raise UserError("positions are finite and 0 or more: give others")
+            _check_largest(x, x.dtype)
+        by_dtype = {}
+        object.__setattr__(given, "_checked", by_dtype)
+    q, k = (x.to(torch.promote_types(x.dtype, wide)) for x in (given.q, given.k))
+    if q is given.q and k is given.k:
+        return given
+    if wide not in by_dtype:  # one object for all layers, which keep what they compute of it
+        by_dtype[wide] = replace(given, q=q, k=k)
+    return by_dtype[wide]
+
+
+def _check_largest(k: Tensor, dtype: torch.dtype) -> None:
+    largest = float(k.max())
+    if largest > EXACT[dtype]:
+        kind = str(dtype).removeprefix("torch.")
+        remedy = "use torch.float64" if dtype == torch.float32 else "use smaller ones"
+        raise UserError(f"position {largest:.17g} is beyond {EXACT[dtype]}, what {kind} can count: {remedy}")
+
+
+def check_notes(encoding: Encoding, notes: Tensor | None, q: Tensor, m: int) -> None:
+    """Check what an encoding is to read of each of m tokens.
+
+    Raises:
+        UserError: notes (B, H, m, E) are missing, not wanted, or not those of these tokens.
+    """
+    shape = (*q.shape[:2], m)
     name = type(encoding).__name__
     if encoding.notes and notes is None:
         raise UserError(f"{name} reads a layer's input: give notes=encoding.note(x), or use RelativeAttention")
     if notes is not None and not encoding.notes:
         raise UserError(f"{name} takes no notes: leave them out")
-    if notes is not None and notes.shape[:3] != shape:
+    if notes is None:
+        return
+    check_tensor("notes", notes)
+    if notes.dim() != 4 or notes.shape[:3] != shape:
         raise UserError(f"notes are of shape {tuple(notes.shape)}, where attention has {(*shape, 'E')}: give them all")
+    if notes.device != q.device or notes.dtype not in FLOATS:
+        raise UserError(
+            f"notes are {notes.dtype} on {notes.device} and q is on {q.device}: give them in a floating-point dtype of "
+            "16 bits or more, on q's device"
+        )

@@ -17,7 +17,9 @@ from .select import Backend
 Tables = MutableMapping[int, Any]  # what the encodings of a text that is being decoded keep, by id
 
 
-def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Tensor | None]:
+def counted(
+    padding: Tensor, n: int, reads_length: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Positions, Tensor | None]:
     """Positions of the last n of m tokens, and the padding that attention must hide.
 
     Padding at the end of a row needs no mask: causality hides it from every real token. Padding elsewhere, or where
@@ -27,22 +29,24 @@ def counted(padding: Tensor, n: int, reads_length: bool) -> tuple[Positions, Ten
     Args:
         padding: (B, m) bool, True at tokens that are padding.
         reads_length: the encoding changes with the length of the row.
+        dtype: of the positions, float32 or float64.
     """
     m = padding.shape[1]
-    plain = Positions.arange(n, m, device=padding.device)
+    plain = Positions.arange(n, m, device=padding.device, dtype=dtype)
     if not padding.any() or not (reads_length or (padding[:, :-1] & ~padding[:, 1:]).any()):
         return plain, None
-    k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).float()
+    k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).to(dtype)
     shift = (plain.k - k).masked_fill(padding, torch.nan)
     spread = (shift - shift.nan_to_num(torch.inf).amin(1, keepdim=True)).nan_to_num(0.0)
     return Positions(k[:, m - n :], k, 1.0, contiguous=not bool(spread.any())), padding
 
 
-def separated(documents: Tensor) -> tuple[Positions, Tensor]:
+def separated(documents: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Positions, Tensor]:
     """Positions and visibility of rows in which several documents follow one another, each as if it were alone.
 
     Args:
         documents: (B, n) integers: neighbours with one number are of one document. Padding has a number of its own.
+        dtype: of the positions, float32 or float64.
 
     Returns:
         Positions that count each document's tokens from 0, and (B, n) int64 index of the last token of each token's
@@ -54,7 +58,7 @@ def separated(documents: Tensor) -> tuple[Positions, Tensor]:
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(begins, index, 0).cummax(1).values
     last = torch.where(begins.roll(-1, 1), index, n).flip(1).cummin(1).values.flip(1)
-    k = (index - first).float()
+    k = (index - first).to(dtype)
     return Positions(k, k), last
 
 

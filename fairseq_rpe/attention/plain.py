@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ..core import Positions, UserError
+from ..core.arguments import check_count, check_probability, described
 from ..encodings import Encoding, build
 from ..encodings.contract import check_contract
-from .given import check_documents, check_fit, check_notes, check_shapes, positions_of
+from .given import check_documents, check_fit, check_input, check_notes, check_shapes, positions_of
 from .layer import carry_out, check_separable, counted, exactly, plan_of, separated
 from .room import Room, followed
 from .select import choose
@@ -42,7 +44,7 @@ def attend(
             ``encoding.embed`` adds its vectors at a model's input.
         positions: (m,) or (B, m) of the tokens, at least 0 and never falling, or a ``Positions``; None: 0 … m-1,
             counted without padding. A tensor's spacing is looked at in each call, a ``Positions`` says its own, and may
-            carry the tokens, for encodings that read them.
+            carry the tokens, for encodings that read them. They are computed in float64 where q is.
         padding: (B, m) bool, True at tokens that nobody may see. What they give themselves has no meaning.
         documents: (B, n) integers, with n = m: neighbours with one number are of one document, and a token sees and
             counts the tokens of its own document alone. Padding has a number of its own.
@@ -52,7 +54,8 @@ def attend(
         backend: ``auto`` or one of ``fairseq_rpe.attention.BACKENDS``.
 
     Returns:
-        (B, H, n, D) in q's dtype, differentiable in q, k, v and the encoding's parameters.
+        (B, H, n, D) in q's dtype, twice differentiable in q, k, v and the encoding's parameters. Second derivatives
+        are those of the dense formula, in O(n²) memory; where a kernel has none, they raise an error.
 
     Raises:
         UserError: shapes, types or positions that do not fit, a spec that would need parameters, an encoding of your
@@ -68,29 +71,31 @@ def attend(
     True
     """
     check_shapes(q, k, v, padding)
-    if not causal:
+    if causal is not True:
         raise UserError("attend is causal, as are the encodings: a query sees what is behind it; leave causal=True")
-    if not 0 <= dropout < 1:
-        raise UserError(f"dropout is a probability from 0 to below 1, not {dropout:g}")
+    check_probability("dropout", dropout)
+    if not isinstance(encoding, Encoding | str):
+        raise UserError(f"encoding is a spec such as 'alibi' or what build(...) returns, not {described(encoding)}")
     heads, width = q.shape[1], q.shape[3]
     made = _stateless(encoding, heads, heads * width) if isinstance(encoding, str) else encoding
     check_contract(made)
     check_fit(made, q)
     chosen = choose(backend, [made])
     n, m = q.shape[2], k.shape[2]
-    check_notes(made, notes, (*q.shape[:2], m))
+    check_notes(made, notes, q, m)
     padding = None if padding is None else padding.to(q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
     last_query = None
     if documents is not None:
         check_documents(documents, q, m, positions, padding)
         check_separable(made)
-        at, last_query = separated(documents.to(q.device))
+        at, last_query = separated(documents.to(q.device), wide)
     elif positions is not None:
         at = positions_of(positions, made, q, m)
     elif padding is not None:
-        at, padding = counted(padding, n, made.reads_length)
+        at, padding = counted(padding, n, made.reads_length, wide)
     else:
-        at = Positions.arange(n, m, device=q.device)
+        at = Positions.arange(n, m, device=q.device, dtype=wide)
     return carry_out(q, k, v, plan_of(made, at, padding, chosen, last_query=last_query), dropout, notes)
 
 
@@ -125,7 +130,11 @@ class Cache:
         return 0 if self.k is None else self.k.shape[2]
 
     def followed_by(self, *new: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Its keys, values and notes and then these. Raises UserError: another batch than before."""
+        """Its keys, values and notes and then these (B, H, n, D).
+
+        Raises:
+            UserError: the cache is of another batch, or of a layer with other heads, dtype, device or notes.
+        """
         old = self.k, self.v, self.notes
         if old[0] is None or new[0] is None:
             return new
@@ -133,10 +142,21 @@ class Cache:
             raise UserError(
                 f"the cache holds {len(old[0])} rows and {len(new[0])} came: use a new cache for a new batch"
             )
+        for name, x, y in zip(("keys", "values", "notes"), old, new, strict=True):
+            held, added = _kind(x), _kind(y)
+            if held != added:
+                raise UserError(
+                    f"the cache holds {name} ({held}), and this layer adds {name} ({added}): each layer needs a cache "
+                    "of its own, in one dtype and on one device"
+                )
         all_of = zip(self.rooms, old, new, strict=True)
         found = [(y, None) if x is None or y is None else followed(room, x, y) for room, x, y in all_of]
         self.rooms = tuple(room for _, room in found)
         return tuple(x for x, _ in found)
+
+
+def _kind(x: Tensor | None) -> str:
+    return "none" if x is None else f"{x.shape[1]} heads of width {x.shape[3]}, {x.dtype} on {x.device}"
 
 
 class RelativeAttention(nn.Module):
@@ -156,8 +176,8 @@ class RelativeAttention(nn.Module):
         backend: as in ``attend``.
 
     Raises:
-        UserError: heads do not divide the width, the spec is wrong or one of an absolute encoding, which acts at a
-            model's input, or the backend does not serve it.
+        UserError: an argument is of another type or out of range, heads do not divide the width, the spec is wrong or
+            one of an absolute encoding, which acts at a model's input, or the backend does not serve it.
 
     >>> import torch
     >>> from fairseq_rpe import RelativeAttention
@@ -183,7 +203,15 @@ class RelativeAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if heads < 1 or width < 1 or width % heads:
+        check_count("width", width)
+        check_count("heads", heads)
+        check_count("length", length, optional=True)
+        check_probability("dropout", dropout)
+        if not isinstance(bias, bool):
+            raise UserError(f"bias is True or False, not {described(bias)}")
+        if not isinstance(encoding, Encoding | str):
+            raise UserError(f"encoding is a spec such as 'alibi' or what build(...) returns, not {described(encoding)}")
+        if width % heads:
             raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
         if isinstance(encoding, str):
             spec, encoding = encoding, build(encoding, heads, width, length)
@@ -230,13 +258,14 @@ class RelativeAttention(nn.Module):
             documents: as in ``attend``, without a cache.
 
         Raises:
-            UserError: x is not (B, n, C), its batch is not the cache's, documents come with a cache, or what ``attend``
-                refuses.
+            UserError: x is not (B, n, C) in the layer's dtype and on its device, the cache is of another batch or
+                layer, documents come with a cache, or what ``attend`` refuses.
         """
+        check_input(x, self.width, getattr(self.q_proj, "weight", None))
+        if cache is not None and not isinstance(cache, Cache):
+            raise UserError(f"cache is what new_cache() returns, or None, not {described(cache)}")
         if documents is not None and cache is not None:
             raise UserError("a text that goes on from a cache is one document: leave documents or the cache out")
-        if x.dim() != 3 or x.shape[2] != self.width:
-            raise UserError(f"x is (batch, tokens, {self.width}), not {tuple(x.shape)}")
         q, k, v = (
             project(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)

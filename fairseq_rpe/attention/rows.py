@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.forms import leaves, rebuilt
+from .double_backward import differentiable
 from .dropout import ROWS, keep_block
 from .plan import Plan
 
@@ -99,7 +99,7 @@ class _Blocks:
 
 
 class Rows(torch.autograd.Function):
-    """All blocks of queries. Gradients of gradients are not available."""
+    """All blocks of queries. Second derivatives are computed in one block, in O(n²) memory."""
 
     @staticmethod
     def forward(ctx: Any, blocks: _Blocks, *tensors: Tensor) -> Tensor:
@@ -112,10 +112,25 @@ class Rows(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        blocks, needs = ctx.blocks, ctx.needs_input_grad[1:]
+        _, heads, n, _ = blocks.shape
+
+        def formula(*tensors: Tensor) -> Tensor:
+            out: Tensor = blocks([*tensors, *blocks.plan.learned], slice(0, n), slice(0, heads))
+            return out
+
+        saved = tuple(ctx.saved_tensors)  # may be unpacked only once, under activation checkpointing
+        learned = blocks.plan.learned
+        return None, *differentiable(
+            lambda: Rows.gradients(ctx, grad, saved), formula, grad, saved, needs, learned
+        )
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Of all tensors, those that the forward pass has ``saved``, and of the parameters, block by block."""
         blocks, wanted = ctx.blocks, ctx.needs_input_grad[1:]
-        tensors = (*ctx.saved_tensors, *blocks.plan.learned)  # saved ones may be asked for once
+        tensors = *saved, *blocks.plan.learned
         own = len(tensors) - len(blocks.plan.learned)
         sums = [
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if need else x
@@ -133,4 +148,4 @@ class Rows(torch.autograd.Function):
                 if need and (one := next(found)) is not None:
                     total += one
         each = zip(sums, tensors, wanted, strict=True)
-        return None, *(total.to(x.dtype) if need else None for total, x, need in each)
+        return tuple(total.to(x.dtype) if need else None for total, x, need in each)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core import Curve, Form, Positions, Toeplitz, UserError
 from ..core.forms import leaves
-from .blocks import BlockAttention, ToeplitzBias, by_rows, flash
+from .blocks import BlockAttention, ToeplitzBias, by_rows, fused
 from .curve import CurveBias, pieces_of
 from .dropout import ROWS, draw_seed, keep_block
 from .plan import Plan, by_distance, evenly_spaced
@@ -64,10 +63,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     wide = torch.promote_types(q.dtype, torch.float32)
     kept = wide if short and gradients else q.dtype
     if plan.form is None and dropout == 0:
-        return F.scaled_dot_product_attention(q.to(kept), k.to(kept), v.to(kept), is_causal=True).to(q.dtype)
+        return fused(q.to(kept), k.to(kept), v.to(kept), causal=True).to(q.dtype)
     if dropout == 0 and short and made[0] is ToeplitzBias and not (gradients and made[1].requires_grad):
         mask = plan.matrix.to(wide)
-        return flash(q.to(kept), k.to(kept), v.to(kept), 0.0, False, attn_mask=mask)[0].to(q.dtype)
+        return fused(q.to(kept), k.to(kept), v.to(kept), mask).to(q.dtype)
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
 
 
@@ -126,7 +125,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Tensor:
     if q.is_cuda and q.dtype != wide and plan.row is not None:
         return _by_blocks(q, k, v, plan, dropout)
     mask = None if plan.row is None else plan.row.to(wide)
-    out = F.scaled_dot_product_attention(by_rows(q), by_rows(k), by_rows(v), attn_mask=mask)
+    out = fused(by_rows(q), by_rows(k), by_rows(v), mask)
     return out if plan.empty is None else out.masked_fill(plan.empty, 0.0)
 
 
@@ -162,4 +161,4 @@ def _some_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None)
     empty = ~mask.any(dim=-1, keepdim=True)
     bias = torch.zeros_like(mask) if plan.form is None else quick_block(plan.form, plan.positions)
     bias = bias.to(wide).masked_fill(~(mask | empty), float("-inf"))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).masked_fill(empty, 0.0)
+    return fused(q, k, v, bias).masked_fill(empty, 0.0)

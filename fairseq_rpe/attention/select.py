@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import UserError
+from ..core.arguments import check_text
 from ..core.spec import nearest
 from ..encodings import Encoding
 from .calibration import Calibrator
@@ -61,6 +62,7 @@ def choose(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
         UserError: no such backend, or one that cannot serve an encoding. What depends on tensors (device, dtype, head
             width, positions, dropout) a named backend refuses when it is called; none falls back to another.
     """
+    check_text("an attention backend", name, "auto")
     known = {"auto": auto, **BACKENDS}
     if name not in known:
         raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")

@@ -5,6 +5,7 @@ added to ``q·k / sqrt(D)``. Values for the future (d < 0) are finite but withou
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .arguments import check_count, check_number, described
 from .errors import UserError
 
 _ALL = slice(None)
@@ -24,8 +26,7 @@ class Positions:
     """Positions of queries and keys.
 
     Attributes:
-        q: (B or 1, n) query positions; float32 or float64; integers become float32, half precision is refused
-            with UserError.
+        q: (B or 1, n) query positions; float32 or float64; integers become float32.
         k: (B or 1, m) key positions; the queries are the last n of the m tokens.
         step: every difference ``q_i - k_j`` is a multiple of it; None where spacing is arbitrary.
         contiguous: neighbouring tokens differ by exactly ``step``, so a difference depends on the
@@ -33,6 +34,10 @@ class Positions:
             differ only in a left-padding offset). Tokens that are padding do not count, nor pairs of tokens of
             different documents in one row, each of which counts its tokens from 0.
         tokens: (B, m) ids of the m tokens, int64, negative at padding, for encodings that read them; None: not known.
+
+    Raises:
+        UserError: q or k is no dense real tensor (B or 1, tokens) or is in half precision, step is not above 0, or
+            tokens are not int64 (B, m).
     """
 
     q: Tensor
@@ -44,11 +49,24 @@ class Positions:
     def __post_init__(self) -> None:
         for name in ("q", "k"):
             positions = getattr(self, name)
+            if not isinstance(positions, Tensor):
+                raise UserError(f"positions must be torch tensors, and {name} is {described(positions)}")
+            if positions.layout != torch.strided or positions.is_nested or positions.is_quantized:
+                raise UserError(f"positions must be dense tensors, and {name} is not: convert it")
+            if positions.dim() != 2 or positions.is_complex():
+                raise UserError(
+                    f"positions are real tensors (batch or 1, tokens), and {name} is {positions.dtype} of shape "
+                    f"{tuple(positions.shape)}"
+                )
             if not positions.is_floating_point():
                 object.__setattr__(self, name, positions.float())
             elif positions.dtype not in (torch.float32, torch.float64):
                 raise UserError(f"positions in {positions.dtype} are rounded: give them in float32 or float64")
+        if self.step is not None and not (type(self.step) is float and 0 < self.step < math.inf):
+            check_number("step of positions", self.step, above=0)
         tokens, m = self.tokens, self.k.shape[1]
+        if tokens is not None and not isinstance(tokens, Tensor):
+            raise UserError(f"tokens are a torch.int64 tensor of ids (batch, {m}), not {described(tokens)}")
         if tokens is not None and (tokens.dim() != 2 or tokens.shape[1] != m or tokens.dtype != torch.int64):
             raise UserError(f"tokens are int64 ids (batch, {m}), not {tokens.dtype} of shape {tuple(tokens.shape)}")
 
@@ -56,8 +74,17 @@ class Positions:
     def arange(
         n: int, m: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> "Positions":
-        """The plain positions: m keys at 0 … m-1, n queries at the last n of them."""
+        """The plain positions: m keys at 0 … m-1, n queries at the last n of them.
+
+        Raises:
+            UserError: n or m is no number of tokens, or m is less than n.
+        """
         m = n if m is None else m
+        if not torch.compiler.is_compiling():  # where sizes may be symbols
+            check_count("n", n, 0)
+            check_count("m", m, 0)
+            if m < n:
+                raise UserError(f"positions of {n} queries and {m} keys: the queries are the last of the keys")
         k = torch.arange(m, device=device, dtype=dtype)[None]
         return Positions(k[:, m - n :], k)
 

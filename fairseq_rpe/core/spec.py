@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from .arguments import check_text
 from .errors import UserError
 
 MOST = 10**9  # of whole numbers that have no maximum of their own
@@ -70,7 +71,8 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     >>> parse("type1:form=paper")
     ('type1', {'form': 'paper'})
     """
-    name, colon, rest = str(spec).strip().partition(":")
+    check_text("a spec", spec, "name:key=value")
+    name, colon, rest = spec.strip().partition(":")
     name = name.strip()
     if not name or (colon and not rest.strip()):
         raise UserError(f"spec '{spec}' is incomplete: write name or name:key=value,key=value")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core import UserError, option
+from ..core.arguments import check_count, check_text, check_texts, described
 from ..core.contract import call, is_shipped
 from ..core.files import file_digest
 from . import (  # noqa: F401  (registers)
@@ -72,11 +73,16 @@ def build(
     them such an encoding is made empty, to be filled by ``load_state_dict``.
     An encoding of the user's own is checked before it is returned, once for its options and sizes (see ``contract``).
 
-    Raises UserError: unknown name or option, value out of range, heads that do not divide the width, or an encoding of
-    the user's own that attention cannot use.
+    Raises UserError: unknown name or option, value out of range, heads that do not divide the width, an argument of
+    another type, or an encoding of the user's own that attention cannot use.
     """
+    check_text("an encoding's spec", spec, "alibi")
+    check_count("heads", heads)
+    check_count("width", width)
+    check_count("length", length, optional=True)
+    check_texts("symbols", symbols)
     cls, _, config = registry.resolve(spec)
-    if heads < 1 or width < 1 or width % heads:
+    if width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
     if is_shipped(cls):
         return cls(config, heads, width, length, symbols)
@@ -87,6 +93,8 @@ def build(
 
 def load_module(path: str | Path) -> None:
     """Run a Python file that registers encodings, once; refused if it is missing, fails, or registers nothing."""
+    if not isinstance(path, str | Path):
+        raise UserError(f"--rpe-module: a path is a string or Path, not {described(path)}")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"--rpe-module {path}: no such file, name a Python file")

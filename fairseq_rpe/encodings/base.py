@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
+from ..core.arguments import check_count
 from .doors import Doors
 
-_HALF = (torch.float16, torch.bfloat16)
+_WIDE = (torch.float32, torch.float64)
 
 
 class Encoding(Doors):
@@ -105,8 +106,9 @@ class Encoding(Doors):
     def profile(self, n: int) -> Tensor:
         """(H, n) float64 log-bias of the last of n queries over distances 0 … n-1.
 
-        Raises UserError: it is no function of the distance alone.
+        Raises UserError: it is no function of the distance alone, or n is no number of tokens.
         """
+        check_count("n", n)
         if self.of_content or self.reads_tokens:
             raise UserError(f"{type(self).__name__} depends on what the tokens are: there is no bias of the distance")
         first = next(self.parameters(), None)
@@ -134,7 +136,8 @@ class Encoding(Doors):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
-            return t.to(moved.device) if moved.dtype in _HALF and t.dtype not in _HALF else moved
+            narrow = moved.is_floating_point() and moved.dtype not in _WIDE
+            return t.to(moved.device) if narrow and t.dtype in _WIDE else moved
 
         return super()._apply(keep_precision, recurse)
 

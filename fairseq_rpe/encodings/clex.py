@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from ..core import Positions, UserError, option
 from .base import Rotary, register
-from .ode import Solution, need_solver, solve
+from .ode import Solution, need_solver, overflow, solve
 from .rope import length_of
+
+LARGEST = 1e22  # radians per token: float32 holds its product with any whole position that float64 can count
 
 
 @register("clex")
@@ -34,7 +36,7 @@ class Clex(Rotary):
     teach it anything**: ``--positions-train stretch:times=N`` gives each batch the positions of rows of t·L tokens, t
     drawn from 1 … N; what is drawn above t_max teaches θ(t_max). Beyond t_max·L angles go on growing with θ(t_max).
 
-    Raises UserError: torchdiffeq is not installed, or L is not known.
+    Raises UserError: torchdiffeq is not installed, L is not known, or θ(t) overflows.
     """
 
     @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Clex(Rotary):
         self.up = nn.Linear(self.rotated // 2, cfg.expansion * self.rotated, bias=False)
         self.down = nn.Linear(cfg.expansion * self.rotated, self.rotated // 2, bias=False)
         nn.init.zeros_(self.down.weight)
-        self._solution = Solution()
+        self._solution, self._bounded = Solution(), False
 
     def solve(self, top: int) -> Tensor:
         """θ(1) … θ(top) as (top, P) float64, with the gradient of the weights where there is any."""
@@ -93,16 +95,22 @@ class Clex(Rotary):
         return solve(speed, start, times, steps).exp()
 
     def frequencies(self, length: Tensor) -> Tensor:
-        """Lengths (B, 1), float64 -> θ (B, P) in radians per token, float64."""
+        """Lengths (B, 1), float64 -> θ (B, P) in radians per token, float64.
+
+        Raises:
+            UserError: θ is not finite at these lengths, or so large that angles would not be.
+        """
         t = (length / self.original).ceil().clamp(1, self.config.max_factor).long()[:, 0]
         if torch.is_grad_enabled():
-            # never less than 2: where all rows are short, weights still have a gradient, which is 0
-            return self.solve(max(2, int(t.max())))[t - 1]
+            # never less than 2: where all rows are short, weights still have a gradient, which is 0 (not NaN)
+            return _checked(self.solve(max(2, int(t.max()))))[t - 1]
         weights = [self.up.weight, self.down.weight]
         known = self._solution.of(weights)
         if known is None:
             known = self._solution.keep(weights, self.solve(self.config.max_factor))
-        return known[t - 1]
+            self._bounded = _is_bounded(known)
+        # only where some θ(t) overflows does each call have to wait for the device
+        return known[t - 1] if self._bounded else _checked(known[t - 1])
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
         return at[..., None] * self.frequencies(length_of(pos))[:, None].to(at.dtype)
@@ -118,3 +126,13 @@ class Clex(Rotary):
         keys = self._made(angles, pos.k, pos, True)
         queries = self._made(angles[:, -pos.q.shape[1] :], pos.q, pos, False)
         return lambda x, at, pos, key=False: self._turned(x, *(keys if key else queries))
+
+
+def _is_bounded(theta: Tensor) -> bool:
+    return bool((theta.detach() <= LARGEST).all())  # False for NaN
+
+
+def _checked(theta: Tensor) -> Tensor:
+    if not _is_bounded(theta):
+        raise overflow("clex")
+    return theta

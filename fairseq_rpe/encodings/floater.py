@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..core import Positions, option
 from .base import Encoding, register
-from .ode import Solution, need_solver, solve
+from .ode import Solution, need_solver, overflow, solve
 
 QUERY, KEY, VALUE = range(3)
 
@@ -49,7 +49,7 @@ class Floater(Encoding):
 
     Unlike in their code no sinusoid is added at the input, and no path is kept over updates.
 
-    Raises UserError: torchdiffeq is not installed.
+    Raises UserError: torchdiffeq is not installed, the path overflows, or ``adjoint`` and second derivatives.
     """
 
     @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Floater(Encoding):
             elif len(known) < count:  # twice as far: a text that grows by a token asks again for each
                 known = self._solution.keep(weights, self.path(max(count, 2 * len(known)), known))
             path = known
+        if not bool(torch.isfinite(path[count - 1]).all()):  # from there on it is not finite anywhere
+            raise overflow("floater")
         return Flowed(pos.q, pos.k, pos.step, pos.contiguous, pos.tokens, path)
 
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:

@@ -125,4 +125,5 @@ class KerplePower(_Kerple):
     range_of_p = _UP_TO_2
 
     def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
-        return -a * d.pow(p)
+        # the second derivative of 0^p with respect to p would be NaN
+        return -a * torch.where(d > 0, torch.where(d > 0, d, 1.0).pow(p), 0.0)

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import Form, Positions, Region, UserError, block
+from ..core.arguments import check_count, described
 from ..core.scores import score_mod
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # a mask needs -inf, which float8 lacks
 
 
 class Maskable(nn.Module):
@@ -48,7 +51,8 @@ class Maskable(nn.Module):
             (H, n, n) in ``dtype``.
 
         Raises:
-            UserError: n is below 1, ``dtype`` no floating-point type, or this encoding does more than add a bias.
+            UserError: n is below 1, ``dtype`` no floating-point type of 16 bits or more, there is no such device, or
+                this encoding does more than add a bias.
 
         >>> from fairseq_rpe import build
         >>> build("alibi", heads=2, width=8).mask(3)[0]
@@ -56,8 +60,11 @@ class Maskable(nn.Module):
                 [-0.0625, -0.0000,    -inf],
                 [-0.1250, -0.0625, -0.0000]])
         """
-        if not dtype.is_floating_point:
-            raise UserError(f"a mask of log-biases needs a floating-point dtype, not {dtype}: use torch.float32")
+        if dtype not in FLOATS:
+            kind = dtype if isinstance(dtype, torch.dtype) else described(dtype)
+            raise UserError(
+                f"a mask of log-biases needs a floating-point dtype of 16 bits or more, not {kind}: use torch.float32"
+            )
         form, pos = self._additive(n, torch.promote_types(dtype, torch.float32), device)
         bias = pos.k.new_zeros(self.heads, n, n) if form is None else block(form, pos)[0]
         future = torch.ones(n, n, dtype=torch.bool, device=bias.device).triu(1)
@@ -75,7 +82,7 @@ class Maskable(nn.Module):
             device: of queries and keys, for encodings without parameters; others: where their parameters are.
 
         Raises:
-            UserError: n is below 1, or this encoding does more than add a bias.
+            UserError: n is below 1, there is no such device, or this encoding does more than add a bias.
 
         >>> import torch
         >>> from torch.nn.attention.flex_attention import flex_attention
@@ -106,9 +113,25 @@ class Maskable(nn.Module):
         if self.rotates:
             alone = ", or turn them with encoding.rotate and use causal attention" if self.only_turns else ""
             raise UserError(f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend{alone}")
-        if n < 1:
-            raise UserError(f"a mask of {n} tokens: ask for at least 1")
+        check_count("n, the number of tokens of a mask,", n)
+        _check_device(device)
         first = next(self.parameters(), None)
+        if first is not None and first.is_meta:
+            raise UserError(f"{name} is on device 'meta', where parameters have no values: load or initialise it first")
         pos = Positions.arange(n, dtype=dtype, device=device if first is None else first.device)
         with torch.autocast(pos.k.device.type, enabled=False):
             return self.form(pos), pos
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    """Raises UserError: it is no device of this machine that holds numbers."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+        usable = torch.device(device).type != "meta"
+    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError):
+        usable = False
+    if not usable:
+        kind = device if isinstance(device, str | torch.device) else described(device)
+        raise UserError(f"device {str(kind)!r} is not available here: name one that is, such as 'cpu', or leave it out")

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,28 @@ def solve(
     """y (T, ...) at every ``steps``-th of ``times``, from the first, where it is ``start``; dy/dt = speed(t, y).
 
     A Runge-Kutta step of fourth order (the 3/8 rule) goes from each time to the next.
+
+    Raises:
+        UserError: in the backward pass with ``adjoint``, where a second derivative is to follow.
     """
     from torchdiffeq import odeint, odeint_adjoint
 
-    made: Tensor = (odeint_adjoint if adjoint else odeint)(speed, start, times, method="rk4")[::steps]
-    return made
+    solution: Tensor = (odeint_adjoint if adjoint else odeint)(speed, start, times, method="rk4")[::steps]
+    return _OnceDifferentiable.apply(solution) if adjoint else solution
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The identity, which raises an error where a graph of its backward pass is recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise UserError("the adjoint equation gives no second derivatives: leave adjoint=true out")
+        return grad
 
 
 class Solution:
@@ -50,3 +68,11 @@ class Solution:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def overflow(name: str) -> UserError:
+    """The error for a solution that is not finite where it is needed."""
+    return UserError(
+        f"'{name}': the solution of its differential equation overflows with these weights: train with a lower "
+        "learning rate, or load other weights"
+    )

@@ -124,7 +124,9 @@ def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) 
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
     if decoder.moves.active(False) is not None or any(e.of_content or e.reads_tokens for e in encodings):
         return None
-    positions = Positions.arange(length, device=next(decoder.parameters()).device)
+    first = next(decoder.parameters())
+    wide = torch.promote_types(first.dtype, torch.float32)
+    positions = Positions.arange(length, device=first.device, dtype=wide)
     found = Field(decoder, length, rows, epsilons)
     for encoding in encodings:
         if (form := encoding.form(positions)) is None:

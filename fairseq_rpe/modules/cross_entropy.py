@@ -5,11 +5,14 @@ The sum over v is taken along from tile to tile of the vocabulary with its maxim
 ``linear_cross_entropy`` where that exists (2.13 on); it does not sum a bfloat16 weight's gradient in float32.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.blocks import LOG2E
+from ..attention.double_backward import differentiable
 
 CHUNK = 256  # tokens whose logits are in memory at a time in training, all types each
 # Tokens (on a CPU for each thread) and types of a tile: what a core's cache holds, and 128 MiB on a GPU.
@@ -49,7 +52,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
 
     x (N, C) features, weight (V, C), target (N,) int64, of which those of ``ignore_index`` count nothing. The sum over
     tokens; without ``reduce`` one loss per token, (N,), with all logits if there must be gradients. The gradients of
-    the sum are made during the forward pass, so a second backward through it is not possible.
+    the sum are made during the forward pass, so a second backward through it is not possible. Second derivatives
+    (``create_graph=True``) are those of all logits.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -61,7 +65,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
         return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
     if dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
         choice = torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK)
-        return F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice)
+        loss = F.linear_cross_entropy(x, weight, target, reduction="sum", ignore_index=ignore_index, options=choice)
+        return _TwiceDifferentiable.apply(loss, x, weight, target, ignore_index)
     return _Sum.apply(x, weight, target, ignore_index, dtype)
 
 
@@ -88,10 +93,50 @@ class _Sum(torch.autograd.Function):
                 dweight.addmm_(dlogits.T, low_x[part])  # spares a second (V, C)
             else:
                 dweight += dlogits.T @ low_x[part]
-        ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        ctx.save_for_backward(dx, dweight.to(weight.dtype), x, weight, target)
+        ctx.settings = ignore_index, dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight = ctx.saved_tensors
-        return dx.mul_(grad), dweight.mul_(grad), None, None, None
+        dx, dweight, x, weight, target = ctx.saved_tensors
+        formula = _formula(target, *ctx.settings)
+        needs = ctx.needs_input_grad[:2]
+        found = differentiable(lambda: (dx.mul_(grad), dweight.mul_(grad)), formula, grad, (x, weight), needs)
+        return *found, None, None, None
+
+
+class _TwiceDifferentiable(torch.autograd.Function):
+    """torch's own sum, whose gradients autograd takes for constants, with second derivatives."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+        ctx.save_for_backward(x, weight, target)
+        ctx.ignore_index = ignore_index
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grad, None, None, None, None
+        x, weight, target = ctx.saved_tensors
+        formula, needs = _formula(target, ctx.ignore_index, torch.float32), ctx.needs_input_grad[1:3]
+
+        def compute() -> tuple[Tensor | None, ...]:
+            leaves = [a.detach().requires_grad_(need) for a, need in zip((x, weight), needs, strict=True)]
+            with torch.enable_grad():
+                loss = formula(*leaves)
+            found = iter(torch.autograd.grad(loss, [a for a in leaves if a.requires_grad], grad))
+            return tuple(next(found) if need else None for need in needs)
+
+        return None, *differentiable(compute, formula, grad, (x, weight), needs), None, None
+
+
+def _formula(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """The sum as a function of features and output weights, from all logits."""
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(x.to(dtype), weight.to(dtype)).float()
+        return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+
+    return loss

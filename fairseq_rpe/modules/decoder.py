@@ -159,14 +159,16 @@ class RPEDecoder(TransformerDecoderBase):
         self, prev_output_tokens: Tensor, incremental_state: Cache, documents: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
+        # positions of a model in float64 are float64, too
+        wide = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
         unread, last_query = prev_output_tokens.eq(self.padding_idx), None
         if documents is None:
-            positions, padding = counted(unread, tokens.shape[1], self.reads_length)
+            positions, padding = counted(unread, tokens.shape[1], self.reads_length, wide)
         else:
             if incremental_state is not None:
                 raise UserError("a text that is decoded with a cache is one document: leave documents out")
             self.check_separable()
-            positions, last_query = separated(documents.masked_fill(unread, -1))
+            positions, last_query = separated(documents.masked_fill(unread, -1), wide)
             padding = None
         moves = self.moves.active(self.training)
         if moves is not None:

@@ -3,7 +3,8 @@
 Two slots use these, one for training and one for evaluation; every encoding that reads positions can follow.
 """
 
-from ..core import UserError, option
+from ..core import option
+from ..core.arguments import check_count, check_text
 from ..core.contract import call, is_shipped
 from . import cape, interpolate, pose, randomized, shift, stretch, warp  # noqa: F401  (registers)
 from .base import Moved, Transform, freeze, freeze_rows, register, registry
@@ -32,11 +33,11 @@ def build(spec: str, train_length: int | None = None) -> Transform:
 
     A transform of the user's own is checked before it is returned, once for its options (see ``contract``).
 
-    Raises UserError: unknown name or option, value out of range, ``train_length`` (in tokens) needed but unknown, or a
-    transform of the user's own that does not keep to what ``Transform`` asks for.
+    Raises UserError: unknown name or option, value out of range or of another type, ``train_length`` (in tokens) needed
+    but unknown, or a transform of the user's own that does not keep to what ``Transform`` asks for.
     """
-    if train_length is not None and train_length < 1:
-        raise UserError(f"a training length of {train_length} tokens makes no sense: give 1 or more, or none")
+    check_text("the spec of a position transform", spec, "identity")
+    check_count("train_length", train_length, optional=True)
     cls, _, config = registry.resolve(spec)
     if is_shipped(cls):
         return cls(config, train_length)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import Registry, UserError
+from ..core.arguments import check_count, described
 
 EXACT = 1 << 24  # float32 holds every whole number up to here
 
@@ -67,13 +68,40 @@ class Transform:
 
         index (B or 1, m) float: the plain positions 0, 1, 2 … of each row counted without padding; tokens that are
         padding hold anything. lengths (B,) int64: real tokens of each row.
+
+        Raises:
+            UserError: the transform draws random numbers and there is no generator, or an argument is of another type,
+                dtype or shape.
         """
+        _check(index, lengths, generator)
         if self.random and generator is None:
             raise UserError(f"position transform {type(self).__name__} draws random numbers: pass a generator")
         return self.move(index, lengths, generator)
 
     def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
         raise NotImplementedError
+
+
+def _check(index: Any, lengths: Any, generator: Any) -> None:
+    if not isinstance(index, Tensor) or index.dim() != 2 or index.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"index is a float32 or float64 tensor (batch or 1, tokens), not {_kind(index)}")
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype != torch.int64 or not len(lengths):
+        raise UserError(f"lengths are an int64 tensor (batch,), not {_kind(lengths)}")
+    if len(index) not in (1, len(lengths)):
+        raise UserError(f"index has {len(index)} rows and lengths are of {len(lengths)}: give those of the same rows")
+    for name, x in (("index", index), ("lengths", lengths)):
+        if x.is_meta or x.layout != torch.strided:
+            raise UserError(f"{name} must be a dense tensor with values, not {x.layout} on {x.device}")
+    _check_generator(generator)
+
+
+def _check_generator(generator: Any) -> None:
+    if generator is not None and (not isinstance(generator, torch.Generator) or generator.device.type != "cpu"):
+        raise UserError(f"generator is a torch.Generator on the CPU, not {described(generator)}")
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else described(x)
 
 
 registry: Registry[type[Transform]] = Registry("position transform", "fairseq_rpe.positions")
@@ -112,7 +140,11 @@ def freeze(transform: Transform, length: int, generator: torch.Generator | None 
     While a row is decoded token by token, interpolation without a ratio would change with every token and random
     positions would be drawn anew; frozen, the cached tokens stay where they are and decoding equals the full forward
     pass over the finished row.
+
+    Raises:
+        UserError: ``transform`` is none, ``length`` is no number of tokens, or what ``transform`` refuses.
     """
+    check_count("length", length)
     return Fixed(_finished(transform, length, generator), transform.fractional)
 
 
@@ -120,7 +152,14 @@ def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequen
     """The same for rows of ``lengths`` tokens, each with a draw of its own from its own generator.
 
     A row's positions depend on its length and generator alone, not on the rows beside it or on padding.
+
+    Raises:
+        UserError: there are no rows, or not as many generators as lengths; or what :func:`freeze` refuses.
     """
+    if not len(lengths) or len(lengths) != len(generators):
+        raise UserError(f"{len(lengths)} lengths and {len(generators)} generators: give one of each for every row")
+    for length in lengths:
+        check_count("length", length, 0)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     check = _finished(transform, lengths[longest], generators[longest])  # first, so that a refusal names its length
     rest = zip(lengths, generators, strict=True)
@@ -135,6 +174,8 @@ def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequen
 
 
 def _finished(transform: Transform, length: int, generator: torch.Generator | None) -> Moved:
+    if not isinstance(transform, Transform):
+        raise UserError(f"transform is what positions.build(...) returns, not {described(transform)}")
     index = torch.arange(length, dtype=torch.float64)[None]
     return transform(index, torch.tensor([length]), generator)
 

@@ -14,6 +14,7 @@ from conftest import ALL_SPECS, make_model
 
 from fairseq_rpe import build
 from fairseq_rpe.core import UserError
+from fairseq_rpe.encodings.rope import Rope
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("the package transformers is not installed", allow_module_level=True)
@@ -418,6 +419,12 @@ def test_half_precision():
     with torch.autocast("cpu", torch.bfloat16):
         b = logits(exact, text())
     assert (a - b).abs().mean() < 0.05 * a.std()
+
+
+def test_a_model_in_float64_has_positions_in_float64(monkeypatch):
+    model, seen, angles = use_encoding(llama(), "rope").double(), [], Rope.angles
+    monkeypatch.setattr(Rope, "angles", lambda self, at, pos: seen.append(at.dtype) or angles(self, at, pos))
+    assert logits(model, text()).dtype == torch.float64 and set(seen) == {torch.float64}
 
 
 def test_positions_that_are_moved():

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import fairseq_rpe
 from fairseq_rpe import RelativeAttention, attend, build
 from fairseq_rpe.attention import Plan, plain, reference
+from fairseq_rpe.attention.layer import counted
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import Encoding, masks
 
@@ -313,8 +314,8 @@ PAD = torch.zeros(B, 5, dtype=torch.bool)
         ),
         (lambda: RelativeAttention(64, 4, "alibi", backend="x"), "unknown attention backend 'x'"),
         (lambda: RelativeAttention(64, 4, "alibi")(X), r"x is \(batch, tokens, 64\), not \(2, 4, 5, 16\)"),
-        (lambda: made("alibi").mask(0), "a mask of 0 tokens: ask for at least 1"),
-        (lambda: made("alibi").mask(3, dtype=torch.int64), "needs a floating-point dtype, not torch.int64"),
+        (lambda: made("alibi").mask(0), "the number of tokens of a mask, must be an integer of at least 1, not 0"),
+        (lambda: made("alibi").mask(3, dtype=torch.int64), "dtype of 16 bits or more, not torch.int64"),
         (lambda: made("rope").mask(3), "Rope turns queries and keys, which is not a bias: call fairseq_rpe.attend, or"),
         (
             lambda: made("xpos").score_mod(3),
@@ -365,3 +366,31 @@ def test_examples_on_the_page():
     assert len(blocks) >= 4
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS)
+def test_float64_has_positions_in_float64(spec):
+    """As with positions given in it: without any, with padding, as integers and as Positions in float32."""
+    encoding, (q, k, v) = made(spec).double(), qkv(37, dtype=torch.float64)
+    exact = attend(q, k, v, encoding, positions=Positions.arange(37, dtype=torch.float64))
+    padding = torch.zeros(B, 37, dtype=torch.bool)
+    padding[1, 30:] = True
+    for options in ({}, {"positions": torch.arange(37)}, {"positions": Positions.arange(37)}):
+        assert torch.equal(attend(q, k, v, encoding, **options), exact)
+    if not encoding.reads_length:
+        assert torch.equal(attend(q, k, v, encoding, padding=padding)[:1], exact[:1])
+    assert counted(padding, 37, True, torch.float64)[0].k.dtype == torch.float64
+
+
+def test_rope_in_float64_is_exact_to_its_digits():
+    n, q = 296, torch.randn(1, 1, 296, 8, dtype=torch.float64)
+    theta = 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    phase = torch.polar(torch.ones(n, 4, dtype=torch.float64), torch.arange(n, dtype=torch.float64)[:, None] * theta)
+    pairs = torch.complex(q[..., :4], q[..., 4:]) * phase  # (1, 1, n, 4)
+    scores = (pairs @ pairs.mH).real / math.sqrt(8)
+    expected = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf).softmax(-1) @ q
+    assert (attend(q, q, q, "rope") - expected).abs().max() < 1e-12
+    layer = RelativeAttention(8, 1, "rope").double()
+    x = torch.randn(1, n, 8, dtype=torch.float64)
+    cache, whole = layer.new_cache(), layer(x)
+    assert (torch.cat([layer(part, cache) for part in x.split(100, dim=1)], 1) - whole).abs().max() < 1e-12

@@ -139,6 +139,17 @@ def test_the_path_is_kept_without_gradients(monkeypatch):
     assert graded.requires_grad and len(graded) == 9 and torch.equal(graded, settled.path[:9])
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_path_that_overflows_is_refused(gradients):
+    made = build("floater:steps=1,dt=1", 2, 8)
+    with torch.no_grad():
+        made.flow.outer.bias.fill_(1e38)
+    with torch.set_grad_enabled(gradients):
+        with pytest.raises(UserError, match="'floater': the solution of its differential equation overflows"):
+            made.settle(Positions.arange(90))
+        assert made.settle(Positions.arange(1)).path[0].isfinite().all()
+
+
 def test_layers_share_the_dynamics_and_start_apart(task):
     model = make_model(task, "floater")
     one, other = model.decoder.encodings

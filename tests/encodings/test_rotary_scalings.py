@@ -312,6 +312,25 @@ def test_clex_keeps_its_solution_until_the_weights_change(monkeypatch):
     assert encoding.rotate(x.half(), pos.k, pos).dtype == torch.float16
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("weight", [1e4, 1e30, math.nan])
+def test_clex_refuses_a_solution_that_overflows(weight, gradients):
+    """Where the row's own length needs it: θ(1) is rotary's own."""
+    encoding = learned("clex:original_length=4", 2, 16)
+    with torch.no_grad():
+        encoding.down.weight.fill_(weight)
+    x = vectors(1, 2, 11, 8)[0]
+    with torch.set_grad_enabled(gradients):
+        for pos in (arange(11), arange(9)):
+            with pytest.raises(UserError, match="'clex': the solution of its differential equation overflows.*rate"):
+                encoding.rotate(x[:, :, : pos.k.shape[1]], pos.k, pos)
+            with pytest.raises(UserError, match="'clex'.*overflows"):
+                encoding.rotation(pos)
+    with torch.no_grad():
+        pos = arange(4)
+        assert encoding.rotate(x[:, :, :4], pos.k, pos).isfinite().all()
+
+
 def test_clex_leaves_no_graph_behind():
     encoding, pos = learned("clex:original_length=4", 2, 16), arange(11)
     plan = plan_of(encoding, pos, None, choose("reference"))

@@ -12,6 +12,7 @@ from conftest import ALL_SPECS, make_model, model_args, run_here
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy
+from fairseq_rpe.encodings.rope import Rope
 from fairseq_rpe.runs import checkpoints
 
 
@@ -46,6 +47,18 @@ def test_close_to_float32_and_not_it(task, spec):
     assert a.dtype == b.dtype == torch.float32
     error = (a - b).norm() / a.norm()
     assert 1e-5 < error < 2e-2, f"{error:.1e}"
+
+
+def test_a_model_in_float64_has_positions_in_float64(task, monkeypatch):
+    model, tokens, seen = make_model(task, "rope").double(), tokens_of(37), []
+    angles = Rope.angles
+    monkeypatch.setattr(Rope, "angles", lambda self, at, pos: seen.append(at.dtype) or angles(self, at, pos))
+    tokens[0, :3] = task.source_dictionary.pad()
+    with torch.no_grad():
+        whole, cache = model(tokens)[0], {}
+        steps = [model(tokens[:, :m], incremental_state=cache)[0] for m in (1, 20, 37)]
+    assert whole.dtype == torch.float64 and set(seen) == {torch.float64}
+    assert (torch.cat(steps, 1) - whole)[1].abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("spec", ["kerple_log", "rope", "fire", "t5_bias"])

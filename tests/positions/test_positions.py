@@ -416,7 +416,7 @@ def test_rows_that_do_not_fit(spec, words):
 
 
 def test_senseless_training_length():
-    with pytest.raises(UserError, match="training length of 0"):
+    with pytest.raises(UserError, match="train_length must be an integer of at least 1 or None, not 0"):
         build("interpolate", 0)
 
 

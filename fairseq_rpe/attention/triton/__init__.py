@@ -21,9 +21,9 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) ->
     """The same as :func:`~fairseq_rpe.attention.reference.reference` for Toeplitz and Curve forms and for no bias.
 
     q: (B, H, n, D), k, v: (B, H, m, D) of one dtype, D a multiple of 8 from 32 to 256; gives (B, H, n, D) of it.
-    Products, softmax and sums are float32. Gradients of gradients are not available. What queries that are
-    padding themselves give has no meaning, as their positions have none. Pruning is the sdpa backend's: padded rows,
-    irregular positions and incremental decoding are exact all the same.
+    Products, softmax and sums are float32. What queries that are padding themselves give has no meaning, as their
+    positions have none. Pruning is the sdpa backend's: padded rows, irregular positions and incremental decoding are
+    exact all the same.
 
     Raises:
         UserError: what :func:`refusal` names, or what :func:`~fairseq_rpe.attention.prune.check_pruning` refuses.

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...core import Curve
 from ...core.scores import columns
 from ..blocks import LOG2E
-from ..curve import pieces_of
+from ..curve import dense_bias, pieces_of
+from ..double_backward import attention, differentiable, future
 from ..plan import Plan, by_distance, evenly_spaced
 from ..prune import BLOCK, left_out, level, norms, tail_bounds
 from .bias_gradient import bias_gradients
@@ -35,7 +35,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         tensors = (by_distance(form, k.shape[2]),)
     elif form is not None:
         tensors = form.table, *columns(form, plan.positions)
-    return TritonAttention.apply(q, k, v, plan.seen_until, *tensors)
+    # outside of the function, so that second derivatives reach the tensors that were copied
+    return TritonAttention.apply(*_arranged(q, k, v), plan.seen_until, *tensors)
 
 
 @torch.no_grad()
@@ -65,14 +66,15 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
 class TritonAttention(torch.autograd.Function):
     """softmax(q·kᵀ/sqrt(D) + bias) v for j <= i.
 
-    until: (B, m) int32, the last query that sees each key, -1 at padding; None: the row's last sees all of them.
-    tensors: none for no bias; table (H, R) by distance in tokens; table, at_q (B or 1, n) and at_k (B or 1, m) for the
-    column at_q[i] - at_k[j]; or value, slope, far, near, ends and middle of a Curve.
+    q, k, v: as :func:`_arranged` returns them. until: (B, m) int32, the last query that sees each key, -1 at
+    padding; None: the row's last sees all of them. tensors: none for no bias; table (H, R) by distance in tokens;
+    table, at_q (B or 1, n) and at_k (B or 1, m) for the column at_q[i] - at_k[j]; or value, slope, far, near, ends and
+    middle of a Curve.
+    Second derivatives are those of the dense formula, in O(n²) memory.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, until: Tensor | None, *tensors: Tensor) -> Tensor:
-        q, k, v = _arranged(q, k, v)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         # in half precision: delta = Σ dO·O of an output as rounded is off by more than what a peaked row sums to
@@ -82,9 +84,24 @@ class TritonAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, until, out, low, lse, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors  # may be unpacked only once, under activation checkpointing
+        q, k, v, until, _, _, _, *tensors = saved
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
+            bias, empty = _dense(q, k, until, *tensors)
+            return attention(q, k, v, bias).masked_fill(empty, 0.0)
+
+        needs = *ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]
+        dq, dk, dv, *others = differentiable(
+            lambda: TritonAttention.gradients(ctx, grad, saved), formula, grad, (q, k, v, *tensors), needs
+        )
+        return dq, dk, dv, None, *others
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and ``tensors``; ``saved``: by the forward pass."""
+        q, k, v, until, out, low, lse, *tensors = saved
         shared = arguments(q, k, v, until, *tensors)
         shared |= {"grad": _laid_out(grad, q), "lse": lse, "delta": torch.empty_like(lse)}
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
@@ -92,7 +109,28 @@ class TritonAttention(torch.autograd.Function):
         # this one writes delta, which the others read
         launch(QUERY_GRADIENT, q.shape[2], "BLOCK_M", shared, out=out, low=low, dq=dq, factor=factor)
         launch(KEY_GRADIENT, k.shape[2], "BLOCK_N", shared, dk=dk, dv=dv, factor=factor)
-        return dq, dk, dv, None, *bias_gradients(shared, ctx.needs_input_grad[4:], tensors)
+        return dq, dk, dv, *bias_gradients(shared, ctx.needs_input_grad[4:], tensors)
+
+
+def _dense(q: Tensor, k: Tensor, until: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The bias of :class:`TritonAttention`'s tensors, -inf at hidden keys, and (B or 1, 1, n, 1) rows that see none."""
+    n, m = q.shape[2], k.shape[2]
+    hidden = future(n, m, q)[None, None]  # (1, 1, n, m)
+    if until is not None:
+        query = torch.arange(m - n, m, device=q.device)[:, None]  # (n, 1), among the m tokens
+        hidden = hidden.masked_fill(query > until[:, None, None], float("-inf"))  # (B, 1, n, m)
+    empty = torch.isneginf(hidden).all(-1, keepdim=True)
+    hidden = hidden.masked_fill(empty, 0.0)
+    if len(tensors) == 6:
+        bias = dense_bias(m, q, *tensors).nan_to_num(neginf=0.0)
+    elif tensors:
+        index = torch.arange(m, device=q.device)[None]
+        table, at_q, at_k = tensors if len(tensors) == 3 else (tensors[0], index[:, m - n :], index)
+        column = (at_q[:, :, None] - at_k[:, None]).long().clamp(0, table.shape[1] - 1)  # (B or 1, n, m)
+        bias = table[:, column].transpose(0, 1)
+    else:
+        bias = torch.zeros_like(hidden)
+    return bias + hidden, empty
 
 
 def _arranged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
