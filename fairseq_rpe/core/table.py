@@ -19,8 +19,9 @@ _LATEX_SIGNS = {
     **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
 }
 # marks of private use around bold and small text, which escaping leaves alone
-_BOLD, _SMALL, _END = "\ue000", "\ue001", "\ue002"
-_MARKS = {_BOLD: r"\textbf{", _SMALL: r"{\scriptsize ", _END: "}"}
+_BOLD, _LEFT, _RIGHT, _BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+_MARKS = {_BOLD: r"\textbf{", _LEFT: r"\shortstack[l]{", _RIGHT: r"\shortstack[r]{"}
+_MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
 
 @dataclass(frozen=True)
 class Cell:
@@ -67,10 +68,10 @@ class Table:
     def latex(self) -> str:
         """The table with its caption as a ``table`` environment with the rules of the package booktabs.
 
-        The best cells are bold, notes small behind them, signs such as Σ and ε in math mode.
+        The best cells are bold, notes small below them, signs such as Σ and ε in math mode.
         """
         sides = ["left", *["left" if self.words else "right"] * (len(self.head) - 1)]
-        lines = [[_noted(row.name, row.note), *map(_latex_cell, row.cells)] for row in self.rows]
+        lines = [[_noted(row.name, row.note, _LEFT), *map(_latex_cell, row.cells)] for row in self.rows]
         body = tabulate(lines, self.head, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
         if self.groups:
             titles = "".join(rf" & \multicolumn{{2}}{{c}}{{{_latex_text(title)}}}" for title in self.groups)
@@ -94,11 +95,11 @@ def latex_text(tables: Iterable[Table]) -> str:
 
 def _latex_cell(cell: Cell) -> str:
     text = f"{_BOLD}{cell.text}{_END}" if cell.best else cell.text
-    return _noted(text, cell.note)
+    return _noted(text, cell.note, _RIGHT)
 
 
-def _noted(text: str, note: str) -> str:
-    return f"{text} {_SMALL}({note}){_END}" if note else text
+def _noted(text: str, note: str, side: str) -> str:
+    return f"{side}{text}{_BELOW}{note}{_END}" if note else text
 
 
 def _latex_text(text: str) -> str:

@@ -321,6 +321,14 @@ def test_every_option_acts_where_it_is_said_to():
         assert {name for name in base if other[name] != base[name]} == acts, argv
 
 
+def test_figures_have_the_width_and_tables_come_as_latex(tmp_path):
+    call("--out", tmp_path, "--train-length", 20, "--width", "column", "--latex")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*NAMES, "sensitivity.tex"])
+    for name in DRAWN:
+        assert b"/MediaBox [ 0 0 234 " in (tmp_path / f"{name}.pdf").read_bytes(), name
+    assert r"20 & beta &" in " ".join((tmp_path / "sensitivity.tex").read_text().split())
+
+
 @pytest.mark.parametrize("argv", [("--train-length", 2), ("--train-length", 3, "--head-width", 2, "--base", 1.01)])
 def test_the_smallest_inputs_are_drawn(argv, tmp_path):
     call("--out", tmp_path / "deep/er", *argv)
