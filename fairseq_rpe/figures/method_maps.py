@@ -123,11 +123,13 @@ def best_first(rows: Rows, highest: bool = False) -> Rows:
 
 
 def short(value: float) -> str:
-    """A number in at most five characters where that is possible: 47.5, 1234, 9.1e4."""
+    """A number with three digits, in at most five characters where that is possible: 47.5, 1234, 9.1e4."""
     if abs(value) >= 9999.5:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+    if abs(value) < 0.0995:
+        return f"{value:.2g}"
+    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
 def _values(own: Mapping[float, float], places: Sequence[float], continuous: bool) -> list[float]:

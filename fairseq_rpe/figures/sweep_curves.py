@@ -32,7 +32,7 @@ _FEW = 24  # points that still have room for an error bar each
 _WIDE = 4.0  # the largest perplexity over the least from which the axis is logarithmic
 _DECADE = 20.0  # and up to which it has more numbers
 _SQUASHED = 2.0  # the height of all curves over that of the lower ones from which these are shown by themselves
-_RISEN = 4.0  # times the least perplexity of a length: larger ones have its colour
+_RISEN = 2.0  # times the least perplexity of a length: larger ones have its colour
 
 
 def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int, text: str = "") -> Figure:

@@ -105,7 +105,7 @@ def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_perplexity_is_firs
     cells = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
     for row, name in enumerate(rows_of(figure)):
         means = [sum(ppl[name][n]) / 2 for n in LENGTHS]
-        assert [cells[row, column] for column in range(3)] == [f"{mean:.3g}" for mean in means]
+        assert [cells[row, column] for column in range(3)] == [f"{mean:.1f}" for mean in means]
         ratios = [mean / min(sum(own[n]) / 2 for own in ppl.values()) for mean, n in zip(means, LENGTHS, strict=True)]
         assert axes.images[0].get_array()[row].tolist() == pytest.approx(ratios)
     [training] = [line for line in axes.lines if line.get_label() == "_training"]
@@ -118,7 +118,7 @@ def test_what_is_not_known_is_grey_and_other_places_are_interpolated():
     method_maps.draw_map(axes, rows, method_maps.scale_of(rows), continuous=True)
     first, second = axes.images[0].get_array()
     assert first.tolist() == [0, 5, 10] and second.tolist() == [None, 1.0, None]
-    assert [method_maps.short(v) for v in (47.51, 1234.4, 91_000.0, 0.001)] == ["47.5", "1234", "9.1e4", "0.001"]
+    assert [method_maps.short(v) for v in (47.51, 50.0, 1234.4, 91_000.0, 0.001)] == "47.5 50.0 1234 9.1e4 0.001".split()
 
 
 def overflow(figure: Figure) -> float:
