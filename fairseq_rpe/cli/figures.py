@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> None:
     others = (args.sweep, args.data, args.length, args.heads, args.head, args.seed)
     if args.checkpoint is not None and (args.specs or any(one is not None for one in others)):
         raise UserError(
-            "--checkpoint is drawn by itself: of the others, only --query, --layers, --width, --rpe-module and --out "
-            "go with it"
+            "--checkpoint is drawn by itself: of the others, only --query, --layers, --width, --rpe-module and "
+            "--out go with it"
         )
     if args.checkpoint is None and (args.query or args.layers):
         raise UserError("--query and --layers are for one checkpoint: give --checkpoint FILE too")
