@@ -330,8 +330,8 @@ fire-fit nope  -> 'nope' is not a bias of the distance alone, so there is nothin
 fire-fit alibi --length 0  -> --length: '0' is not a whole number from 1 to 1000000000
 fire-fit alibi --length 99999999999999999999  -> --length: '99999999999999999999' is not a whole number from 1 to
 fire-fit alibi --length 1e20  -> --length: '1e20' is not a whole number from 1 to 1000000000
-fire-fit alibi --heads 1000000000 --width 1000000000  -> --heads: '1000000000' is not a whole number from 1 to 1024
-fire-fit alibi --width 0  -> --width: '0' is not a whole number from 1 to 65536
+fire-fit alibi --heads 1000000000 --model-width 1000000000  -> --heads: '1000000000' is not a whole number from 1 to 1024
+fire-fit alibi --model-width 0  -> --model-width: '0' is not a whole number from 1 to 65536
 fire-fit alibi --seed 1000000000000000000000000000000  -> --seed: '1000000000000000000000000000000' is not a whole number from 1
 fire-fit alibi --seed -1  -> --seed: '-1' is not a whole number from 1 to 4294967295
 fire-fit alibi --out {zoo}/folder  -> --out folder is a folder: name a file
@@ -415,9 +415,9 @@ figures alibi --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it 
 sensitivity --train-length 0  -> --train-length: '0' is not a whole number from 1 to 1000000000
 sensitivity --train-length 99999999999999999999  -> --train-length: '99999999999999999999' is not a whole number from 1 to
 sensitivity --train-length 100000000  -> --train-length 100000000: choose 2 to 65536 tokens
-sensitivity --width 0  -> --width: '0' is not a whole number from 1 to 1000000000
-sensitivity --width 3  -> --width 3: choose an even number from 2 to 4096, or leave it out
-sensitivity --width 1000000000  -> --width 1000000000: choose an even number from 2 to 4096, or leave it
+sensitivity --head-width 0  -> --head-width: '0' is not a whole number from 1 to 1000000000
+sensitivity --head-width 3  -> --head-width 3: choose an even number from 2 to 4096, or leave it out
+sensitivity --head-width 1000000000  -> --head-width 1000000000: choose an even number from 2 to 4096, or leave it
 sensitivity --base 0  -> --base: '0' is not a number above 0
 sensitivity --base nan  -> --base: 'nan' is not a number above 0
 sensitivity --base inf  -> --base: 'inf' is not a number above 0
@@ -434,8 +434,8 @@ bench --lengths 99999999999999999999  -> --lengths: '99999999999999999999' is no
 bench --lengths 1000000000  -> not enough memory
 bench --batch 1000000000000  -> --batch: '1000000000000' is not a whole number from 1 to 1000000000
 bench --heads 1000000000000  -> --heads: '1000000000000' is not a whole number from 1 to 1024
-bench --width 7 --encodings rope  -> a rotary encoding turns pairs: the rotated width must be even and at
-bench --width 1000000000000  -> --width: '1000000000000' is not a whole number from 1 to 65536
+bench --head-width 7 --encodings rope  -> a rotary encoding turns pairs: the rotated width must be even and at
+bench --head-width 1000000000000  -> --head-width: '1000000000000' is not a whole number from 1 to 65536
 bench --dtype int8  -> --dtype: invalid choice: 'int8' (choose from 'fp32', 'bf16', 'fp16')
 bench --passes backward  -> --passes: invalid choice: 'backward' (choose from 'forward'
 bench --repeats 0  -> --repeats: '0' is not a whole number from 1 to 1000000000
@@ -445,7 +445,7 @@ bench --out {zoo}/loop  -> --out loop is a link that leads back to itself
 bench --model tiny --lengths 1000000000  -> not enough memory
 bench --model tiny --batch 1000000000  -> not enough memory
 bench --model tiny --backends turbo  -> --backends: unknown 'turbo'; known: auto, reference, sdpa
-bench --model tiny --width 7  -> --width goes not with --model: leave it out
+bench --model tiny --head-width 7  -> --head-width goes not with --model: leave it out
 bench --shared fire  -> --shared goes only with --model: leave it out
 bench --rpe-module {zoo}/exits.py  -> --rpe-module exits.py, line 2: it ends Python (0); fix that file
 # prepare

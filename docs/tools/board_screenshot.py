@@ -55,7 +55,7 @@ TABS: dict[str, tuple[str, tuple[str, ...], Callable[[sync_api.Page], None] | No
     "scalars": ("?tagFilter=rpe%2F&runFilter=encodings&smoothing=0#timeseries", ("rpe/", "head1"), plain_charts),
     "images": ("#images&tagFilter=exp_bias", ("exp_bias/",), full_size),
     "hparams": ("#hparams", ("Hyperparameters", "evaluation/", "encoding"), None),
-    "custom": ("#custom_scalars", ("loss in training", "of each head"), plain_custom),
+    "custom": ("#custom_scalars", ("validation loss", "of each head"), plain_custom),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from ..core.table import Cell, Row, Table
 from ..encodings import Encoding
 from .convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
 from .receptive_field import quantised
@@ -76,6 +77,19 @@ def shown(value: Fraction) -> str:
 
 def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> str:
     """One line per head, heads that share everything in one line; the reason is the last column."""
+    head, *lines = _lines(rows, epsilons)
+    sides = ["left", "left", "right", *["right" for _ in epsilons], "left"]
+    return f"{title}\n{tabulate([head, *lines], tablefmt='plain', colalign=sides, disable_numparse=True)}"
+
+
+def as_table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> Table:
+    """The same with ``title`` as its caption, for other renderings."""
+    head, *lines = _lines(rows, epsilons)
+    return Table(title, head, [Row(name, [Cell(text) for text in cells]) for name, *cells in lines], words=True)
+
+
+def _lines(rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> list[list[str]]:
+    """The head of the table and its lines."""
 
     def cells(row: HeadRow) -> list[str]:
         head = row[1]
@@ -86,8 +100,7 @@ def table(title: str, rows: Sequence[HeadRow], epsilons: Sequence[Fraction]) -> 
     for shared, group in itertools.groupby(rows, cells):
         places = [place for place, _ in group]
         lines.append([_span(places[0], places[-1]), *shared])
-    sides = ["left", "left", "right", *["right" for _ in epsilons], "left"]
-    return f"{title}\n{tabulate(lines, tablefmt='plain', colalign=sides, disable_numparse=True)}"
+    return lines
 
 
 def _span(first: Place, last: Place) -> str:

@@ -5,14 +5,15 @@ import sys
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, heads, int_list, positive_int, width, words
+from fairseq_rpe.cli.options import add_latex, add_rpe_module, add_width, heads, int_list, positive_int, width, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.sizes import SIZES
-from fairseq_rpe.core.table import csv_text
+from fairseq_rpe.core.table import csv_text, latex_text
 
 COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio", "least_ms", "most_ms")
-_FILES = ("bench.csv", "bench.md", "bench.png")
+_FILES = ("bench.csv", "bench.md", "bench.png", "bench.pdf")
+_LATEX = "bench.tex"
 _GIVEN = (
     "encodings",
     "shared",
@@ -45,13 +46,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive_int, metavar="N", help="texts per call (default: 1)")
     parser.add_argument("--vocabulary", type=width, metavar="N", help="of models (default: 4096)")
     parser.add_argument("--heads", type=heads, metavar="N", help="attention heads (default: 8)")
-    parser.add_argument("--width", type=width, metavar="N", help="width of a head (default: 64)")
+    parser.add_argument("--head-width", dest="width", type=width, metavar="N", help="width of a head (default: 64)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: fp32")
     parser.add_argument("--passes", choices=("forward", "training", "both"), help="default: both; models: forward")
     about = "timings of each: the median of 5 (default), of models the mean of 10"
     parser.add_argument("--repeats", type=positive_int, metavar="N", help=about)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {', '.join(_FILES)}")
+    add_width(parser, other="--head-width")
+    add_latex(parser)
     add_rpe_module(parser)
     parser.set_defaults(log=None)
 
@@ -62,14 +65,17 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.core.devices import chosen
 
     if args.out is not None:
-        check_folder(args.out, _FILES)
+        check_folder(args.out, (*_FILES, _LATEX))
+    elif args.latex or args.figure_width:
+        raise UserError(f"{'--latex' if args.latex else '--width'} is for what --out holds: give --out DIR too")
     if args.model:
         from fairseq_rpe.evaluation import inference as kind
     else:
         from fairseq_rpe.analysis import speed as kind
     given = {name: getattr(args, name) for name in ("model", *_GIVEN) if getattr(args, name) is not None}
     if odd := sorted(given.keys() - {field.name for field in fields(kind.Setting)}):
-        raise UserError(f"--{odd[0]} goes {'not' if args.model else 'only'} with --model: leave it out")
+        flag = {"width": "head-width"}.get(odd[0], odd[0])
+        raise UserError(f"--{flag} goes {'not' if args.model else 'only'} with --model: leave it out")
     setting = kind.Setting(device=chosen(args.device), **given)
     setting.check()
     timings, told = [], set()
@@ -80,13 +86,18 @@ def run(args: argparse.Namespace) -> None:
             print(line, file=sys.stderr)
         told.update(left_out)
     about = str(setting)
-    text = "\n".join([f"{about}\n", *(table.markdown() for table in kind.tables(timings))])
+    tables = list(kind.tables(timings))
+    text = "\n".join([f"{about}\n", *(table.markdown() for table in tables)])
     print(text)
     if args.out is not None:
-        from fairseq_rpe.figures.style import save
+        from fairseq_rpe.figures.style import drawn_at, save
         from fairseq_rpe.figures.timing import of_attention, of_models
 
         atomic_write(args.out / "bench.csv", f"# {about}\n{csv_text(COLUMNS, map(astuple, timings))}")
         atomic_write(args.out / "bench.md", text)
-        save((of_models if args.model else of_attention)(timings, about), args.out / "bench.png")
+        if args.latex:
+            atomic_write(args.out / _LATEX, latex_text(tables))
+        with drawn_at(args.figure_width):
+            figure = (of_models if args.model else of_attention)(timings, about)
+            save(figure, args.out / "bench.png", args.out / "bench.pdf")
         print(f"figure: {args.out / 'bench.png'}")

@@ -3,7 +3,17 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_optimiser, add_rpe_module, int_list, positive_int, rate, seed, spec
+from fairseq_rpe.cli.options import (
+    add_latex,
+    add_optimiser,
+    add_rpe_module,
+    add_width,
+    int_list,
+    positive_int,
+    rate,
+    seed,
+    spec,
+)
 from fairseq_rpe.core.records import filled
 
 
@@ -36,6 +46,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_rpe_module(parser)
     parser.add_argument("--save-every", type=positive_int, metavar="N", help="updates between checkpoints")
     parser.add_argument("--seed", type=seed, default=1, help="default: 1")
+    add_width(parser)
+    add_latex(parser)
     parser.set_defaults(log=None)
 
 
@@ -48,4 +60,5 @@ def run(args: argparse.Namespace) -> None:
     wanted = extension.resolve(asked, args.lengths, args.subset)
     found = extension.carry_out(wanted)
     title = f"{args.finetune_from}, from {wanted.original} to {args.tokens} tokens"
-    print(write_report(found, args.out, wanted.original, title=title).text)
+    drawn = {"width": args.figure_width, "latex": args.latex}
+    print(write_report(found, args.out, wanted.original, title=title, **drawn).text)

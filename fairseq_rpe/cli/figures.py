@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, count_list, heads, positive_int, seed
+from fairseq_rpe.cli.options import add_rpe_module, add_width, count_list, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.core.progress import Progress
@@ -35,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=seed, metavar="S", help="of the initial values, with specs; or which run of the sweep (1)"
     )
+    add_width(parser)
     add_rpe_module(parser)
     parser.set_defaults(log=None)
 
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> None:
     others = (args.sweep, args.data, args.length, args.heads, args.head, args.seed)
     if args.checkpoint is not None and (args.specs or any(one is not None for one in others)):
         raise UserError(
-            "--checkpoint is drawn by itself: of the others, only --query, --layers, --rpe-module and --out go with it"
+            "--checkpoint is drawn by itself: of the others, only --query, --layers, --width, --rpe-module and "
+            "--out go with it"
         )
     if args.checkpoint is None and (args.query or args.layers):
         raise UserError("--query and --layers are for one checkpoint: give --checkpoint FILE too")
@@ -57,12 +59,14 @@ def run(args: argparse.Namespace) -> None:
     if args.data is not None and args.sweep is None:
         raise UserError("--data is for the empirical receptive field of checkpoints: give --sweep DIR too")
 
+    from fairseq_rpe.figures.style import drawn_at
     from fairseq_rpe.reports import drawing
     from fairseq_rpe.sweeps.state import SweepFolder
 
     if args.checkpoint is not None:
         out = args.out or Path("runs/figures")
-        return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
+        with drawn_at(args.figure_width):
+            return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
     shown = {"length": length, "seed": args.seed or 1, "head": args.head}
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
@@ -70,6 +74,6 @@ def run(args: argparse.Namespace) -> None:
         gallery = drawing.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
     out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
     check_folder(out)
-    with Progress("figures", "kinds", len(drawing.FIGURES)) as bar:
+    with Progress("figures", "kinds", len(drawing.FIGURES)) as bar, drawn_at(args.figure_width):
         for line in drawing.draw(gallery, out, bar.update):
             bar.say(line)

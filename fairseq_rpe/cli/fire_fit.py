@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, heads, positive_int, seed, width
+from fairseq_rpe.cli.options import add_rpe_module, add_width, heads, positive_int, seed, width
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_file
 
@@ -17,10 +17,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="encoding, e.g. sandwich or t5_bias:buckets=64")
     parser.add_argument("--length", type=positive_int, default=2048, help="number of distances (default 2048)")
     parser.add_argument("--heads", type=heads, default=8, help="attention heads (default 8)")
-    parser.add_argument("--width", type=width, help="model width (default: 64 times --heads)")
+    about = "default: 64 times --heads"
+    parser.add_argument("--model-width", dest="width", type=width, metavar="N", help=about)
     parser.add_argument("--seed", type=seed, default=1, help="for the initial values of learned parameters (default 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all parameters as JSON")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw both and their errors, as .png or .pdf")
+    add_width(parser, other="--model-width")
     add_rpe_module(parser)
 
 
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace) -> None:
             check_file(flag, path)
     if args.figure is not None and args.figure.suffix not in (".png", ".pdf"):
         raise UserError(f"--figure {args.figure}: name a file that ends with .png or .pdf")
+    if args.figure is None and args.figure_width:
+        raise UserError("--width is for the figure: give --figure FILE too")
     import torch
 
     from fairseq_rpe.analysis.fire_fit import fit_fire
@@ -49,8 +53,9 @@ def run(args: argparse.Namespace) -> None:
         atomic_write(args.out, json.dumps({**setting, **both}) + "\n")
         print(f"\nparameters: {args.out}")
     if args.figure is not None:
-        from fairseq_rpe.figures.style import save
+        from fairseq_rpe.figures.style import drawn_at, save
         from fairseq_rpe.figures.theorem import constructions
 
-        save(constructions(args.spec, encoding.profile(args.length), fits[0], papers), args.figure)
+        with drawn_at(args.figure_width):
+            save(constructions(args.spec, encoding.profile(args.length), fits[0], papers), args.figure)
         print(f"\nfigure: {args.figure}")

@@ -12,6 +12,7 @@ from fairseq_rpe.core.errors import UserError, shown
 from fairseq_rpe.core.files import CACHE
 from fairseq_rpe.core.sizes import SIZES
 from fairseq_rpe.evaluation import log_to
+from fairseq_rpe.figures import WIDTHS
 
 MOST = 10**9  # of whole numbers that have no limit of their own
 
@@ -110,6 +111,25 @@ def add_rpe_module(parser: argparse.ArgumentParser, now: bool = True) -> None:
     """``now``: it is loaded before the command is carried out, not only if there is something left to do."""
     parser.add_argument("--rpe-module", type=Path, metavar="FILE", help="Python file that registers your encodings")
     parser.set_defaults(load_now=now)
+
+
+def add_width(parser: argparse.ArgumentParser, other: str = "") -> None:
+    """The width of the figures that a command draws; ``other``: its option for widths of heads or models."""
+
+    def named(text: str) -> str:
+        if text in WIDTHS:
+            return text
+        more = f"; {other} takes numbers" if other else ""
+        raise argparse.ArgumentTypeError(f"'{shown(text)}' is not {' or '.join(WIDTHS)}, a width of figures{more}")
+
+    inches = ", ".join(f"{name} {value:g}" for name, value in WIDTHS.items())
+    about = f"draw figures as wide as a paper's column or page, in inches: {inches} (default: as the panels need it)"
+    parser.add_argument("--width", dest="figure_width", type=named, metavar="|".join(WIDTHS), help=about)
+
+
+def add_latex(parser: argparse.ArgumentParser) -> None:
+    """Tables for a paper."""
+    parser.add_argument("--latex", action="store_true", help="write the tables as LaTeX too (package booktabs)")
 
 
 def add_no_cache(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, positive_float
+from fairseq_rpe.cli.options import add_latex, add_rpe_module, add_width, positive_float
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_file, check_folder
 
@@ -13,6 +13,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweeps", type=Path, nargs="+", metavar="DIR", help="the --out folder of a sweep")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also one HTML page on all of them, one after another")
     parser.add_argument("--delta", type=positive_float, metavar="X", help="δ of Definition 0.1, relative (0.05)")
+    add_width(parser)
+    add_latex(parser)
     add_rpe_module(parser)
 
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--out {args.out} is a file of the report on {folder.path}: name another one")
     sections = []
     for folder in folders:
-        sections.append(write(folder, args.delta))
+        sections.append(write(folder, args.delta, args.figure_width, args.latex))
         print(sections[-1].text)
     for joint in beside.sections(folders):
         sections.append(joint)

@@ -4,12 +4,13 @@ import argparse
 from operator import attrgetter
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, int_list, positive_int, workers
+from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, int_list, positive_int, workers
 from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.table import csv_text
+from fairseq_rpe.core.table import csv_text, latex_text
 
-_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "png", "pdf"))
+_RESULTS, _CSV, _MARKDOWN, _LATEX = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "tex"))
+_PNG, _PDF = "sliding.png", "sliding.pdf"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,26 +48,32 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=positive_int, metavar="N", help="tokens per batch (2048, at least one window)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/sliding"), metavar="DIR", help="default: %(default)s")
+    add_width(parser)
+    add_latex(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import timing
-    from fairseq_rpe.figures.style import save
+    from fairseq_rpe.figures.style import drawn_at, save
 
     subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = sliding.with_blocks(filled(sliding.SlidingRequest, args), subjects)
     request.check()
-    check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _PNG, _PDF))
+    check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
     rows = sliding.compare(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
     print(text)
     atomic_write(args.out / _CSV, csv_text(sliding.COLUMNS, map(attrgetter(*sliding.COLUMNS), rows)))
     atomic_write(args.out / _MARKDOWN, text)
+    if args.latex:
+        atomic_write(args.out / _LATEX, latex_text([sliding.by_window(rows), sliding.together(rows)]))
     points = [timing.Timed(one.encoding, one.mode, one.window, one.ppl, one.relative or 0.0) for one in rows]
     trained = sorted({subject.train_length for subject in subjects})
-    figure = timing.of_windows(points, args.stride, sliding.PUBLISHED, trained)
-    save(figure, args.out / _PNG, args.out / _PDF)
+    means = sliding.reference_means(rows, subjects)
+    with drawn_at(args.figure_width):
+        figure = timing.of_windows(points, args.stride, sliding.PUBLISHED, trained, means)
+        save(figure, args.out / _PNG, args.out / _PDF)
     print(f"results: {args.out / _CSV}")
     print(f"figure:  {args.out / _PNG}")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli.options import positive_int
+from fairseq_rpe.cli.options import add_width, positive_int
 from fairseq_rpe.cli.verdict import add_source, asked
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder
@@ -20,6 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_source(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/trf"), metavar="DIR", help="default: %(default)s")
+    add_width(parser)
     parser.add_argument(
         "--quantised",
         type=positive_int,
@@ -42,9 +43,10 @@ def run(args: argparse.Namespace) -> None:
 
     from fairseq_rpe.core.table import csv_text
     from fairseq_rpe.figures.fields import theoretical
-    from fairseq_rpe.figures.style import save
+    from fairseq_rpe.figures.style import drawn_at, save
 
-    save(theoretical(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
+    with drawn_at(args.figure_width):
+        save(theoretical(curves, args.quantised), *(args.out / name for name in NAMES[:2]))
     atomic_write(args.out / "trf.csv", csv_text(rows[0], rows[1:]))
     print(f"table:  {args.out / 'trf.csv'}\nfigure: {args.out / 'trf.png'}, also as .pdf")
 

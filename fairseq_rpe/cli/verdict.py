@@ -10,7 +10,7 @@ from typing import Any
 from fairseq_rpe.cli.options import add_rpe_module, heads, width
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_file
-from fairseq_rpe.core.table import csv_text
+from fairseq_rpe.core.table import csv_text, latex_text
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="ε of TRF, repeatable (default 0.5 0.1 0.01 0.001)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row per head, layer and ε as well")
+    about = "write the tables as LaTeX (package booktabs) as well"
+    parser.add_argument("--latex", type=Path, metavar="FILE", help=about)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +57,9 @@ def run(args: argparse.Namespace) -> None:
 
     epsilons = list(dict.fromkeys(args.epsilon or judgement.EPSILONS))
     check_epsilons(epsilons, "--epsilon")
-    if args.csv:
-        check_file("--csv", args.csv)
+    for flag, path in (("--csv", args.csv), ("--latex", args.latex)):
+        if path:
+            check_file(flag, path)
     sources = {title: judgement.judge(source) for title, source in asked(args).items()}
     print("\n\n".join(judgement.table(title, rows, epsilons) for title, rows in sources.items()))
     print(
@@ -67,6 +70,10 @@ def run(args: argparse.Namespace) -> None:
         head, *rows = judgement.verdict_cells(sources, epsilons)
         atomic_write(args.csv, csv_text(head, rows))
         print(f"table: {args.csv}")
+    if args.latex:
+        tables = [judgement.as_table(title, rows, epsilons) for title, rows in sources.items()]
+        atomic_write(args.latex, latex_text(tables))
+        print(f"LaTeX: {args.latex}")
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ They are process-global patches of fairseq's own modules (and ``sys.excepthook``
 from . import quick_start  # noqa: F401  (first)
 
 # isort: split
-from . import batches, excepthook, safe_loading, safe_saving  # noqa: F401
+from . import batches, board, excepthook, safe_loading, safe_saving  # noqa: F401
 from .flags import overrides
 from .guards import guard_eval_lm, guard_module
 from .literals import evaluate_literal, literal_eval_only

@@ -1,14 +1,27 @@
-"""One table, three renderings: CSV for programs, Markdown for people, HTML in the page's template."""
+"""One table, four renderings: CSV for programs, Markdown for people, LaTeX for papers, HTML in the page's template."""
 
 import csv
 import io
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tabulate import tabulate
+from tabulate import LATEX_ESCAPE_RULES, tabulate
 
+# what pdflatex has no letter for
+_LATEX_SIGNS = {
+    **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "δ": r"$\delta$", "ζ": r"$\zeta$", "θ": r"$\theta$"},
+    **{"λ": r"$\lambda$", "π": r"$\pi$", "σ": r"$\sigma$", "ψ": r"$\psi$", "Σ": r"$\Sigma$", "Δ": r"$\Delta$"},
+    **{"ε": r"$\varepsilon$", "−": "$-$", "×": r"$\times$", "·": r"$\cdot$", "≤": r"$\leq$", "≥": r"$\geq$"},
+    **{"≈": r"$\approx$", "∞": r"$\infty$", "‖": r"$\Vert$", "√": r"$\surd$", "★": r"$\star$", "∑": r"$\Sigma$"},
+    **{"…": r"\ldots{}", "–": "--", "—": "---", "’": "'", "“": "``", "”": "''", "→": r"$\rightarrow$"},
+}
+# marks of private use around bold and small text, which escaping leaves alone
+_BOLD, _LEFT, _RIGHT, _BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+_MARKS = {_BOLD: r"\textbf{", _LEFT: r"\shortstack[l]{", _RIGHT: r"\shortstack[r]{"}
+_MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
 
 @dataclass(frozen=True)
 class Cell:
@@ -52,10 +65,51 @@ class Table:
         lines = [[row.name, *(cell.text for cell in row.cells)] for row in self.rows]
         return tabulate(lines, self.head, tablefmt="pipe", colalign=sides, disable_numparse=True) + "\n"
 
+    def latex(self) -> str:
+        """The table with its caption as a ``table`` environment with the rules of the package booktabs.
+
+        The best cells are bold, notes small below them, signs such as Σ and ε in math mode.
+        """
+        sides = ["left", *["left" if self.words else "right"] * (len(self.head) - 1)]
+        lines = [[_noted(row.name, row.note, _LEFT), *map(_latex_cell, row.cells)] for row in self.rows]
+        body = tabulate(lines, self.head, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
+        if self.groups:
+            titles = "".join(rf" & \multicolumn{{2}}{{c}}{{{_latex_text(title)}}}" for title in self.groups)
+            body = body.replace("\\toprule\n", f"\\toprule\n{titles} \\\\\n", 1)
+        starred = f" Bold: {self.starred} of its column." if self.starred else ""
+        caption = _latex_signs(_latex_text(self.caption + starred))
+        return "\n".join(
+            (r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", _latex_signs(body), r"\end{table}", "")
+        )
+
     def csv(self) -> str:
         """The head and the rows, with the exact values where there are any."""
         rows = ([row.name, *(c.text if c.value is None else c.value for c in row.cells)] for row in self.rows)
         return csv_text(self.head, rows)
+
+
+def latex_text(tables: Iterable[Table]) -> str:
+    """Tables one after another, as a file that a paper includes with ``\\input``."""
+    return "\n".join(["% in the preamble: \\usepackage{booktabs}", *(table.latex() for table in tables)])
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = f"{_BOLD}{cell.text}{_END}" if cell.best else cell.text
+    return _noted(text, cell.note, _RIGHT)
+
+
+def _noted(text: str, note: str, side: str) -> str:
+    return f"{side}{text}{_BELOW}{note}{_END}" if note else text
+
+
+def _latex_text(text: str) -> str:
+    return "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in text)
+
+
+def _latex_signs(text: str) -> str:
+    """Escaped text with its marks and signs as LaTeX has them, and a minus before a number."""
+    text = re.sub(r"(?<![\w.)\-])-(?=\d)", "$-$", text)
+    return "".join(_MARKS.get(letter, _LATEX_SIGNS.get(letter, letter)) for letter in text)
 
 
 def stacked(tables: Mapping[str, Table], name: str) -> Table:

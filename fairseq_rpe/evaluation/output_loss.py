@@ -12,7 +12,7 @@ from fairseq_rpe.analysis.truncation import losses, window_sizes
 from fairseq_rpe.attention import Plan
 from fairseq_rpe.attention.reference import scores
 from fairseq_rpe.core.files import atomic_write, check_folder
-from fairseq_rpe.core.table import Row, Table, csv_text, words
+from fairseq_rpe.core.table import Row, Table, csv_text, latex_text, words
 from fairseq_rpe.evaluation.loading import Subject
 from fairseq_rpe.evaluation.probe import Field
 from fairseq_rpe.evaluation.receptive import FieldRequest, through
@@ -75,16 +75,22 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     return Truncated(*here, subject.path, values)
 
 
-def report(request: FieldRequest, subjects: Sequence[Subject], length: int, rows: int, folder: Path) -> str:
+def report(
+    request: FieldRequest, subjects: Sequence[Subject], length: int, rows: int, folder: Path, latex: bool = False
+) -> str:
     """Measure each checkpoint and write delta.csv, delta.png and delta.pdf into ``folder``; what to print of it.
+
+    ``latex``: write the table as delta.tex too.
 
     Raises UserError: the folder cannot be written, or a checkpoint cannot be used.
     """
-    files = [folder / f"delta.{end}" for end in ("csv", "png", "pdf")]
+    files = [folder / f"delta.{end}" for end in ("csv", "png", "pdf", "tex")]
     check_folder(folder, [file.name for file in files])
     found = [measure(request, subject, length, rows) for subject in subjects]
     atomic_write(files[0], csv(found))
-    save(truncated(found), *files[1:])
+    save(truncated(found), *files[1:3])
+    if latex:
+        atomic_write(files[3], latex_text([table(found)]))
     about = f"Cells: largest δ(i, j) of any head and of the last {rows} queries, in brackets its bound; j nearest keys."
     return f"{table(found).markdown()}\n{about}\ntable:  {files[0]}\nfigure: {files[1]}"
 

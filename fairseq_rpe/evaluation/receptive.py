@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp, quantised, thinned
 from fairseq_rpe.core.errors import UserError
@@ -77,7 +78,24 @@ def measure(request: FieldRequest, subject: Subject, length: int, rows: int) -> 
     biases = bias_alone(decoder, length, rows, request.epsilons)
     mass, bias_mass = (torch.stack([one.mass for one in of]).cpu() if of else None for of in (found.layers, biases))
     here = (subject.path, request.blocks, rows, found.layers, biases)
-    return Measured(subject.label, subject.train_length, mass, bias_mass, *here)
+    series = None if biases is None else series_weights(decoder, length)
+    return Measured(subject.label, subject.train_length, mass, bias_mass, *here, series=series)
+
+
+@torch.no_grad()
+def series_weights(decoder: Any, length: int) -> Tensor:
+    """exp(bias) of every layer and head by distance, which the theoretical receptive field sums up.
+
+    Args:
+        decoder: a decoder whose encodings all have a bias.
+        length: the number of distances, 0 … length - 1.
+
+    Returns:
+        (layers, heads, length) float64; each head's weights sum to 1.
+    """
+    encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
+    # softmax: exp of a large bias does not overflow, and TRF does not depend on the sum
+    return torch.stack([encoding.profile(length).double().softmax(-1) for encoding in encodings]).cpu()
 
 
 def through(
@@ -145,6 +163,18 @@ def quantised_csv(found: Sequence[Measured]) -> str:
         return torch.stack(quantised(one.mass[layer, head]), dim=1).tolist()
 
     return _csv(found, ("epsilon", "n_over_length"), cells)
+
+
+def pair_csv(found: Sequence[Measured]) -> str:
+    """The curves of the paper's Figures 5 and 6: for each checkpoint and ε, ERF and TRF over the length of a block."""
+    rows = []
+    for one in found:
+        epsilons, measured = one.quantised_erf()
+        theory = one.quantised_trf()
+        beside = [None] * len(epsilons) if theory is None else theory[1].tolist()
+        points = zip(epsilons.tolist(), measured.tolist(), beside, strict=True)
+        rows += [[one.label, one.path, *point] for point in points]
+    return csv_text(("encoding", "checkpoint", "epsilon", "erf_over_length", "trf_over_length"), rows)
 
 
 def table(found: Sequence[Measured], epsilons: Sequence[float]) -> Table:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,11 @@ from fairseq_rpe.evaluation.loading import Subject, load, read_stream
 from fairseq_rpe.evaluation.results import BATCH_TOKENS, Blocks, Overrides, Result, resumed
 from fairseq_rpe.evaluation.tally import MOST_BITS, too_large
 from fairseq_rpe.evaluation.windows import DocumentWindows, Windows, check_windows, score, why_not_cached
+from fairseq_rpe.figures.timing import WindowMean
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")
+REFERENCE = "alibi"  # what the paper compares sliding windows with: an encoding that needs none
 PLAIN, SLIDING, CACHED = "non-overlapping", "sliding", "cached"
 # Short measurements are repeated and their median counts: they are what all others are divided by.
 LONG_ENOUGH, REPEATS = 2.0, 5
@@ -219,6 +222,27 @@ def together(rows: Sequence[SlidingResult]) -> Table:
     first = next(iter(total.values()))
     lines = [Row(name, [number(seconds / first, ".2f")]) for name, seconds in total.items()]
     return Table("Time over all windows", ["all windows together", "time"], lines)
+
+
+def reference_means(rows: Sequence[SlidingResult], subjects: Sequence[Subject]) -> list[WindowMean]:
+    """ALiBi's mean perplexity without overlap, the line that the paper's Figure 1 compares sliding windows with.
+
+    Args:
+        rows: the results of :func:`compare`.
+        subjects: the checkpoints that were compared.
+
+    Returns:
+        One mean for each checkpoint of ``alibi``, over its windows from the training length on; over all its windows
+        where none is as long.
+    """
+    means = []
+    for subject in subjects:
+        if re.split(r"[:\s]", subject.label, maxsplit=1)[0] != REFERENCE:
+            continue
+        ppl = {row.window: row.ppl for row in rows if (row.encoding, row.mode) == (subject.label, PLAIN)}
+        beyond = {window: value for window, value in ppl.items() if window >= subject.train_length} or ppl
+        means.append(WindowMean(subject.label, statistics.fmean(beyond.values()), min(beyond), max(beyond)))
+    return means
 
 
 def markdown(rows: Sequence[SlidingResult]) -> str:

@@ -14,11 +14,12 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter, StrMethodFormatter
 from torch import Tensor
 
 from ..core import UserError
-from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, legend_below, looks, panels, titled
+from .method_maps import colour_bar, draw_map, map_panels, too_many
+from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, across, headed, legend_below, looks, panels, titled, width
 
 _COLUMNS = 4
 _FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart
@@ -96,9 +97,13 @@ def profiles(values: Mapping[str, Tensor]) -> Figure:
 def compared(values: Mapping[str, Tensor], head: int) -> Figure:
     """exp(bias - largest bias) of one head over distance + 1, both logarithmic: a power of the distance is straight.
 
-    ``values``: name -> (n,) log-bias over the distances 0 … n-1; ``head``: from 1, for the title.
+    ``values``: name -> (n,) log-bias over the distances 0 … n-1; ``head``: from 1, for the title. More than twelve have
+    a row each of a heat map instead.
     """
-    figure, (axes,) = panels(1, 1, (COLUMN, 3.4 + 0.2 * -(-len(values) // 3)))
+    title = f"Weight by distance that the bias alone gives, head {head}"
+    if too_many(values):
+        return _compared_map(values, title)
+    figure, (axes,) = panels(1, 1, (width(), 3.4 + 0.2 * -(-len(values) // 3)))
     shown = looks(list(values))
     for number, (name, profile) in enumerate(values.items()):
         x = torch.arange(1, len(profile) + 1)
@@ -108,10 +113,31 @@ def compared(values: Mapping[str, Tensor], head: int) -> Figure:
         axes.plot(x, weights, **shown[name].drawn(), linewidth=1.4, markevery=marks, label=name)
     axes.set(xscale="log", yscale="log", ylim=(_FLOOR / 10, 2))
     axes.set(xlabel="distance + 1 (tokens)", ylabel="exp(bias − largest bias)")
-    titled(axes, f"Weight by distance that the bias alone gives, head {head}")
+    titled(axes, title)
     axes.margins(x=0)
     legend_below(figure, axes)
     return figure
+
+
+def _compared_map(values: Mapping[str, Tensor], title: str) -> Figure:
+    """Rows by the sum of their weights: those that fall fastest first."""
+    weights = {name: (profile.double() - profile.max()).exp() for name, profile in values.items()}
+    shown = [d - 1 for d in _log_spaced(max(map(len, weights.values())))]
+    order = sorted(weights, key=lambda name: float(weights[name].sum()))
+    rows = {
+        name: {float(d + 1): max(float(weights[name][d]), _FLOOR) for d in shown if d < len(weights[name])}
+        for name in order
+    }
+    figure, (axes,) = map_panels(1, 1, len(rows))
+    scale = draw_map(axes, rows, LogNorm(_FLOOR, 1.0), title)
+    axes.set_xlabel("distance + 1 (tokens)")
+    colour_bar(figure, [axes], scale, "exp(bias − largest bias)", extend="min")
+    return figure
+
+
+def _log_spaced(n: int) -> list[int]:
+    """Whole numbers from 1 to n, about evenly on a logarithmic scale."""
+    return sorted({round(n ** (k / 40)) for k in range(41)})
 
 
 def of_queries(biases: Mapping[int, Tensor], name: str, layers: Sequence[int] = ()) -> Figure:
@@ -121,7 +147,7 @@ def of_queries(biases: Mapping[int, Tensor], name: str, layers: Sequence[int] = 
     ``layers``: their numbers from 0 in the model, for the titles, if these are not all of them.
     """
     count, heads, _ = next(iter(biases.values())).shape
-    columns = min(_COLUMNS, count)
+    columns = across(count, _COLUMNS, 1.5)
     rows = -(-count // columns)
     size = min(PAGE, max(COLUMN, 1.2 + 1.9 * columns)), 0.7 + 1.5 * rows * len(biases)
     figure, made = panels(rows * len(biases), columns, size, sharey=True, sharex="row")
@@ -171,7 +197,7 @@ def _map(axes: Axes, values: Tensor, step: int, scale: ScalarMappable, title: st
 
 def _named(figure: Figure, x: str, y: str, title: str = "") -> Figure:
     if title:
-        figure.suptitle(title, fontsize=NAME + 1)
+        headed(figure, title, NAME + 1)
     figure.supxlabel(x, fontsize=NAME)
     figure.supylabel(y, fontsize=NAME)
     return figure
@@ -181,8 +207,8 @@ def _few_columns(count: int, shape: float, grid: bool = False) -> tuple[Figure, 
     """``count`` panels, ``shape`` as high as wide."""
     if not count:
         raise UserError("there is nothing to draw: name an encoding with an additive bias")
-    columns = min(_COLUMNS, count)
-    wide = (PAGE - 1.2) / _COLUMNS
+    columns = across(count, _COLUMNS, 1.5)
+    wide = (width(_COLUMNS) - 1.2) / across(_COLUMNS, _COLUMNS, 1.5)
     figure, shown = _tiles(count, columns, (wide, shape * wide + 0.25), (1.2, 0.8), grid)
     for axes in shown[-columns:]:
         # the lowest panel of a column, where the grid is not full
@@ -247,4 +273,6 @@ def _bar(figure: Figure, panels: list[Axes], scale: ScalarMappable, label: str, 
     bar = figure.colorbar(scale, ax=panels, shrink=0.8, pad=0.01, **how)
     bar.set_label(label, fontsize=NAME)
     bar.ax.tick_params(labelsize=TICK)
+    if isinstance(bar.formatter, ScalarFormatter):
+        bar.formatter.set_useOffset(False)
     return bar

@@ -8,7 +8,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from .style import COLUMN, NAME, PAGE, PALETTE, TICK, panels, titled
+from .style import NAME, PALETTE, TICK, across, panels, titled, width
 
 Grid = Mapping[tuple[int, float], float]
 _COLUMNS = 3
@@ -23,11 +23,11 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
     which a line is drawn. A cell that nothing is known of is grey.
     """
     shown = [(task, method, grid) for task, of_task in grids.items() for method, grid in of_task.items()]
-    columns = 2 if len(shown) == 4 else min(_COLUMNS, len(shown))
+    columns = across(len(shown), 2 if len(shown) == 4 else _COLUMNS, 1.6)
     lines = -(-len(shown) // columns)
     most = max(len({depth for _, depth in grid}) for *_, grid in shown)
     figure, made = panels(
-        lines, columns, (PAGE if columns > 1 else COLUMN, 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False
+        lines, columns, (width(columns), 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False
     )
     scale = ScalarMappable(Normalize(0, 100), colormaps["viridis"].with_extremes(bad="0.85"))
     for axes, (task, method, grid) in zip(made, shown, strict=False):
@@ -35,13 +35,16 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
         values = np.array([[grid.get((n, depth), np.nan) for n in lengths] for depth in depths])
         axes.imshow(values, norm=scale.norm, cmap=scale.cmap, interpolation="nearest", aspect="auto")
         along = range(0, len(lengths), -(-len(lengths) // _TICKS))
-        axes.set_xticks(along, [str(lengths[k]) for k in along], fontsize=TICK if len(lengths) < 5 else TICK - 1.5)
+        each = (width(columns) / columns - 0.7) / len(along)  # inches
+        upright = 90 if each < 0.09 * len(str(lengths[-1])) else 0
+        size = TICK if len(lengths) < 5 else TICK - 1
+        axes.set_xticks(along, [str(lengths[k]) for k in along], fontsize=size, rotation=upright)
         every = -(-len(depths) // 11)
         axes.set_yticks(range(0, len(depths), every), [f"{depth:g}" for depth in depths[::every]])
         for (row, column), value in np.ndenumerate(values):
             if len(lengths) <= _LEGIBLE and len(depths) <= 11 and not np.isnan(value):
                 ink = "black" if value > 60 else "white"
-                axes.text(column, row, f"{value:.0f}", color=ink, fontsize=TICK - 2, ha="center", va="center")
+                axes.text(column, row, f"{value:.0f}", color=ink, fontsize=TICK - 1, ha="center", va="center")
         if beyond := [k for k, n in enumerate(lengths) if n > trained[task]]:
             axes.axvline(beyond[0] - 0.5, color=PALETTE[1], linestyle=(0, (4, 2)), linewidth=1.6, label="_training")
         titled(axes, method if len(grids) == 1 else f"{task}\n{method}")

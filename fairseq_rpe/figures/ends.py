@@ -7,6 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import offset_copy
 
+from .style import fit_texts
+
 SIZE = 8.0  # points
 _LINE = 1.2  # from one name to the next, of SIZE
 _AWAY = 20.0  # points from the panel to the names
@@ -27,6 +29,7 @@ def name_ends(figure: Figure, ends: Mapping[Axes, Sequence[End]]) -> None:
     A thin line leads from the end to the name; a triangle says that an end lies above or below the panel.
     Call it last: what changes the panels' heights or limits later moves the ends but not the names.
     """
+    fit_texts(figure)
     figure.draw_without_rendering()
     for axes, own in ends.items():
         height = axes.get_window_extent().height * 72 / figure.dpi

@@ -1,11 +1,12 @@
 """Draws receptive fields, theoretical and empirical, against ε (arXiv 2307.10156, Eq. 22 and appendix)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator, StrMethodFormatter
@@ -14,7 +15,22 @@ from torch import Tensor
 from ..analysis.bias_map import some_heads
 from ..analysis.receptive_field import quantised, thinned
 from .ends import End, name_ends
-from .style import COLUMN, NAME, PAGE, TICK, legend_below, legend_of_all, lengths_along, looks, panels, titled
+from .method_maps import Rows, best_first, colour_bar, draw_map, map_panels, scale_of, too_many
+from .style import (
+    COLUMN,
+    NAME,
+    PAGE,
+    TICK,
+    across,
+    headed,
+    legend_below,
+    legend_of_all,
+    lengths_along,
+    looks,
+    panels,
+    titled,
+    width,
+)
 
 _LEAST = 1e-6  # of the largest δ; smaller ones are not drawn
 _BIAS: dict[str, Any] = {"linestyle": "-", "linewidth": 3.0, "alpha": 0.35}  # a pale band under the measured line
@@ -25,9 +41,12 @@ Curves = Mapping[str, Sequence[tuple[Tensor, Tensor]]]  # encoding -> ε and TRF
 def theoretical(curves: Curves, keys: int | None = None, title: str = "Theoretical receptive field") -> Figure:
     """TRF in keys against ε, both logarithmic; with ``keys`` m the quantised curves, TRF / m against ε, both linear.
 
-    ε falls to the right, as in the paper. Of several heads the first is thick, the others are thin.
+    ε falls to the right, as in the paper. Of several heads the first is thick, the others are thin. More than twelve
+    encodings have a row each of a heat map instead, of their first heads.
     """
-    figure, (axes,) = panels(1, 1, (COLUMN, 3.6))
+    if too_many(curves):
+        return _theoretical_map(curves, keys, title)
+    figure, (axes,) = panels(1, 1, (width(), 3.6))
     shown = looks(list(curves))
     ends = []
     for name, heads in curves.items():
@@ -56,21 +75,53 @@ def theoretical(curves: Curves, keys: int | None = None, title: str = "Theoretic
     return figure
 
 
+def _theoretical_map(curves: Curves, keys: int | None, title: str) -> Figure:
+    """Encodings × ε, the widest field last."""
+    several = any(len(heads) > 1 for heads in curves.values())
+    rows = best_first({name: _points(*heads[0]) if heads else {} for name, heads in curves.items()})
+    ordered = {name: dict(sorted(own.items(), reverse=True)) for name, own in rows.items()}
+    figure, (axes,) = map_panels(1, 1, len(ordered))
+    about = f"Quantised TRF, first {keys} distances" if keys else title
+    norm = Normalize(0, 1) if keys else scale_of(ordered)
+    scale = draw_map(axes, ordered, norm, about + ", head 1" * several, numbers=ordered, continuous=bool(keys))
+    axes.invert_xaxis()
+    axes.set_xlabel("ε, part of the weight that is left out")
+    colour_bar(figure, [axes], scale, "TRF / m" if keys else "TRF (keys)")
+    return figure
+
+
+def _points(x: Tensor | Sequence[float], y: Tensor | Sequence[float]) -> dict[float, float]:
+    return {float(a): float(b) for a, b in zip(x, y, strict=True)}
+
+
 @dataclass(frozen=True)
 class Mass:
     """What was measured of a model that was trained at ``train_length`` tokens.
 
-    ``mass``: (layers, heads, length) mean attention by distance; ``bias_mass``: that of its bias alone, if it has one.
+    ``mass``: (layers, heads, length) mean attention by distance; ``bias_mass``: that of its bias alone, if it has one;
+    ``series``: (layers, heads, length) exp(bias) by distance, of which the sum over distances is 1, if it has one.
     """
 
     label: str
     train_length: int
     mass: Tensor
     bias_mass: Tensor | None
+    series: Tensor | None = field(default=None, kw_only=True)
+
+    def quantised_erf(self) -> tuple[Tensor, Tensor]:
+        """ε (50,) and n / length (50,) of the attention, averaged over layers and heads."""
+        return quantised(self.mass.mean((0, 1)))
+
+    def quantised_trf(self) -> tuple[Tensor, Tensor] | None:
+        """The same of exp(bias), whose series then ends after ``length`` distances; ``None`` without a bias."""
+        return None if self.series is None else quantised(self.series.mean((0, 1)))
 
 
 def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
-    """1 - mass of the nearest keys against their number: read at height ε it is n_emp(ε) of the mean curve."""
+    """1 - mass of the nearest keys against their number: read at height ε it is n_emp(ε) of the mean curve.
+
+    More than twelve models have a row each of heat maps instead.
+    """
     length = found[0].mass.shape[-1]
     shown = thinned(length - 1)
     keys = [d + 1 for d in shown]
@@ -78,6 +129,14 @@ def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
     def left_out(mass: Tensor) -> Curve:
         return keys, (1 - mass.mean(0).cumsum(-1))[:, shown].clamp_min(0)
 
+    if too_many([one.label for one in found]):
+        spaced = [n - 1 for n in sorted({round((length - 1) ** (k / 40)) for k in range(41)})]
+
+        def at_keys(mass: Tensor) -> Curve:
+            return [d + 1 for d in spaced], (1 - mass.mean(0).cumsum(-1))[:, spaced].clamp_min(min(epsilons) / 3)
+
+        scale = LogNorm(min(epsilons) / 3, 1)
+        return _head_maps(found, at_keys, scale, "nearest keys j (tokens)", "attention beyond the nearest j keys")
     figure, made = _per_head(found, left_out)
     trained = sorted({one.train_length for one in found})
     thin: dict[str, Any] = {"color": "0.7", "linewidth": 0.8, "linestyle": ":", "zorder": 0}
@@ -95,7 +154,7 @@ def empirical(found: Sequence[Mass], epsilons: Sequence[float]) -> Figure:
         if axes.get_subplotspec().is_last_col():
             for epsilon in epsilons:
                 axes.annotate(f"ε = {epsilon:g}", (length, epsilon), **beside, fontsize=TICK - 1, color="0.35")
-    figure.suptitle(f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)", fontsize=NAME)
+    headed(figure, f"blocks of {length} tokens; trained at {' or '.join(map(str, trained))} (dotted)")
     _below(made, "nearest keys j (tokens)")
     figure.supylabel("attention beyond the nearest j keys", fontsize=NAME)
     return figure
@@ -108,11 +167,50 @@ def empirical_quantised(found: Sequence[Mass]) -> Figure:
         epsilons, part = quantised(mass.mean(0))
         return epsilons.tolist(), part
 
+    beside = f"nearest keys needed / {found[0].mass.shape[-1]} tokens"
+    if too_many([one.label for one in found]):
+        return _head_maps(found, steps, Normalize(0, 1), "ε, the part of the attention left out", beside, flip=True)
     figure, made = _per_head(found, steps)
     for axes in made:
         axes.set(xlim=(1, 0), ylim=(0, 1))
     _below(made, "ε, the part of the attention left out")
-    figure.supylabel(f"nearest keys needed / {found[0].mass.shape[-1]} tokens", fontsize=NAME)
+    figure.supylabel(beside, fontsize=NAME)
+    return figure
+
+
+def paired(found: Sequence[Mass]) -> Figure:
+    """The paper's Figures 5 and 6: a panel of the empirical field and one of the theoretical, a curve for each method.
+
+    Both are quantised, n / length against ε from 1 down to 0, of the mean over layers and heads. A method without an
+    additive bias has no theoretical field; without any such method there is one panel.
+    """
+    length = found[0].mass.shape[-1]
+    measured = {one.label: one.quantised_erf() for one in found}
+    theory = {one.label: curve for one in found if (curve := one.quantised_trf()) is not None}
+    drawn = {"empirical (ERF)": measured, "theoretical (TRF)": theory} if theory else {"empirical (ERF)": measured}
+    columns = across(len(drawn), 2)
+    lines = -(-len(drawn) // columns)
+    below, beside = "ε, the part left out", f"nearest keys / {length} tokens"
+    if too_many(measured):
+        figure, made = map_panels(lines, columns, len(measured))
+        order = best_first({label: _points(*curve) for label, curve in measured.items()})
+        for axes, (title, curves) in zip(made, drawn.items(), strict=False):
+            rows = {label: _points(*curves[label]) if label in curves else {} for label in order}
+            scale = draw_map(axes, rows, Normalize(0, 1), title, continuous=True)
+            axes.invert_xaxis()
+            axes.set_xlabel(below)
+        colour_bar(figure, made, scale, beside)
+        return figure
+    figure, made = panels(lines, columns, (width(columns), 0.8 + 2.6 * lines), sharex=True, sharey=True)
+    shown = looks(list(measured))
+    for axes, (title, curves) in zip(made, drawn.items(), strict=False):
+        for label, (epsilons, part) in curves.items():
+            axes.plot(epsilons, part, **shown[label].drawn(), linewidth=1.4, markevery=7, label=label)
+        axes.set(xlim=(1, 0), ylim=(0, 1))
+        titled(axes, title)
+    _below(made, below)
+    figure.supylabel(beside, fontsize=NAME)
+    legend_below(figure, made[0], 4)
     return figure
 
 
@@ -131,11 +229,34 @@ class Lost:
     bound: Tensor
 
 
+# what the letters of the figure stand for
+_DELTA = (
+    "δ(i, j) = ‖o_i − o_i^j‖: how far the output o_i of query i moves if it sees its j nearest keys alone; "
+    "bound: 2·l·(part of its attention on all other keys), l the norm of the longest value"
+)
+
+
 def truncated(found: Sequence[Lost]) -> Figure:
-    """δ against j, a panel for each of a few layers: lines measured, pale bands the bound."""
+    """δ against j, a panel for each of a few layers: lines measured, pale bands the bound.
+
+    More than twelve models have a row each of heat maps instead, of what was measured.
+    """
     chosen = some_heads(min(len(one.delta) for one in found))
-    columns = min(2, len(chosen))
+    columns = across(len(chosen), 2)
     rows = -(-len(chosen) // columns)
+    heading = f"blocks of {found[0].length} tokens; {_DELTA}"
+    if too_many([one.label for one in found]):
+        maps = [{one.label: _points(one.keys, one.delta[layer].clamp_min(0)) for one in found} for layer in chosen]
+        top = max(float(one.delta.max()) for one in found)
+        figure, made = map_panels(rows, columns, len(found))
+        for axes, layer, own in zip(made, chosen, maps, strict=False):
+            scale = draw_map(axes, own, LogNorm(1e-3 * top, top) if top > 0 else Normalize(0, 1), f"layer {layer}")
+            axes.set_xlabel("nearest keys j (tokens)")
+        for axes in made[len(chosen) :]:
+            axes.set_visible(False)
+        headed(figure, heading, TICK)
+        colour_bar(figure, made, scale, "δ(i, j), largest of any head and query", extend="min")
+        return figure
     figure, made = panels(rows, columns, (PAGE if columns == 2 else COLUMN, 1.2 + 2.3 * rows), sharex=True, sharey=True)
     shown = looks([one.label for one in found])
     handles = [Line2D([], [], **shown[one.label].drawn(), label=one.label) for one in found]
@@ -153,7 +274,7 @@ def truncated(found: Sequence[Lost]) -> Figure:
         axes.set_visible(False)
     _below(made[: len(chosen)], "nearest keys j (tokens)")
     figure.supylabel("δ(i, j), largest of any head and query", fontsize=NAME)
-    figure.suptitle(f"output lost with the nearest j keys alone, blocks of {found[0].length} tokens", fontsize=NAME)
+    headed(figure, heading, TICK)
     legend_of_all(figure, handles=[*handles, Line2D([], [], **_BIAS, color="0.3", label="bound")], ncols=4)
     return figure
 
@@ -167,9 +288,10 @@ def _below(made: Sequence[Axes], name: str) -> None:
 def _per_head(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[Figure, list[Axes]]:
     """A panel for each of a few heads; ``curve`` gives x and (heads, len(x)) from (layers, heads, length) masses."""
     chosen = some_heads(min(one.mass.shape[1] for one in found))
-    rows = 1 if len(chosen) < 4 else 2
+    columns = across(len(chosen), 2 if len(chosen) > 3 else 3, 1.6)
+    rows = -(-len(chosen) // columns)
     size = (PAGE if rows == 1 else 6.0, 1.2 + 2.2 * rows)
-    figure, made = panels(rows, -(-len(chosen) // rows), size, sharex=True, sharey=True)
+    figure, made = panels(rows, columns, size, sharex=True, sharey=True)
     shown = looks([one.label for one in found])
     handles = []
     for one in found:
@@ -180,11 +302,39 @@ def _per_head(found: Sequence[Mass], curve: Callable[[Tensor], Curve]) -> tuple[
             drawn.insert(0, (one.bias_mass, {**_BIAS, "color": look["color"]}))
         for mass, style in drawn:
             x, y = curve(mass)
-            for axes, head in zip(made, chosen, strict=True):
+            for axes, head in zip(made, chosen, strict=False):
                 axes.plot(x, y[head], **style)
-    for axes, head in zip(made, chosen, strict=True):
+    for axes, head in zip(made, chosen, strict=False):
         titled(axes, f"head {head + 1}")
+    for axes in made[len(chosen) :]:
+        axes.set_visible(False)
     if any(one.bias_mass is not None for one in found):
         handles.append(Line2D([], [], **_BIAS, color="0.3", label="bias alone"))
     legend_of_all(figure, handles=handles, ncols=4)
     return figure, made
+
+
+def _head_maps(
+    found: Sequence[Mass],
+    curve: Callable[[Tensor], Curve],
+    norm: Normalize,
+    below: str,
+    beside: str,
+    flip: bool = False,
+) -> Figure:
+    """Models × x of ``curve``, a panel for each of a few heads; ``flip``: x falls to the right."""
+    chosen = some_heads(min(one.mass.shape[1] for one in found))
+    columns = across(len(chosen), 2, 3.3)
+    rows = -(-len(chosen) // columns)
+    figure, made = map_panels(rows, columns, len(found))
+    curves = {one.label: curve(one.mass) for one in found}
+    for axes, head in zip(made, chosen, strict=False):
+        own: Rows = {label: _points(x, y[head]) for label, (x, y) in curves.items()}
+        scale = draw_map(axes, own, norm, f"head {head + 1}", continuous=True)
+        axes.set_xlabel(below)
+        if flip:
+            axes.invert_xaxis()
+    for axes in made[len(chosen) :]:
+        axes.set_visible(False)
+    colour_bar(figure, made, scale, beside)
+    return figure

@@ -4,11 +4,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .ends import End, name_ends
-from .style import COLUMN, PAGE, TICK, legend_of_all, lengths_along, looks, mark_training, panels, titled
+from .method_maps import best_first, colour_bar, draw_map, map_panels, too_many
+from .style import TICK, across, legend_of_all, lengths_along, looks, mark_training, panels, titled, width
 from .sweep_curves import Band, draw_band, means_of, seeds_said
 
 MEAN = "mean"
@@ -24,15 +26,19 @@ def over_length(curves: Curves, tuned_at: int, back: Curves) -> Figure:
 
     ``tuned_at``: tokens of the fine-tuning, where a line is drawn. ``back``: on the longest context, against the words
     between the answer and the document's end, in panels of their own. Source of the kind of figure: "Functional
-    Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 left.
+    Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 left. More than twelve methods have a row each of
+    a heat map instead.
     """
     wanted = [*((key, own, False) for key, own in curves.items()), *((key, own, True) for key, own in back.items())]
-    columns = min(2, len(wanted))
+    columns = across(len(wanted), 2)
     lines = -(-len(wanted) // columns)
-    shown = looks(list(dict.fromkeys(method for of_set in curves.values() for method in of_set)))
+    methods = list(dict.fromkeys(method for of_set in curves.values() for method in of_set))
+    shown = looks(methods)
     longest = max(n for of_set in curves.values() for points in of_set.values() for n in points)
+    if too_many(methods):
+        return _length_maps(wanted, methods, tuned_at, longest, lines, columns)
     height = max(2.6, 0.6 + 0.19 * len(shown))
-    figure, made = panels(lines, columns, (COLUMN if columns == 1 else PAGE, 0.4 + height * lines))
+    figure, made = panels(lines, columns, (width(columns), 0.4 + height * lines))
     ends, joint = {}, "; " if columns == 1 else "\n"
     for ((label, metric), of_set, in_words), axes in zip(wanted, made, strict=False):
         for method, points in of_set.items():
@@ -56,14 +62,44 @@ def over_length(curves: Curves, tuned_at: int, back: Curves) -> Figure:
     return figure
 
 
+def _length_maps(
+    wanted: Sequence[tuple[tuple[str, str], Mapping[str, Band], bool]],
+    methods: Sequence[str],
+    tuned_at: int,
+    longest: int,
+    lines: int,
+    columns: int,
+) -> Figure:
+    """A heat map for each panel of :func:`over_length`, all with the same rows."""
+    figure, made = map_panels(lines, columns, len(methods))
+    values = [{method: means_of(of_set.get(method, {})) for method in methods} for _, of_set, _ in wanted]
+    seen = [value for rows in values for own in rows.values() for value in own.values()]
+    norm = Normalize(min(seen), max(seen))
+    scale = None
+    for ((label, metric), of_set, in_words), rows, axes in zip(wanted, values, made, strict=False):
+        said = label, f"{metric} (%)", seeds_said(of_set.values()).partition(";")[0]
+        title = "\n".join(filter(None, said))
+        scale = draw_map(axes, rows, norm, title, numbers=rows, after=None if in_words else tuned_at)
+        about = f"words from the answer to\nthe end of {longest} tokens"
+        axes.set_xlabel(about if in_words else f"context length (tokens)\ndashed: fine-tuned at {tuned_at}")
+    for axes in made[len(wanted) :]:
+        axes.set_visible(False)
+    if scale is not None:
+        colour_bar(figure, made, scale, "score (%)")
+    return figure
+
+
 def by_set(values: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
     """Scores in per cent, set by set, and their mean: for each set or ``mean`` a value per seed of each method.
 
     Source of the kind of figure: "Functional Interpolation for Relative Positions" (arXiv 2310.04418), Fig. 3 right.
+    More than twelve methods have a row each of a heat map instead.
     """
     names, methods = list(values), list(dict.fromkeys(method for of_set in values.values() for method in of_set))
+    if too_many(methods):
+        return _set_map(values, names, methods, title)
     shown = looks(methods)
-    figure, (axes,) = panels(1, 1, (PAGE if len(names) > 3 else COLUMN, 3.4))
+    figure, (axes,) = panels(1, 1, (width(1 + (len(names) > 3)), 3.4))
     for number, method in enumerate(methods):
         aside, look = 0.8 * ((number + 0.5) / len(methods) - 0.5), shown[method]
         for place, name in enumerate(names):
@@ -86,4 +122,24 @@ def by_set(values: Mapping[str, Mapping[str, Sequence[float]]], title: str = "")
         for method in methods
     ]
     legend_of_all(figure, handles=handles, ncols=4)
+    return figure
+
+
+def _set_map(
+    values: Mapping[str, Mapping[str, Sequence[float]]], names: Sequence[str], methods: Sequence[str], title: str
+) -> Figure:
+    """Methods × sets, coloured by the score, those with the highest mean first."""
+    rows = {
+        method: {
+            float(place): sum(seeds) / len(seeds)
+            for place, name in enumerate(names)
+            if (seeds := values[name].get(method))
+        }
+        for method in methods
+    }
+    ranked = best_first(rows, highest=True)
+    figure, (axes,) = map_panels(1, 1, len(methods))
+    scale = draw_map(axes, ranked, Normalize(0, 100), title, numbers=ranked)
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    colour_bar(figure, [axes], scale, "score (%)")
     return figure

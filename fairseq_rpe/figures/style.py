@@ -2,8 +2,11 @@
 
 import io
 import re
+import textwrap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ from matplotlib.transforms import offset_copy
 
 from ..core.files import replace_with
 from ..core.table import spaced
+from . import WIDTHS
 
 # Okabe and Ito's colours, told apart with any kind of colour vision, but for their yellow, too pale for a thin line;
 # three that are darker or greyer than all of these follow.
@@ -43,6 +47,8 @@ _PLAIN: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength":
 _TICKS = 64  # of an axis that are still apart from each other
 COLUMN, PAGE = 4.8, 7.2  # widest figures in inches, so that print at 3.4 and 6.9 leaves their letters legible
 TITLE, NAME, TICK = 9.0, 9.0, 8.0  # points
+_CHARACTER = 0.55  # mean width of a character over its font size
+_chosen: ContextVar[float | None] = ContextVar("figure_width", default=None)
 
 
 class Look(NamedTuple):
@@ -79,12 +85,42 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
     return {spec: Look(PALETTE[c], marks[spec], DASHES[m % len(DASHES)]) for spec, (c, m) in fixed.items()}
 
 
+@contextmanager
+def drawn_at(name: str | None) -> Iterator[None]:
+    """Draw all figures inside at the width of a paper's column or page, so that a paper includes them unscaled.
+
+    Args:
+        name: a key of ``WIDTHS``; ``None`` leaves each figure at the width that suits its panels.
+    """
+    token = _chosen.set(None if name is None else WIDTHS[name])
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def width(across: int = 1) -> float:
+    """The width of a figure with ``across`` panels side by side, in inches: the chosen one, else by the panels."""
+    return _chosen.get() or (COLUMN if across == 1 else PAGE)
+
+
+def across(count: int, most: int, narrowest: float = 2.4) -> int:
+    """How many of ``count`` panels stand side by side: at most ``most``, and no panel below ``narrowest`` inches where
+    a width was chosen."""
+    fit = most if (chosen := _chosen.get()) is None else max(1, int(chosen / narrowest))
+    return min(count, most, fit)
+
+
 def panels(
     rows: int, columns: int, size: tuple[float, float], *, grid: bool = True, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``size`` in inches and its panels, row by row, with a pale grid and letters fit for print."""
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(wspace=0.04))
-    with rc_context({"axes.labelsize": NAME, "xtick.labelsize": TICK, "ytick.labelsize": TICK}):
+    """A figure of ``size`` in inches and its panels, row by row, with a pale grid and letters fit for print.
+
+    A chosen width (:func:`drawn_at`) replaces that of ``size``. Ticks show whole numbers, never an offset such as "+1".
+    """
+    figure = Figure(figsize=(_chosen.get() or size[0], size[1]), layout=ConstrainedLayoutEngine(wspace=0.04))
+    look = {"axes.labelsize": NAME, "xtick.labelsize": TICK, "ytick.labelsize": TICK}
+    with rc_context({**look, "axes.formatter.useoffset": False}):
         made = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     if grid:
         for axes in made:
@@ -93,7 +129,55 @@ def panels(
 
 
 def titled(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=TITLE)
+    """Title a panel, in several lines where it is longer than the panel is wide."""
+    # at a chosen width fit_texts breaks it, when the width of the panel is known
+    shown = title if _chosen.get() else _wrapped(title, panel_width(axes), TITLE)
+    axes.set_title(shown, fontsize=TITLE)
+
+
+def panel_width(axes: Axes) -> float:
+    """The width in inches of a panel's part of the figure, its names and numbers included."""
+    place = axes.get_subplotspec()
+    part = 1.0 if place is None else len(place.colspan) / place.get_gridspec().ncols
+    return part * axes.figure.get_figwidth()
+
+
+def headed(figure: Figure, title: str, size: float = NAME) -> None:
+    """Title a figure, in several lines where the title is longer than the figure is wide; ``size`` in points."""
+    figure.suptitle(_wrapped(title, figure.get_figwidth(), size), fontsize=size)
+
+
+def fit_texts(figure: Figure) -> None:
+    """Break titles and names of axes that leave the figure, or reach into the next panel, where a width was chosen."""
+    if _chosen.get() is None:
+        return
+    figure.draw_without_rendering()
+    whole = figure.bbox
+    for axes in figure.axes:
+        place = axes.get_subplotspec()
+        if not axes.get_visible():
+            continue
+        box = axes.get_window_extent()
+        middle = (box.x0 + box.x1) / 2
+        across, up = 2 * min(middle, whole.width - middle), whole.height
+        if place is not None:  # a panel, not a colour bar
+            grid = place.get_gridspec()
+            across = min(whole.width * len(place.colspan) / grid.ncols, across)
+            up *= len(place.rowspan) / grid.nrows
+        for text, upright in ((axes.title, False), (axes.xaxis.label, False), (axes.yaxis.label, True)):
+            extent = text.get_window_extent()
+            long, room = (extent.height, up) if upright else (extent.width, across)
+            if text.get_text() and long > 0.95 * room:
+                lines = text.get_text().split("\n")
+                most = max(8, int(max(map(len, lines)) * 0.95 * room / long))
+                wrap = partial(textwrap.fill, width=most, break_long_words=False, break_on_hyphens=False)
+                text.set_text("\n".join(map(wrap, lines)))
+
+
+def _wrapped(text: str, inches: float, size: float) -> str:
+    most = max(12, int(inches * 72 / (_CHARACTER * size)))
+    lines = (textwrap.wrap(line, most, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+    return "\n".join("\n".join(line) for line in lines)
 
 
 def mark_training(axes: Axes, length: int, named: bool = True) -> None:
@@ -133,9 +217,19 @@ def decades(axes: Axes, along: str = "y", narrow: bool = False) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def legend_of_all(figure: Figure, loc: str = "outside lower center", **how: Any) -> None:
-    """One legend for all panels, below them unless ``loc`` says otherwise."""
-    figure.legend(loc=loc, **{**_PLAIN, **how})
+def legend_of_all(figure: Figure, loc: str = "outside lower center", ncols: int = 1, **how: Any) -> None:
+    """One legend for all panels, below them unless ``loc`` says otherwise; in at most ``ncols`` columns that fit."""
+    for columns in range(ncols, 0, -1):
+        legend = figure.legend(loc=loc, **{**_PLAIN, **how, "ncols": columns})
+        room = figure.bbox.width / legend.get_window_extent().width
+        if room >= 1:
+            return
+        if columns > 1:
+            legend.remove()
+    # the picture of a line takes the room of some letters
+    most = max(12, int(room * max(len(text.get_text()) for text in legend.get_texts())) - 6)
+    for text in legend.get_texts():
+        text.set_text(textwrap.fill(text.get_text(), most, break_long_words=False, break_on_hyphens=False))
 
 
 def legend_below(figure: Figure, axes: Axes, ncols: int = 3) -> None:
@@ -144,9 +238,14 @@ def legend_below(figure: Figure, axes: Axes, ncols: int = 3) -> None:
 
 
 def save(figure: Figure, *paths: Path, dpi: int = 160) -> None:
-    """Write to each path in the format of its ending; the same numbers give the same bytes."""
+    """Write to each path in the format of its ending; the same numbers give the same bytes.
+
+    PDFs embed fonts as TrueType (type 42): submission systems of conferences refuse matplotlib's usual type 3.
+    """
+    fit_texts(figure)
     for path in paths:
-        replace_with(path, partial(_write_figure, figure, dpi, path.suffix.lower()[1:]))
+        with rc_context({"pdf.fonttype": 42}):
+            replace_with(path, partial(_write_figure, figure, dpi, path.suffix.lower()[1:]))
 
 
 def _write_figure(figure: Figure, dpi: int, format: str, target: Path) -> None:

@@ -6,16 +6,33 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from .ends import End, name_ends
-from .style import COLUMN, PAGE, TICK, Look, decades, legend_of_all, lengths_along, looks, mark_training, panels, titled
+from .method_maps import best_first, colour_bar, draw_map, map_panels, scale_of, too_many
+from .style import (
+    COLUMN,
+    PAGE,
+    TICK,
+    Look,
+    across,
+    decades,
+    legend_of_all,
+    lengths_along,
+    looks,
+    mark_training,
+    panels,
+    titled,
+    width,
+)
 
 Band = Mapping[int, Sequence[float]]
 _FEW = 24  # points that still have room for an error bar each
 _WIDE = 4.0  # the largest perplexity over the least from which the axis is logarithmic
 _DECADE = 20.0  # and up to which it has more numbers
 _SQUASHED = 2.0  # the height of all curves over that of the lower ones from which these are shown by themselves
+_RISEN = 2.0  # times the least perplexity of a length: larger ones have its colour
 
 
 def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_at: int, text: str = "") -> Figure:
@@ -23,11 +40,14 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
 
     ``ratios``: the same over each run's perplexity at ``trained_at`` tokens. Where a curve rises so far that the others
     are squashed, a second panel shows the ratios up to the largest of the others, with a ▲ where a curve leaves it.
+    More than twelve labels have a row each of a heat map instead.
     """
+    if too_many(curves):
+        return _perplexity_map(curves, trained_at, text)
     known = {label: points for label, points in ratios.items() if points}
     top = _top({label: means_of(points) for label, points in known.items()}) if len(known) == len(curves) else None
     height = max(2.4, 0.5 + 0.19 * len(curves))
-    figure, made = panels(1 if top is None else 2, 1, (COLUMN, 0.5 + height * (1 if top is None else 2)), sharex=True)
+    figure, made = panels(1 if top is None else 2, 1, (width(), 0.5 + height * (1 if top is None else 2)), sharex=True)
     shown = looks(list(curves))
     drawn = [curves] if top is None else [curves, known]
     for axes, of in zip(made, drawn, strict=True):
@@ -51,6 +71,24 @@ def perplexity(curves: Mapping[str, Band], ratios: Mapping[str, Band], trained_a
     return figure
 
 
+def _perplexity_map(curves: Mapping[str, Band], trained_at: int, text: str) -> Figure:
+    """Mean perplexities as numbers, coloured by their ratio to the least of their length; the least mean first."""
+    means = best_first({label: means_of(points) for label, points in curves.items()})
+    least: dict[float, float] = {}
+    for own in means.values():
+        for n, value in own.items():
+            least[n] = min(value, least.get(n, value))
+    ratios = {label: {n: value / least[n] for n, value in own.items()} for label, own in means.items()}
+    figure, (axes,) = map_panels(1, 1, len(means))
+    about = f"perplexity per token{', ' * bool(text)}{text}", seeds_said(curves.values()).partition(";")[0]
+    scale = draw_map(
+        axes, ratios, scale_of(ratios, _RISEN), "\n".join(filter(None, about)), numbers=means, after=trained_at
+    )
+    axes.set_xlabel(f"evaluation length (tokens)\ndashed: trained at {trained_at}")
+    colour_bar(figure, [axes], scale, "perplexity / least of the length", extend="max")
+    return figure
+
+
 def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int]) -> Figure:
     """Perplexity per token, its mean over ``lengths`` in tokens: for each label a value for each seed, the least first.
 
@@ -58,7 +96,7 @@ def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int
     """
     means = {label: sum(seeds) / len(seeds) for label, seeds in values.items()}
     order = sorted(means, key=means.__getitem__)
-    figure, (axes,) = panels(1, 1, (COLUMN, 0.9 + 0.22 * len(order)))
+    figure, (axes,) = panels(1, 1, (width(), 0.9 + 0.22 * len(order)))
     shown = looks(list(values))
     for place, label in enumerate(order):
         axes.plot(means[label], place, **shown[label].drawn() | {"markersize": 5.5}, label=label)
@@ -69,7 +107,7 @@ def mean_perplexity(values: Mapping[str, Sequence[float]], lengths: Sequence[int
     axes.set(ylim=(len(order) - 0.5, -0.5), xlabel="perplexity per token, mean over lengths")
     if max(means.values()) > _WIDE * min(means.values()):
         decades(axes, "x")
-    axes.margins(x=0.2)
+    axes.margins(x=0.2 * max(1.0, COLUMN / width()))  # room for the number beside the last point
     seeds = seeds_said([{0: seeds} for seeds in values.values()])
     titled(axes, "\n".join(filter(None, (f"{len(lengths)} lengths, {lengths[0]} to {lengths[-1]} tokens", seeds))))
     return figure
@@ -83,10 +121,12 @@ def exact_match(
     ``trained``: the most items in training, of each task; up to there the panel is shaded. ``units``: by task, what is
     counted in place of items.
     """
-    columns = min(2, len(curves))
+    columns = across(len(curves), 2)
     lines = -(-len(curves) // columns)
-    figure, made = panels(lines, columns, (COLUMN if columns == 1 else PAGE, 0.6 + 2.5 * lines), sharey=True)
     names = list(dict.fromkeys(label for of_task in curves.values() for label in of_task))
+    if too_many(names):
+        return _exact_match_maps(curves, names, trained, units or {}, lines, columns)
+    figure, made = panels(lines, columns, (width(columns), 0.6 + 2.5 * lines), sharey=True)
     shown = looks(names)
     for (task, of_task), axes in zip(curves.items(), made, strict=False):
         fewest = min(n for points in of_task.values() for n in points)
@@ -108,9 +148,40 @@ def exact_match(
     return figure
 
 
+def _exact_match_maps(
+    curves: Mapping[str, Mapping[str, Band]],
+    names: Sequence[str],
+    trained: Mapping[str, int],
+    units: Mapping[str, str],
+    lines: int,
+    columns: int,
+) -> Figure:
+    """A heat map per task, all with the same rows; a dashed line after the most items in training."""
+    figure, made = map_panels(lines, columns, len(names))
+    scale = None
+    for (task, of_task), axes in zip(curves.items(), made, strict=False):
+        rows = {name: means_of(of_task.get(name, {})) for name in names}
+        about = task, seeds_said(of_task.values()).partition(";")[0]
+        scale = draw_map(
+            axes, rows, Normalize(0, 100), "\n".join(filter(None, about)), numbers=rows, after=trained[task]
+        )
+        axes.set_xlabel(f"{units.get(task, 'items')}\ndashed: the most in training")
+    for axes in made[len(curves) :]:
+        axes.set_visible(False)
+    if scale is not None:
+        colour_bar(figure, made, scale, "exact match (%)")
+    return figure
+
+
 def training(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
-    """Training loss over updates, a line for each (label, loss by update); the second half once more, enlarged."""
-    figure, (whole, late) = panels(1, 2, (PAGE, max(3.0, 0.9 + 0.17 * len(curves))))
+    """Training loss over updates, a line for each (label, loss by update); the second half once more, enlarged.
+
+    More than twelve labels have a row each of a heat map instead, the mean over their runs.
+    """
+    if too_many(dict(curves)):
+        return _training_map(curves)
+    columns, height = across(2, 2), max(3.0, 0.9 + 0.17 * len(curves))
+    figure, (whole, late) = panels(2 // columns, columns, (PAGE, height * 2 / columns))
     shown = looks(list(dict.fromkeys(label for label, _ in curves)))
     last = max(update for _, loss in curves for update in loss)
     ends: dict[str, End] = {}
@@ -129,11 +200,40 @@ def training(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
     return figure
 
 
+def _training_map(curves: Sequence[tuple[str, Mapping[int, float]]]) -> Figure:
+    runs: dict[str, list[Mapping[int, float]]] = {}
+    for label, loss in curves:
+        runs.setdefault(label, []).append(loss)
+    shared = {label: set.intersection(*map(set, own)) for label, own in runs.items()}
+    rows = {
+        label: {update: sum(loss[update] for loss in own) / len(own) for update in sorted(shared[label])}
+        for label, own in runs.items()
+    }
+    last = max(update for own in rows.values() for update in own)
+    late = [value for own in rows.values() for update, value in own.items() if 2 * update >= last]
+    order = best_first({label: dict(list(own.items())[-1:]) for label, own in rows.items()})
+    figure, (axes,) = map_panels(1, 1, len(rows))
+    ordered = {label: rows[label] for label in order}
+    scale = draw_map(axes, ordered, Normalize(min(late), max(late)), "training loss", continuous=True)
+    axes.set_xlabel("updates")
+    colour_bar(figure, [axes], scale, "bits per token, to the largest of the second half", extend="max")
+    return figure
+
+
 def positions(curves: Mapping[str, Mapping[int, float]]) -> Figure:
-    """Loss over the position in a block, a line for each label: its loss by the last position of each bucket."""
-    figure, (axes,) = panels(1, 1, (COLUMN, max(3.0, 0.9 + 0.17 * len(curves))))
-    shown = looks(list(curves))
+    """Loss over the position in a block, a line for each label: its loss by the last position of each bucket.
+
+    More than twelve labels have a row each of a heat map instead.
+    """
     counted = {label: {upto + 1: value for upto, value in loss.items()} for label, loss in curves.items()}
+    if too_many(counted):
+        figure, (axes,) = map_panels(1, 1, len(counted))
+        scale = draw_map(axes, best_first(counted), scale_of(counted), numbers=best_first(counted))
+        axes.set_xlabel("position in the block (tokens)")
+        colour_bar(figure, [axes], scale, "loss (bits per token)")
+        return figure
+    figure, (axes,) = panels(1, 1, (width(), max(3.0, 0.9 + 0.17 * len(curves))))
+    shown = looks(list(curves))
     for label, points in counted.items():
         axes.plot(list(points), list(points.values()), **shown[label].drawn(), label=label)
     lengths_along(axes, sorted({n for points in counted.values() for n in points}))

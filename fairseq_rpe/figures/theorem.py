@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..analysis.fire_fit import FireFit
 from ..analysis.fire_paper import PaperFit
-from .style import DASHES, PAGE, PALETTE, legend_of_all, panels, titled
+from .style import DASHES, PAGE, PALETTE, across, legend_of_all, panels, titled
 
 _LEAST = 1e-18  # nats; errors below it, 0 among them, are drawn as this
 
@@ -25,7 +25,8 @@ def constructions(name: str, target: Tensor, ours: FireFit, papers: Sequence[Pap
         found["the paper's, a line" if sigma == "x" else f"the paper's, σ(x) = {sigma}"] = lambda dtype=torch.float64: (
             torch.cat([fit.values(dtype) for fit in papers])
         )
-    figure, (left, right) = panels(1, 2, (PAGE, 3.4))
+    columns = across(2, 2)
+    figure, (left, right) = panels(2 // columns, columns, (PAGE, 3.4 if columns == 2 else 5.4))
     heads = dict.fromkeys((0, len(target) - 1))
     for head in heads:
         _plot(left, target[head], f"{name}" if not head else None, color="0.8", linewidth=5.0)

@@ -1,6 +1,5 @@
 """Draws times: of attention over length, and what a sliding window costs for what it gains in perplexity."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..analysis.speed import LIMIT, Timing
+from .method_maps import colour_bar, draw_map, map_panels, scale_of, too_many
 from .style import (
     COLUMN,
     DASHES,
@@ -15,13 +15,16 @@ from .style import (
     NAME,
     PAGE,
     TICK,
+    across,
     decades,
+    headed,
     legend_of_all,
     lengths_along,
     looks,
     mark_training,
     panels,
     titled,
+    width,
 )
 
 WAYS: tuple[dict[str, Any], ...] = tuple(
@@ -29,6 +32,7 @@ WAYS: tuple[dict[str, Any], ...] = tuple(
     for dashes, marker in zip(DASHES * 2, MARKERS, strict=True)
 )
 _ACROSS = 5  # panels side by side
+_MEAN = (0, (8, 2))  # long dashes, as no encoding has them
 Points = Sequence[tuple[int, float]]
 
 
@@ -56,10 +60,9 @@ def of_models(timings: Sequence[Timing], about: str) -> Figure:
     several = len({t.backend for t in timings}) > 1
     names = {(t.encoding, t.backend): f"{t.encoding}, {t.backend}" if several else t.encoding for t in timings}
     shown = looks(list(dict.fromkeys(t.encoding for t in timings)))
-    columns = min(len(lengths), 3)
+    columns = across(len(lengths), 3, 2.1)
     rows = -(-len(lengths) // columns)
-    wide = COLUMN if columns == 1 else PAGE
-    figure, made = panels(rows, columns, (wide, 1.0 + rows * (0.5 + 0.27 * len(names))), sharey=True)
+    figure, made = panels(rows, columns, (width(columns), 1.0 + rows * (0.5 + 0.27 * len(names))), sharey=True)
     for axes, length in zip(made, lengths, strict=False):
         for timing in (t for t in timings if t.length == length):
             at = list(names).index((timing.encoding, timing.backend))
@@ -73,7 +76,7 @@ def of_models(timings: Sequence[Timing], about: str) -> Figure:
     made[0].invert_yaxis()
     for axes in made[len(lengths) :]:
         axes.set_visible(False)
-    figure.suptitle(textwrap.fill(about, round(16 * wide)), fontsize=TICK)
+    headed(figure, about, TICK)
     return figure
 
 
@@ -89,7 +92,7 @@ def beside_each_other(
     ways = list(dict.fromkeys(way for panel in rows.values() for of in panel.values() for way in of))
     how = {way: WAYS[number % len(WAYS)] for number, way in enumerate(ways)}
     lengths = sorted({n for panel in rows.values() for of in panel.values() for own in of.values() for n, _ in own})
-    columns = min(len(titles), _ACROSS)
+    columns = across(len(titles), _ACROSS, 1.3)
     deep = -(-len(titles) // columns)
     wide = max(COLUMN, min(PAGE, 1.0 + 1.4 * columns))
     size = wide, 1.0 + 1.6 * deep * len(rows)
@@ -113,7 +116,7 @@ def beside_each_other(
     handles = [Line2D([], [], color="0.3", **how[way], label=way) for way in ways]
     legend_of_all(figure, handles=handles, ncols=4)
     figure.supylabel("multiple of attention without a bias", fontsize=NAME)
-    figure.suptitle(textwrap.fill(about, round(16 * wide)), fontsize=TICK)
+    headed(figure, about, TICK)
     return figure
 
 
@@ -127,16 +130,41 @@ class Timed(NamedTuple):
     relative: float
 
 
-def of_windows(rows: Sequence[Timed], stride: int, published: float, trained: Sequence[int] = ()) -> Figure:
+class WindowMean(NamedTuple):
+    """Mean perplexity per token without overlap of one ``encoding``, over windows of ``first`` to ``last`` tokens."""
+
+    encoding: str
+    ppl: float
+    first: int
+    last: int
+
+
+def of_windows(
+    rows: Sequence[Timed],
+    stride: int,
+    published: float,
+    trained: Sequence[int] = (),
+    means: Sequence[WindowMean] = (),
+) -> Figure:
     """Perplexity of all modes and time of those after the first, which is what times are relative to.
 
-    ``stride``: in tokens, of the modes after the first; ``published``: a relative time to draw a line at; ``trained``:
-    lengths in tokens to mark.
+    More than twelve lines are a row each of heat maps instead. Source of the kind of figure: "Exploring Transformer
+    Extrapolation" (arXiv 2307.10156), Fig. 1.
+
+    Args:
+        rows: what was measured.
+        stride: in tokens, of the modes after the first.
+        published: a relative time to draw a line at.
+        trained: lengths in tokens to mark.
+        means: perplexities to draw a horizontal line at, such as ALiBi's.
     """
     shown = looks(list(dict.fromkeys(row.encoding for row in rows)))
     modes = dict(zip(dict.fromkeys(row.mode for row in rows), DASHES, strict=False))
+    if too_many(list(dict.fromkeys((row.encoding, row.mode) for row in rows))):
+        return _window_maps(rows, next(iter(modes)), stride)
     windows = sorted({row.window for row in rows})
-    figure, (left, right) = panels(1, 2, (PAGE, 3.4))
+    columns = across(2, 2)
+    figure, (left, right) = panels(2 // columns, columns, (PAGE, 3.4 if columns == 2 else 5.6))
     for axes, column, drawn in ((left, "ppl", list(modes)), (right, "relative", list(modes)[1:])):
         for length in trained:
             mark_training(axes, length, named=axes is left)
@@ -146,6 +174,8 @@ def of_windows(rows: Sequence[Timed], stride: int, published: float, trained: Se
                 axes.plot(*zip(*points, strict=True), **look.drawn() | {"linestyle": modes[mode]})
         lengths_along(axes, windows)
         axes.set_xlabel("window (tokens)")
+    for mean in means:
+        left.axhline(mean.ppl, color=shown[mean.encoding].colour, linewidth=1, linestyle=_MEAN, label="_mean")
     left.set_ylabel("perplexity per token")
     titled(left, "perplexity")
     decades(right)
@@ -160,5 +190,27 @@ def of_windows(rows: Sequence[Timed], stride: int, published: float, trained: Se
     for number, (mode, dashes) in enumerate(modes.items()):
         name = f"{mode}, stride {stride}" if number else mode
         handles.append(Line2D([], [], color="0.3", linestyle=dashes, label=name))
+    for mean in means:
+        name = f"{mean.encoding}, {next(iter(modes))}: mean of windows {mean.first} to {mean.last}"
+        handles.append(Line2D([], [], color=shown[mean.encoding].colour, linewidth=1, linestyle=_MEAN, label=name))
     legend_of_all(figure, handles=handles, ncols=4)
+    return figure
+
+
+def _window_maps(rows: Sequence[Timed], first: str, stride: int) -> Figure:
+    """Perplexity of each encoding and mode by window, and the time of those modes that slide."""
+    ppl: dict[str, dict[float, float]] = {}
+    time: dict[str, dict[float, float]] = {}
+    for row in rows:
+        name = f"{row.encoding}, {row.mode}"
+        ppl.setdefault(name, {})[row.window] = row.ppl
+        time.setdefault(name, {})[row.window] = 1.0 if row.mode == first else row.relative
+    columns = across(2, 2, 3.3)
+    figure, (left, right) = map_panels(2 // columns, columns, len(ppl))
+    for axes, values, title, about in (
+        (left, ppl, "perplexity", "per token"),
+        (right, time, f"time, stride {stride}", f"time / {first} time"),
+    ):
+        colour_bar(figure, [axes], draw_map(axes, values, scale_of(values), title, numbers=values), about)
+        axes.set_xlabel("window (tokens)")
     return figure

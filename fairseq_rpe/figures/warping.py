@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..analysis import index_warping
 from ..analysis.index_warping import TIMES, Attention, Curve, Differences, Falling, Length, Setting, Tail
-from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, legend_below, looks, panels, titled
+from .style import DASHES, NAME, PAGE, PALETTE, TICK, across, legend_below, looks, panels, titled, width
 
 _MARKED = 24  # fewer points than this are shown one by one
 _SKEWS = {"none": ("identity", PALETTE[6]), "sqrt": ("tail, sqrt", PALETTE[0]), "beta": ("tail, beta", PALETTE[1])}
@@ -23,8 +23,14 @@ _TESTS = {1: PALETTE[6], 2: PALETTE[2], 4: PALETTE[3]}
 
 
 def two_lengths(setting: Setting, found: Sequence[Length]) -> Figure:
-    """The paper's Figure 2: exp(raw attention) against distance in texts of 500 tokens and of 1000."""
-    figure, row = panels(1, len(found), (PAGE, 3.6), sharey=True)
+    """The paper's Figure 2: exp(raw attention) against distance in texts of 500 tokens and of 1000.
+
+    Distances that a model trained on the shorter texts has never seen are in a grey zone.
+    """
+    columns = across(len(found), len(found))
+    lines = -(-len(found) // columns)
+    figure, row = panels(lines, columns, (PAGE, 3.6 if lines == 1 else 2.7 * lines), sharey=True)
+    trained = len(found[0].tokens) - 1
     own = looks(["rope", "alibi"])
     for axes, one in zip(row, found, strict=True):
         _lower_bound(axes, one.tokens, named=axes is row[0])
@@ -32,28 +38,36 @@ def two_lengths(setting: Setting, found: Sequence[Length]) -> Figure:
         for (head, y), style in zip(one.alibi.items(), DASHES, strict=False):
             _plot(axes, one.tokens, y, f"ALiBi, head {head} of 8", own["alibi"].colour, linestyle=style)
         length = len(one.tokens) - 1
+        if length > trained:
+            axes.axvspan(trained, length, color="0.9", zorder=0, label=f"beyond {trained} tokens: not seen in training")
         if one.squeezed is not None:
-            name = f"RoPE, {length} tokens interpolated to {len(found[0].tokens) - 1}"
+            name = f"RoPE, {length} tokens interpolated to {trained}"
             _plot(axes, one.tokens, one.squeezed, name, PALETTE[2], linestyle=DASHES[1])
         axes.margins(x=0)
         axes.set(ylim=(-0.06, 2.8), xlabel="distance (tokens)")
         titled(axes, f"{length} tokens")
-    row[0].set_ylabel("exp(raw attention)")
+    for axes in row[::columns]:
+        axes.set_ylabel("exp(raw attention)")
     legend_below(figure, row[-1], 3)
     return figure
 
 
 def squeezed(setting: Setting, found: Mapping[int, Curve]) -> Figure:
-    """The paper's Figure A: 100 tokens against position interpolation of 200 and of 500."""
-    figure, (axes,) = panels(1, 1, (COLUMN, 3.8))
+    """The paper's Figure A: 100 tokens against position interpolation of 200 and of 500; two lines in each panel."""
     shortest = min(found)
-    for (length, curve), colour in zip(found.items(), _TESTS.values(), strict=True):
-        name = f"{length} tokens" if length == shortest else f"{length} tokens, interpolated to {shortest}"
-        _plot(axes, *curve, name, colour)
-    axes.margins(x=0)
-    axes.set(xlabel="distance (tokens)", ylabel="exp(raw attention)")
-    titled(axes, "RoPE under position interpolation")
-    legend_below(figure, axes, 1)
+    longer = {length: curve for length, curve in found.items() if length > shortest}
+    columns = across(len(longer), len(longer))
+    lines = -(-len(longer) // columns)
+    figure, made = panels(lines, columns, (PAGE, 3.4 if lines == 1 else 2.5 * lines), sharey=True)
+    for axes, (length, curve) in zip(made, longer.items(), strict=True):
+        _plot(axes, *found[shortest], f"{shortest} tokens", PALETTE[6])
+        _plot(axes, *curve, f"interpolated to {shortest} tokens", PALETTE[2], linestyle=DASHES[1])
+        axes.margins(x=0)
+        axes.set_xlabel("distance (tokens)")
+        titled(axes, f"{length} tokens, RoPE under position interpolation")
+    for axes in made[::columns]:
+        axes.set_ylabel("exp(raw attention)")
+    legend_below(figure, made[0], 2)
     return figure
 
 
@@ -61,7 +75,7 @@ def skew(name: str, title: str, turn: float | None = None) -> Callable[[Setting,
     """The paper's Figures 4 and B: f of tail warping beside the identity; ``turn``: where it stops being convex."""
 
     def draw(setting: Setting, found: Curve) -> Figure:
-        figure, (axes,) = panels(1, 1, (COLUMN, 5.0))
+        figure, (axes,) = panels(1, 1, (width(), min(5.0, width() + 0.2)))
         x, y = found
         _plot(axes, x, x, "no warp", _SKEWS["none"][1], linestyle=DASHES[1])
         _plot(axes, x, y, title, _SKEWS[name][1], linewidth=2.0)
@@ -79,12 +93,12 @@ def skew(name: str, title: str, turn: float | None = None) -> Callable[[Setting,
 
 
 def attention(setting: Setting, found: Attention) -> Figure:
-    """exp(raw attention) against distance in tokens, with the level e^-1 that RoPE cannot fall below."""
-    figure, (axes,) = panels(1, 1, (COLUMN, 4.0))
+    """The paper's Figure 1: exp(raw attention) against distance, with the level e^-1 that RoPE cannot fall below."""
+    figure, (axes,) = panels(1, 1, (width(), 4.0))
     _lower_bound(axes, found.distances)
     own = looks(["rope", "alibi"])
-    for (width, y), thick in zip(found.rope.items(), (0.5, 0.9, 2.2), strict=False):
-        name = "RoPE, wide head" if width is None else f"RoPE, head width {width}"
+    for (head_width, y), thick in zip(found.rope.items(), (0.5, 0.9, 2.2), strict=False):
+        name = "RoPE, wide head" if head_width is None else f"RoPE, head width {head_width}"
         _plot(axes, found.distances, y, name, own["rope"].colour, linewidth=thick)
     for (head, y), style in zip(found.alibi.items(), DASHES, strict=True):
         _plot(axes, found.distances, y, f"ALiBi, head {head} of 8", own["alibi"].colour, linestyle=style)
@@ -97,7 +111,8 @@ def attention(setting: Setting, found: Attention) -> Figure:
 
 def falling(setting: Setting, found: Sequence[Falling]) -> Figure:
     """Size of the sensitivity (Eq. 6) over all positions, and sensitivity at the last tokens."""
-    figure, (left, right) = panels(1, 2, (PAGE, 3.4))
+    columns = across(2, 2)
+    figure, (left, right) = panels(2 // columns, columns, (PAGE, 3.4 if columns == 2 else 5.4))
     averaged = [(one.times, one.single) for one in found if one.single]
     for times, curve in averaged:
         _plot(left, *curve, "_", _TESTS[times], linewidth=0.5, alpha=0.35)
@@ -134,7 +149,7 @@ def tails(setting: Setting, found: Sequence[Tail]) -> Figure:
 def warps(setting: Setting, found: Mapping[str, Tensor]) -> Figure:
     """Position p_j (Eq. 7, 8) against index j, both in tokens."""
     length = setting.train_length
-    figure, (axes,) = panels(1, 1, (COLUMN, 5.2))
+    figure, (axes,) = panels(1, 1, (width(), min(5.2, width() + 0.4)))
     j = torch.arange(length + 1, dtype=torch.float64)
     for skew, p in found.items():
         _plot(axes, j, p, *_SKEWS[skew])
@@ -149,8 +164,10 @@ def warps(setting: Setting, found: Mapping[str, Tensor]) -> Figure:
 
 def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
     """Total difference (Eq. 9) against test length / training length: lines computed, with them published points."""
-    figure, columns = panels(1, len(found), (PAGE, 3.6), sharey=True)
-    for axes, one in zip(columns, found, strict=True):
+    columns = across(len(found), len(found))
+    lines = -(-len(found) // columns)
+    figure, made = panels(lines, columns, (PAGE, 3.6 if lines == 1 else 2.7 * lines), sharey=True)
+    for axes, one in zip(made, found, strict=True):
         for skew, sums in one.sums.items():
             name, colour = _SKEWS[skew]
             _plot(axes, one.times, sums, name, colour)
@@ -160,8 +177,9 @@ def differences(setting: Setting, found: Sequence[Differences]) -> Figure:
         titled(axes, f"training length {one.train_length}, c = {one.reach}")
         axes.set_xlabel("test length / training length")
         axes.set_ylim(bottom=0)
-    columns[0].set_ylabel(f"total difference\nof {setting.unit}")
-    legend_below(figure, columns[0])
+    for axes in made[::columns]:
+        axes.set_ylabel(f"total difference\nof {setting.unit}")
+    legend_below(figure, made[0])
     return figure
 
 
@@ -171,11 +189,11 @@ def _of_skew(name: str) -> Callable[[Setting], Curve]:
 
 # file -> what is computed of a setting, and how it is drawn; first the paper's figures, by their numbers
 FIGURES: dict[str, tuple[Callable[[Setting], Any], Callable[[Setting, Any], Figure]]] = {
+    "figure-1-attention-over-distance": (index_warping.attention, attention),
     "figure-2-raw-attention": (index_warping.two_lengths, two_lengths),
     "figure-4-beta-cdf": (_of_skew("beta"), skew("beta", "CDF of Beta(2, 5)", 0.2)),
     "figure-A-interpolation": (index_warping.squeezed, squeezed),
     "figure-B-square-root": (_of_skew("sqrt"), skew("sqrt", "square root")),
-    "attention-over-distance": (index_warping.attention, attention),
     "sensitivity-over-position": (index_warping.falling, falling),
     "sensitivity-at-the-end": (index_warping.tails, tails),
     "warped-positions": (index_warping.warps, warps),

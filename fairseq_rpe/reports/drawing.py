@@ -226,7 +226,7 @@ def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
     request = receptive.FieldRequest(data=gallery.data, length=gallery.length, rpe_module=gallery.rpe_module)
     length, rows = request.sized(max(subject.train_length for subject in named))
     measured = [receptive.measure(request, subject, length, rows) for subject in named]
-    return {"erf": fields.empirical(measured, request.epsilons)}
+    return {"erf": fields.empirical(measured, request.epsilons), "erf_trf": fields.paired(measured)}
 
 
 def _queries(gallery: TrainedGallery) -> dict[str, Figure]:

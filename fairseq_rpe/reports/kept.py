@@ -13,14 +13,15 @@ _NAMES = {"text": ("results", "ppl"), "algorithms": ("accuracy", "accuracy"), "a
 class Places:
     """The files of a report on a sweep.
 
-    ``results``: its numbers as CSV, written last, because the others belong to them; ``evaluation``: what TensorBoard
-    shows of them, replaced as a whole.
+    ``results``: its numbers as CSV, written last, because the others belong to them; ``latex``: the tables for a paper,
+    written on demand; ``evaluation``: what TensorBoard shows of them, replaced as a whole.
     """
 
     def __init__(self, folder: SweepFolder, state: State) -> None:
         results, figure = _NAMES[state.kind]
         self.results = folder.path / f"{results}.csv"
         self.table = folder.path / f"{results}.md"
+        self.latex = folder.path / f"{results}.tex"
         self.figures = [folder.path / f"{figure}.{ending}" for ending in ("png", "pdf")]
         self.page = folder.path / "report.html"
         self.tensorboard = folder.tensorboard

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder
+from fairseq_rpe.core.table import latex_text
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.results import TextResult
 from fairseq_rpe.figures import style
@@ -27,6 +29,8 @@ def write_report(
     encodings: Mapping[str, Sequence[Encoding]] | None = None,
     delta: float = DELTA,
     title: str = "",
+    width: str | None = None,
+    latex: bool = False,
 ) -> Section:
     """Write table, figure and page on several models that were scored on one text; what they say is on ``text``.
 
@@ -39,6 +43,8 @@ def write_report(
         encodings: of models, as they were trained; the verdict on Σ exp(bias) then stands beside what was measured.
         delta: δ of Definition 0.1, relative.
         title: of the page.
+        width: ``column`` or ``page`` of a paper, for ppl.png and .pdf; by default as the panels need it.
+        latex: whether the tables are written as LaTeX, results.tex, as well.
 
     Raises:
         UserError: there are no results; a result holds a value that no measurement can have, such as a perplexity of
@@ -61,7 +67,8 @@ def write_report(
         for name, own in (encodings or {}).items()
     }
     judged = definition.judge(found, said)
-    made = perplexities.findings(state, [], found, definition.blocks(judged, trained_at, delta))
+    build = partial(perplexities.findings, state, [], found, definition.blocks(judged, trained_at, delta))
+    made = build()
     parts = [*made.parts, page.measurements(len(found.rows), made.every, at.results.name)]
     section = Section(
         name=folder.resolve().name,
@@ -71,7 +78,10 @@ def write_report(
         parts=[part for part in parts if part.blocks],
         text=f"{made.markdown}\nresults: {at.results}\nfigure:  {at.figures[0]}\npage:    {at.page}",
     )
-    style.save(made.figure, *at.figures)
+    with style.drawn_at(width):
+        style.save((build() if width else made).figure, *at.figures)
+    if latex:
+        atomic_write(at.latex, latex_text(page.tables(made.parts)))
     page.write([section], at.page)
     atomic_write(at.others[0], definition.csv(judged, delta))
     atomic_write(at.table, made.markdown)

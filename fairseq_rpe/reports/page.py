@@ -141,6 +141,11 @@ def check_target(flag: str, path: Path) -> None:
         raise UserError(f"{flag} {shown(path)} is not a page of this command and would be replaced: name another file")
 
 
+def tables(parts: Sequence[Part]) -> list[Table]:
+    """The tables of chapters, one after another."""
+    return [block for part in parts for block in part.blocks if isinstance(block, Table)]
+
+
 def write(sections: Sequence[Section], path: Path) -> None:
     """Write the page on one sweep or several, one after another."""
     environment = Environment(

@@ -1,8 +1,9 @@
 """A sweep's evaluations for TensorBoard: a curve and an HParams session per result, and a layout of charts.
 
 Written by torch's SummaryWriter, each with ``purge_step`` so that a running TensorBoard forgets what it had read of the
-replaced files. Not by its ``add_hparams``: that would purge nothing, repeat the experiment in every session (of which
-TensorBoard takes the first, so columns would depend on what that one measured) and name columns by their tags.
+replaced files. Tags begin with a number where TensorBoard, which sorts them, is to show them first. Not by the writer's
+``add_hparams``: that would purge nothing, repeat the experiment in every session (of which TensorBoard takes the first,
+so columns would depend on what that one measured) and name columns by their tags.
 """
 
 import re
@@ -30,14 +31,16 @@ def write(folder: SweepFolder, state: State, found: Perplexities | ExactAnswers 
     """Replace the folder ``target`` by a sweep's evaluations."""
     if isinstance(found, Perplexities):
         names = {f"ppl_at/{n}": f"ppl at {n} tokens" for n in found.shown_lengths}
-        tag, title = "ppl_by_length", "perplexity over evaluation length (step = tokens)"
+        tag, title = "1_by_length/ppl", "perplexity over evaluation length (step = tokens)"
     elif isinstance(found, Scores):
         names = {f"score_at/{n}": f"mean score (%) at {n} tokens" for n in found.lengths}
-        tag, title = "score_by_length", "mean score in % over context length (step = tokens)"
+        tag, title = "1_by_length/score", "mean score in % over context length (step = tokens)"
     else:
         names = {f"exact/{part}": f"exact match (%), {part}" for part in ("trained", "beyond", "all")}
-        tag, title = "exact_by_items", "exact match in % over items (step = items)"
-    charts = {title: tag, "loss in training (bits per token)": "loss", "perplexity in training": "ppl"}
+        tag, title = "1_by_items/exact", "exact match in % over items (step = items)"
+    # runs of older versions have their losses without a group
+    charts = {title: tag, "validation loss (bits per token)": "2_validation/loss"}
+    charts |= {"training loss (bits per token)": "(?:3_training/)?loss", "validation perplexity": "2_validation/ppl"}
     charts |= _learned(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     # beside tensorboard/, not in it: a running TensorBoard would show the unfinished folder
@@ -99,8 +102,8 @@ def _learned(folder: SweepFolder) -> dict[str, str]:
     charts = {}
     for name in names:
         charts[f"{name}, each encoding and head (--inspect-every)"] = f"rpe/{re.escape(name)}/.*"
-        charts[f"{name} of each head, mean over layers"] = rf"rpe_{re.escape(name)}_h\d+"
-        charts[f"{name} of each layer, mean over heads"] = rf"rpe_{re.escape(name)}_l\d+"
+        charts[f"{name} of each head, mean over layers"] = rf"(?:4_encoding/)?rpe_{re.escape(name)}_h\d+"
+        charts[f"{name} of each layer, mean over heads"] = rf"(?:4_encoding/)?rpe_{re.escape(name)}_l\d+"
     return charts
 
 

@@ -1,14 +1,18 @@
 """Writes a sweep's report: tables, figures, TensorBoard and the page."""
 
+from collections.abc import Callable
+from functools import partial
+
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
+from fairseq_rpe.core.table import latex_text
 from fairseq_rpe.figures import style
 from fairseq_rpe.reports import definition, page, tensorboard
 from fairseq_rpe.reports.chapters import asked_questions, exact_match, literature, perplexities, training
 from fairseq_rpe.reports.definition import DELTA
 from fairseq_rpe.reports.findings import Perplexities
 from fairseq_rpe.reports.kept import Places
-from fairseq_rpe.reports.page import Section
+from fairseq_rpe.reports.page import Findings, Section
 from fairseq_rpe.reports.scored_answers import Scores, collect
 from fairseq_rpe.sweeps.state import State, SweepFolder
 
@@ -25,22 +29,37 @@ def check(folder: SweepFolder, delta: float | None) -> State:
     return state
 
 
-def write(folder: SweepFolder, delta: float | None = None) -> Section:
-    """Write a sweep's report into its folder. ``delta``: δ of Definition 0.1, ``DELTA`` without one.
+def write(
+    folder: SweepFolder, delta: float | None = None, width: str | None = None, latex: bool = False
+) -> Section:
+    """Write a sweep's report into its folder.
 
-    Raises UserError: what :func:`check` refuses, or none of its runs is finished.
+    Args:
+        folder: of the sweep.
+        delta: δ of Definition 0.1, ``DELTA`` without one.
+        width: ``column`` or ``page`` of a paper, for the PNG and PDF figures; the page's figures fit a screen.
+        latex: whether the tables are written as LaTeX as well.
+
+    Returns:
+        What the page says about the sweep.
+
+    Raises:
+        UserError: what :func:`check` refuses, or none of its runs is finished.
     """
     state = literature.completed(check(folder, delta))
     found, at, runs = collect(folder, state), Places(folder, state), training.runs(folder, state)
     others = []
+    build: Callable[[], Findings]
     if isinstance(found, Perplexities):
         judged = definition.judge(found, definition.predict(folder, state))
         others.append(definition.csv(judged, delta or DELTA))
-        made = perplexities.findings(state, runs, found, definition.blocks(judged, found.trained_at, delta or DELTA))
+        theory = definition.blocks(judged, found.trained_at, delta or DELTA)
+        build = partial(perplexities.findings, state, runs, found, theory)
     elif isinstance(found, Scores):
-        made = asked_questions.findings(state, runs, found)
+        build = partial(asked_questions.findings, state, runs, found)
     else:
-        made = exact_match.findings(state, runs, found)
+        build = partial(exact_match.findings, state, runs, found)
+    made = build()
     parts = [*made.parts, *training.parts(state, runs), page.measurements(len(found.rows), made.every, at.results.name)]
     section = Section(
         name=folder.path.resolve().name,
@@ -50,9 +69,13 @@ def write(folder: SweepFolder, delta: float | None = None) -> Section:
         parts=[part for part in parts if part.blocks],
         text=at.text(made.markdown),
     )
-    style.save(made.figure, *at.figures)
-    for name, figure in made.others.items():
-        style.save(figure, *at.drawn[name])
+    with style.drawn_at(width):
+        drawn = build() if width else made
+        style.save(drawn.figure, *at.figures)
+        for name, figure in drawn.others.items():
+            style.save(figure, *at.drawn[name])
+    if latex:
+        atomic_write(at.latex, latex_text(page.tables(made.parts)))
     tensorboard.write(folder, state, found, at.evaluation)
     page.write([section], at.page)
     for path, text in zip(at.others, others, strict=True):

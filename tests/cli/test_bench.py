@@ -10,7 +10,7 @@ from fairseq_rpe.analysis import speed
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.cli.main import main
 
-SMALL = ["--heads", "2", "--width", "32", "--repeats", "1", "--device", "cpu"]
+SMALL = ["--heads", "2", "--head-width", "32", "--repeats", "1", "--device", "cpu"]
 
 
 def rows_of(folder):

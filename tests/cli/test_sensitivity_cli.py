@@ -24,15 +24,15 @@ from fairseq_rpe.core.records import filled
 from fairseq_rpe.figures.style import PALETTE
 from fairseq_rpe.figures.warping import FIGURES
 
+ATTENTION = "figure-1-attention-over-distance"
 PAPERS = ["figure-2-raw-attention", "figure-4-beta-cdf", "figure-A-interpolation", "figure-B-square-root"]
-ATTENTION, OVER, AT_END, WARPS, TOTAL = OURS = [
-    "attention-over-distance",
+OVER, AT_END, WARPS, TOTAL = OURS = [
     "sensitivity-over-position",
     "sensitivity-at-the-end",
     "warped-positions",
     "total-difference",
 ]
-DRAWN = [*PAPERS, *OURS]
+DRAWN = [ATTENTION, *PAPERS, *OURS]
 NAMES = sorted([*(f"{name}.{ending}" for name in DRAWN for ending in ("png", "pdf")), "sensitivity.csv"])
 
 
@@ -142,7 +142,7 @@ def test_the_trend_is_computed():
 
 
 def test_a_trend_that_fails_is_said(tmp_path, capsys):
-    call("--out", tmp_path, "--width", 4, "--base", 10, "--train-length", 20)
+    call("--out", tmp_path, "--head-width", 4, "--base", 10, "--train-length", 20)
     shown = capsys.readouterr().out
     assert "length 20 (c = 10): both skews lower the sum: no; beta best at 4x: yes" in shown
     assert "RoPE, base 10, heads 4 wide, differences of exp(raw attention)" in shown
@@ -166,15 +166,23 @@ def test_figure_2_is_attention_in_500_and_in_1000_tokens(plain):
     assert np.allclose(long[more][1][::2], short["RoPE"][1])
 
 
-def test_figure_a_is_100_tokens_against_interpolation(plain):
+def test_the_grey_zone_of_figure_2_is_what_training_has_not_seen(plain):
+    short, long = draw("figure-2-raw-attention", plain).axes
+    [zone] = [patch for patch in long.patches if "not seen in training" in patch.get_label()]
+    assert (zone.get_x(), zone.get_x() + zone.get_width()) == (500, 1000)
+    red, green, blue, _ = zone.get_facecolor()
+    assert red == green == blue and not short.patches
+
+
+def test_figure_a_has_two_lines_for_each_longer_text(plain):
     figure = draw("figure-A-interpolation", plain)
-    lines = named(curves(figure)[0])
-    assert [len(x) - 1 for x, _ in lines.values()] == [100, 200, 500]
-    (_, own), (_, twice), (_, five) = lines.values()
-    assert np.allclose(own, rope_raw(torch.arange(101)).exp())
-    assert np.allclose(twice[::2], own) and np.allclose(five[::5], own)
-    assert np.allclose(five, rope_raw(torch.arange(501) / 5.0).exp(), atol=1e-6)
-    assert list(lines) == ["100 tokens", "200 tokens, interpolated to 100", "500 tokens, interpolated to 100"]
+    found = list(map(named, curves(figure)))
+    assert [list(lines) for lines in found] == [["100 tokens", "interpolated to 100 tokens"]] * 2
+    for (length, step), lines, axes in zip(((200, 2), (500, 5)), found, figure.axes, strict=True):
+        (x, own), (far, squeezed) = lines.values()
+        assert (len(x) - 1, len(far) - 1) == (100, length) and axes.get_title().startswith(f"{length} tokens")
+        assert np.allclose(own, rope_raw(torch.arange(101)).exp()) and np.allclose(squeezed[::step], own)
+        assert np.allclose(squeezed, rope_raw(torch.arange(length + 1) / step).exp(), atol=1e-6)
     narrow = named(curves(draw("figure-A-interpolation", Setting(width=64)))[0])
     assert np.allclose(narrow["100 tokens"][1], rope_raw(torch.arange(101), 64).exp())
 
@@ -305,7 +313,7 @@ def test_every_option_acts_where_it_is_said_to():
     base = state()
     for argv, acts in (
         (("--train-length", 40), {OVER, AT_END, WARPS}),
-        (("--width", 96), {*PAPERS[::2], ATTENTION, OVER, AT_END, TOTAL, "table"}),
+        (("--head-width", 96), {*PAPERS[::2], ATTENTION, OVER, AT_END, TOTAL, "table"}),
         (("--base", 5e5), {*PAPERS[::2], ATTENTION, OVER, AT_END, TOTAL, "table"}),
         (("--no-exponential",), {OVER, AT_END, TOTAL, "table"}),
     ):
@@ -313,7 +321,15 @@ def test_every_option_acts_where_it_is_said_to():
         assert {name for name in base if other[name] != base[name]} == acts, argv
 
 
-@pytest.mark.parametrize("argv", [("--train-length", 2), ("--train-length", 3, "--width", 2, "--base", 1.01)])
+def test_figures_have_the_width_and_tables_come_as_latex(tmp_path):
+    call("--out", tmp_path, "--train-length", 20, "--width", "column", "--latex")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*NAMES, "sensitivity.tex"])
+    for name in DRAWN:
+        assert b"/MediaBox [ 0 0 234 " in (tmp_path / f"{name}.pdf").read_bytes(), name
+    assert r"20 & beta &" in " ".join((tmp_path / "sensitivity.tex").read_text().split())
+
+
+@pytest.mark.parametrize("argv", [("--train-length", 2), ("--train-length", 3, "--head-width", 2, "--base", 1.01)])
 def test_the_smallest_inputs_are_drawn(argv, tmp_path):
     call("--out", tmp_path / "deep/er", *argv)
     assert sorted(p.name for p in (tmp_path / "deep/er").iterdir()) == NAMES
@@ -342,9 +358,9 @@ def refused(*argv: object) -> str:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--width", 7), "--width 7: choose an even number from 2 to 4096"),
-        (("--width", 1), "--width 1: choose an even number"),
-        (("--width", 5000), "--width 5000: choose an even number"),
+        (("--head-width", 7), "--head-width 7: choose an even number from 2 to 4096"),
+        (("--head-width", 1), "--head-width 1: choose an even number"),
+        (("--head-width", 5000), "--head-width 5000: choose an even number"),
         (("--train-length", 1), "--train-length 1: choose 2 to 65536"),
         (("--train-length", 70_000), "--train-length 70000: choose 2 to 65536"),
         (("--base", 1), "--base 1: choose a number from 1.01"),
@@ -356,7 +372,10 @@ def test_bad_numbers_are_one_line_and_leave_nothing(argv, words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", [("--width", "0"), ("--train-length", "-3"), ("--base", "nan"), ("--train", "20")])
+BAD = [("--head-width", "0"), ("--width", "64"), ("--train-length", "-3"), ("--base", "nan"), ("--train", "20")]
+
+
+@pytest.mark.parametrize("argv", BAD)
 def test_what_is_no_number_is_refused_by_the_parser(argv):
     with pytest.raises(SystemExit):
         parse(*argv)

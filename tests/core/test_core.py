@@ -21,6 +21,7 @@ from fairseq_rpe.core import (
     option,
     parse,
 )
+from fairseq_rpe.core.table import Cell, Row, Table
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,22 @@ def test_registry_refuses_duplicates_and_suggests():
         registry.register("alpha")(str)
     with pytest.raises(UserError, match="unknown thing 'alhpa'.*did you mean 'alpha'.*known: alpha"):
         registry.get("alhpa")
+
+
+def test_a_table_in_latex_is_escaped_ruled_and_has_its_caption():
+    cells = [Cell("-0.50", -0.5, best=True), Cell("48.50", 48.5, note="47.1–49.2")]
+    rows = [Row("inv_n & co", cells, note="50 %"), Row("{a}^b~c$#\\", [Cell("1e-5"), Cell("−2")])]
+    table = Table("Σ exp(bias) at ε ≤ 5 %, 64×.", ["", "a_b", "ratio"], rows, starred="least", groups=["L & 2 L"])
+    text = table.latex()
+    lines = text.splitlines()
+    assert lines[:2] == [r"\begin{table}", r"\centering"] and lines[-1] == r"\end{table}" and text.isascii()
+    caption = r"\caption{$\Sigma$ exp(bias) at $\varepsilon$ $\leq$ 5 \%, 64$\times$. Bold: least of its column.}"
+    assert lines[2] == caption
+    assert [line for line in lines if "rule" in line] == [r"\toprule", r"\midrule", r"\bottomrule"]
+    assert r"\multicolumn{2}{c}{L \& 2 L} \\" in text and r"\begin{tabular}{lrr}" in text
+    assert r"\shortstack[l]{inv\_n \& co\\ \scriptsize 50 \%}" in text and r"\textbf{$-$0.50}" in text
+    assert r"\shortstack[r]{48.50\\ \scriptsize 47.1--49.2}" in text and r"1e-5" in text and "$-$2" in text
+    assert r"\{a\}\^{}b\textasciitilde{}c\$\#\textbackslash{}" in text
 
 
 def test_forms_agree():

@@ -162,7 +162,7 @@ def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path, capsys
     argv = (trained, corpus, "--length", 20, "--rows", 5, "--out", tmp_path)
     assert call(*argv, "--quantised", "--batch-size", 7) == 0
     names = ["erf.csv", "erf.pdf", "erf.png", "erf_curve.csv", "erf_quantised.csv"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*names, "erf_trf.csv", "erf_trf.pdf", "erf_trf.png"]
     shown = capsys.readouterr().out
     assert "| alibi      | bias alone |" in shown and "Blocks of 20 tokens, 64 of" in shown
     tables = {name: list(csv.DictReader(open(tmp_path / name))) for name in names if name.endswith("csv")}
@@ -174,6 +174,13 @@ def test_command_writes_table_curve_and_figure(trained, corpus, tmp_path, capsys
     ends = [r for r in tables["erf_curve.csv"] if r["distance"] == "19"]
     assert len(ends) == 8 and all(float(r["within"]) == pytest.approx(1, abs=1e-6) for r in ends)
     assert len(tables["erf_quantised.csv"]) == 8 * 50
+    # one curve for the checkpoint: measured, and of its bias, whose mean over layers and heads is known
+    pair = list(csv.DictReader(open(tmp_path / "erf_trf.csv")))
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)[:, None]
+    expected = quantised((-slopes * torch.arange(20)).softmax(-1).mean(0))[1]
+    assert [float(row["trf_over_length"]) for row in pair] == pytest.approx(expected.tolist())
+    mass = [float(row["erf_over_length"]) for row in pair]
+    assert mass == pytest.approx(expected.tolist(), abs=0.3) and (mass[0], mass[-1]) == (0, 1)
     before = (tmp_path / "erf.csv").read_text()
     assert call(*argv, "--batch-size", 64) == 0
     again = list(csv.DictReader((tmp_path / "erf.csv").read_text().splitlines()))

@@ -166,7 +166,8 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
     found = []
     for workers in (0, 1, 2):
         argv = ["sliding", checkpoint, corpus, "--windows", "8,16", "--stride", 4, "--cached", "--workers", workers]
-        assert main([str(a) for a in (*argv, "--device", "cpu", "--out", tmp_path / str(workers))]) == 0
+        more = ["--latex"] if workers == 2 else []
+        assert main([str(a) for a in (*argv, "--device", "cpu", "--out", tmp_path / str(workers), *more)]) == 0
         found.append(rows_of(tmp_path / str(workers)))
     text = capsys.readouterr().out
     assert "| window:window=3, sliding" in text and "44.35" in text
@@ -187,6 +188,7 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
         assert float(found[0]["non-overlapping", int(window)]["relative"]) == 1
     names = ["sliding.csv", "sliding.jsonl", "sliding.md", "sliding.pdf", "sliding.png"]
     assert sorted(p.name for p in (tmp_path / "0").iterdir()) == names
+    assert (tmp_path / "2/sliding.tex").read_text().count(r"\toprule") == 2
 
     # neither what this version kept is measured again, nor what older ones did
     monkeypatch.setattr(loading.checkpoint_utils, "load_model_ensemble_and_task", no_more)
@@ -197,6 +199,21 @@ def test_command_agrees_with_fairseq_and_with_any_number_of_workers(checkpoint, 
     kept.write_text("".join(json.dumps({**row, "relative": 1}) + "\n" for row in older))
     assert main([str(a) for a in (*argv, "--out", tmp_path / "0")]) == 0
     assert rows_of(tmp_path / "0")["sliding", 8]["ppl"] == found[0]["sliding", 8]["ppl"]
+
+
+def test_the_reference_is_alibis_mean_from_the_training_length_on(tmp_path):
+    subjects = [loading.Subject(tmp_path, label, 64) for label in ("alibi:slopes=plain", "rope", "alibi + shift")]
+    same = {"checkpoint": "c", "data": "d", "subset": "test", "tokens": 99, "loss_base2": 1.0, "seconds": 1.0}
+    rows = [
+        sliding.SlidingResult(encoding=one.label, mode=mode, window=w, stride=w, ppl=ppl + more, **same)
+        for one in subjects
+        for mode, more in ((sliding.PLAIN, 0.0), (sliding.SLIDING, 1.0))
+        for w, ppl in ((16, 90.0), (64, 80.0), (256, 70.0))
+    ]
+    means = sliding.reference_means(rows, subjects)
+    assert means == [("alibi:slopes=plain", 75.0, 64, 256), ("alibi + shift", 75.0, 64, 256)]
+    short = [row for row in rows if row.window == 16]
+    assert [mean[1:] for mean in sliding.reference_means(short, subjects[:1])] == [(90.0, 16, 16)]
 
 
 def no_more(*_, **__):

@@ -31,6 +31,7 @@ from fairseq_rpe.figures import biases
 from fairseq_rpe.modules.inspection import Inspector
 from fairseq_rpe.reports import tensorboard as evaluations
 from fairseq_rpe.reports.findings import ExactAnswers, Finding, Perplexities
+from fairseq_rpe.runs import log
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +168,7 @@ def test_perplexity_over_length_is_the_result(swept):
         expected = {row["length"]: row["ppl"] for row in rows}
         assert sorted(expected) == [32, 64]
         folder = swept / EVALUATION / f"{spec}-seed1"
-        assert scalars(folder, "ppl_by_length") == pytest.approx(expected, rel=1e-6)  # TensorBoard holds float32
+        assert scalars(folder, "1_by_length/ppl") == pytest.approx(expected, rel=1e-6)  # TensorBoard holds float32
         for length, ppl in expected.items():
             assert scalars(folder, f"ppl_at/{length}") == pytest.approx({0: ppl}, rel=1e-6)
 
@@ -200,8 +201,8 @@ def test_the_layout_has_a_chart_a_row_and_each_holds_something(swept):
     (tensor,) = read(swept / EVALUATION).Tensors(layout_metadata.CONFIG_SUMMARY_TAG)
     layout = layout_pb2.Layout.FromString(tensor.tensor_proto.string_val[0])
     titles = [category.title for category in layout.category]
-    assert titles[0].startswith("perplexity over evaluation length") and titles[1].startswith("loss in training")
-    assert len(titles) == len(set(titles)) == 9  # two learned quantities of kerple_log, three charts of each
+    assert titles[0].startswith("perplexity over evaluation length") and titles[1].startswith("validation loss")
+    assert len(titles) == len(set(titles)) == 10  # two learned quantities of kerple_log, three charts of each
     folders = {path.parent for path in (swept / "tensorboard").rglob("events*")}
     tags = [tag for folder in folders for tag in read(folder).Tags()["scalars"]]
     for category in layout.category:
@@ -209,6 +210,19 @@ def test_the_layout_has_a_chart_a_row_and_each_holds_something(swept):
         assert chart.title == category.title
         (pattern,) = chart.multiline.tag
         assert any(re.search(pattern, tag) for tag in tags), (chart.title, pattern)
+
+
+def test_what_matters_is_sorted_before_fairseqs_housekeeping(swept):
+    """TensorBoard shows groups, the part of a tag before its slash, by name."""
+    folders = {path.parent for path in (swept / "tensorboard").rglob("events*")}
+    tags = {tag for folder in folders for tag in read(folder).Tags()["scalars"]}
+    groups = sorted({tag.partition("/")[0] for tag in tags})
+    assert groups[:4] == ["1_by_length", "2_validation", "3_training", "4_encoding"]
+    assert {"1_by_length/ppl", "2_validation/loss", "2_validation/ppl", "3_training/loss", "fairseq/wps"} <= tags
+    assert not {"loss", "ppl", "wps", "bsz", "gnorm"} & tags
+    losses = scalars(swept / "tensorboard/kerple_log-seed1/valid", "2_validation/loss")
+    logged = log.read(swept / "runs/kerple_log-seed1/train.log").valid
+    assert losses and losses == pytest.approx(logged, abs=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +366,7 @@ def test_algorithms_have_a_curve_over_items(tmp_path):
     found = ExactAnswers([Finding("alibi", 1, result) for result in results], {"copy": 5}, {"copy": 9})
     evaluations.write(sweep, state, found, tmp_path / EVALUATION)
     folder = tmp_path / EVALUATION / slug("copy@alibi", 1)
-    assert scalars(folder, "exact_by_items") == {2: 100.0, 9: 25.0}
+    assert scalars(folder, "1_by_items/exact") == {2: 100.0, 9: 25.0}
     means = {part: scalars(folder, f"exact/{part}")[0] for part in ("trained", "beyond", "all")}
     assert means == {"trained": 100.0, "beyond": 25.0, "all": 62.5}
     content = read(folder).SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG).plugin_data.content
@@ -375,12 +389,12 @@ def test_a_running_tensorboard_forgets_what_was_replaced(tmp_path):
 
     write({"alibi": {32: 5.0, 64: 6.0}, "rope": {32: 7.0}})
     folder = tmp_path / EVALUATION / "alibi-seed1"
-    assert scalars(folder, "ppl_by_length") == {32: 5.0, 64: 6.0}
+    assert scalars(folder, "1_by_length/ppl") == {32: 5.0, 64: 6.0}
     (replaced,) = folder.iterdir()
     shutil.copy(replaced, tmp_path / "before")
     write({"alibi": {32: 4.0, 128: 3.0}})
     (tmp_path / "before").rename(folder / "events.out.tfevents.0000000000.read-before")
-    assert scalars(folder, "ppl_by_length") == {32: 4.0, 128: 3.0}
+    assert scalars(folder, "1_by_length/ppl") == {32: 4.0, 128: 3.0}
     assert sorted(path.name for path in (tmp_path / EVALUATION).iterdir() if path.is_dir()) == ["alibi-seed1"]
     assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
 

@@ -17,6 +17,8 @@ from conftest import run, save_checkpoint
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, files
+from fairseq_rpe.figures import WIDTHS
+from fairseq_rpe.figures.style import COLUMN
 from fairseq_rpe.reports import kept
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs import environment
@@ -214,8 +216,8 @@ def test_chapters_and_facts(tmp_path):
         save_checkpoint(tmp_path / "runs" / slug(name, 1), name)
     write_sweep(tmp_path)
     page = page_of(tmp_path, "--delta", "0.07")
-    chapters = ["Perplexity over length", "Does it extrapolate?", "Training", "Runs", "Environment", "Commands"]
-    assert page.chapters() == [*chapters, "Every measurement"]
+    chapters = ["Perplexity over length", "Setting", "Does it extrapolate?", "Training", "Runs", "Environment"]
+    assert page.chapters() == [*chapters, "Commands", "Every measurement"]
     lead = "2 encodings, trained at 64 tokens on data-bin/stdlib for 75 updates; "
     assert lead + "99,064 or 99,128 or 99,256 tokens of the test split" in page.words
     assert page.table("Predicted (rows)") == [
@@ -271,7 +273,7 @@ def test_loss_by_position_is_drawn_where_it_was_measured(tmp_path):
     write_sweep(tmp_path, more={"positions_loss": found})
     page = page_of(tmp_path)
     check_self_contained(page)
-    assert page.chapters()[:2] == ["Perplexity over length", "Loss by position"]
+    assert page.chapters()[:2] == ["Perplexity over length", "Setting"] and page.chapters()[2] == "Loss by position"
     [alt] = [attrs["alt"] for tag, attrs in page.tags if tag == "img" and "position" in attrs["alt"]]
     assert "blocks of 256 tokens" in alt and "alibi 6.25, inv_n 6.25" in alt
     head, alibi, _, counts = page.table("Loss in bits per token by position")
@@ -295,6 +297,59 @@ def test_no_page_scrolls_sideways(tmp_path, width):
         needed, given = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         opened.close()
     assert needed <= given == width
+
+
+def test_the_figure_stands_before_the_setting(tmp_path):
+    write_sweep(tmp_path)
+    state = json.loads((tmp_path / "sweep.json").read_text())
+    state["settings"]["data"] = "0" * 64
+    files.write_json(tmp_path / "sweep.json", state)
+    page = page_of(tmp_path)
+    figure, digest = page.source.index("data:image/svg"), page.source.index("data, SHA-256")
+    assert figure < digest < page.source.index("Training loss by update")
+    assert "#s1-setting" in [attrs.get("href") for tag, attrs in page.tags if tag == "a"]
+
+
+def test_a_table_that_a_phone_cannot_hold_says_that_it_scrolls(tmp_path):
+    write_sweep(tmp_path / "few", ppl={"alibi": {64: 50.0}})
+    few = page_of(tmp_path / "few")
+    assert len(few.table("Perplexity per token")[0]) == 3
+    assert few.source.index("swipe for more") > few.source.index("<caption>Perplexity per token")
+    lengths = {n: 50.0 for n in (64, 128, 256, 512, 1024)}
+    write_sweep(tmp_path, ppl={"alibi": lengths, "inv_n": lengths})
+    page = page_of(tmp_path)
+    hint = "7 columns: swipe for more →"
+    assert page.source.index(hint) < page.source.index("<caption>Perplexity per token by evaluation length")
+    style = page.source.partition("<style>")[2].partition("</style>")[0]
+    assert re.search(r"\.swipe \{ display: none", style) and "(max-width: 30rem) { .swipe { display: block" in style
+    # the shade at the edge: one layer stays, the one that hides it moves with the table
+    assert re.search(r"\.scroll \{[^}]*no-repeat local,[^}]*no-repeat scroll", style)
+    wide = [rows for rows in page.tables.values() if len(rows[0]) > 5]
+    assert page.source.count("swipe for more") == len(wide)
+
+
+def test_a_width_is_that_of_the_files_and_not_of_the_page(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        "fairseq_rpe.figures.style.save", lambda figure, *paths: drawn.update({p.name: figure for p in paths})
+    )
+    write_sweep(tmp_path)
+    before = re.findall(r"base64,[^\"]+", page_of(tmp_path).source)
+    assert drawn["ppl.pdf"].get_figwidth() == COLUMN
+    assert re.findall(r"base64,[^\"]+", page_of(tmp_path, "--width", "page").source) == before
+    assert drawn["ppl.pdf"].get_figwidth() == WIDTHS["page"]
+
+
+def test_tables_are_written_as_latex_on_demand(tmp_path):
+    write_sweep(tmp_path)
+    page_of(tmp_path)
+    assert not (tmp_path / "results.tex").exists()
+    page = page_of(tmp_path, "--latex")
+    text = (tmp_path / "results.tex").read_text()
+    shown = [caption for caption in page.tables if "Definition" in caption or "Perplexity per token" in caption]
+    assert shown and text.count(r"\toprule") == text.count(r"\end{table}") >= len(shown)
+    assert r"inv\_n" in text and r"\textbf{48.50}" in text
+    assert text.isascii() and text.startswith("% in the preamble: \\usepackage{booktabs}")
 
 
 def test_folders_of_the_machine_are_not_shown(tmp_path):
@@ -585,7 +640,7 @@ def algorithmic(tmp_path) -> Path:
 def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     page = page_of(algorithmic)
     check_self_contained(page)
-    chapters = ["Exact match", "Beside the published values", "Training", "Runs", "Environment", "Commands"]
+    chapters = ["Exact match", "Setting", "Beside the published values", "Training", "Runs", "Environment", "Commands"]
     assert page.chapters() == [*chapters, "Every measurement"] and "erplexity" not in page.words
     head, rope, warping = page.table(f"{TASK}: exact match in %")
     assert any("Published: not comparable" in caption for caption in page.tables) and "Not comparable." in page.words

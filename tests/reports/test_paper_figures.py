@@ -1,0 +1,252 @@
+"""Figures for a paper: fonts, widths, ticks, heat maps of many methods, what a picture explains by itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from fairseq_rpe.analysis.bias_map import bias_map
+from fairseq_rpe.analysis.receptive_field import quantised
+from fairseq_rpe.analysis.speed import Timing
+from fairseq_rpe.cli.main import COMMANDS, build_parser, main
+from fairseq_rpe.encodings import build
+from fairseq_rpe.figures import WIDTHS, biases, fields, method_maps, score_curves, style, sweep_curves, timing, warping
+from fairseq_rpe.figures.method_maps import MOST_LINES
+
+LENGTHS = (64, 128, 256)
+FEW, MANY = ([f"method{k}" for k in range(count)] for count in (MOST_LINES, MOST_LINES + 1))
+
+
+def curves(names) -> dict[str, dict[int, list[float]]]:
+    return {name: {n: [50.0 + k + i, 52.0 + k + i] for i, n in enumerate(LENGTHS)} for k, name in enumerate(names)}
+
+
+def masses(names) -> list[fields.Mass]:
+    def weights(k: int) -> torch.Tensor:
+        slopes = torch.tensor([[0.1], [0.4]], dtype=torch.float64) * (k + 1)
+        return (-slopes * torch.arange(32)).softmax(-1)[None]
+
+    return [fields.Mass(name, 16, weights(k), weights(k), series=weights(2 * k)) for k, name in enumerate(names)]
+
+
+def drawn(names):
+    """Every figure that compares methods, by what it is."""
+    ppl = curves(names)
+    ratios = {name: {n: [v / points[64][0] for v in own] for n, own in points.items()} for name, points in ppl.items()}
+    yield "perplexity", sweep_curves.perplexity(ppl, ratios, 64)
+    yield "exact match", sweep_curves.exact_match({"copy": ppl}, {"copy": 64})
+    yield "training", sweep_curves.training([(name, {5: 9.0 - k / 9, 10: 8.0 - k / 9}) for k, name in enumerate(names)])
+    yield "positions", sweep_curves.positions({name: {0: 9.0, 3: 7.0 - k / 9} for k, name in enumerate(names)})
+    yield "scores", score_curves.over_length({("set", "F1"): ppl}, 64, {})
+    sets = {s: {name: [50.0 + k] for k, name in enumerate(names)} for s in ("boolq", "cb", "rte", "wic", "mean")}
+    yield "sets", score_curves.by_set(sets, "accuracy")
+    profiles = {name: -0.01 * (k + 1) * torch.arange(99.0) for k, name in enumerate(names)}
+    yield "profiles", biases.compared(profiles, 1)
+    epsilons = torch.tensor([0.5, 0.1, 0.01])
+    yield "trf", fields.theoretical({name: [(epsilons, (k + 2) / epsilons)] for k, name in enumerate(names)})
+    yield "erf", fields.empirical(masses(names), [0.5, 0.1])
+    yield "quantised erf", fields.empirical_quantised(masses(names))
+    yield "erf beside trf", fields.paired(masses(names))
+    delta = torch.tensor([[9.0, 4.0, 1.0]] * 2)
+    yield "delta", fields.truncated([fields.Lost(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names])
+    windows = [timing.Timed(name, "plain", w, w + 9.0, w) for name in names for w in (8, 16)]
+    yield "windows", timing.of_windows(windows, 1, 4, [8])
+    yield "models", timing.of_models([Timing(name, "auto", "inference", 16, 3.0, 1, 2, 4) for name in names], "machine")
+
+
+def lines_of(figure: Figure, names) -> set[str]:
+    return {line.get_label() for axes in figure.axes for line in axes.lines} & set(names)
+
+
+def rows_of(figure: Figure) -> list[str]:
+    drawn = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes if axes.images]
+    return next(names for names in drawn if any(names))
+
+
+def test_pdfs_embed_truetype_fonts_of_every_letter(tmp_path):
+    figure, (axes,) = style.panels(1, 1, (3, 3))
+    axes.set(xlabel="ε, δ, Σ and $e^{-1}$", ylabel="plain")
+    style.save(figure, tmp_path / "a.pdf", tmp_path / "b.pdf")
+    written = (tmp_path / "a.pdf").read_bytes()
+    assert b"/FontFile2" in written and b"/Type3" not in written
+    assert written == (tmp_path / "b.pdf").read_bytes()
+
+
+def test_ticks_have_no_offset():
+    near = {"alibi": {0: 100_000.001, 9: 100_000.003}}
+    figure = sweep_curves.positions(near)
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    assert axes.yaxis.get_offset_text().get_text() == ""
+    assert all(float(label.get_text()) > 99_999 for label in axes.get_yticklabels())
+
+
+def test_up_to_twelve_methods_have_lines_and_more_have_rows():
+    for name, figure in drawn(FEW):
+        assert not any(axes.images for axes in figure.axes), name
+    for name, figure in drawn(MANY):
+        if name == "models":  # bars with a row each
+            continue
+        assert not lines_of(figure, MANY), name
+        shown = rows_of(figure)
+        assert {row.partition(",")[0] for row in shown} == set(MANY) and len(shown) == len(MANY), name
+        assert not figure.legends, name
+
+
+def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_perplexity_is_first():
+    ppl = curves(reversed(MANY))
+    figure = sweep_curves.perplexity(ppl, {name: {} for name in ppl}, 64)
+    axes = figure.axes[0]
+    assert rows_of(figure) == list(ppl)
+    cells = {(round(t.get_position()[1]), round(t.get_position()[0])): t.get_text() for t in axes.texts}
+    for row, name in enumerate(rows_of(figure)):
+        means = [sum(ppl[name][n]) / 2 for n in LENGTHS]
+        assert [cells[row, column] for column in range(3)] == [f"{mean:.1f}" for mean in means]
+        ratios = [mean / min(sum(own[n]) / 2 for own in ppl.values()) for mean, n in zip(means, LENGTHS, strict=True)]
+        assert axes.images[0].get_array()[row].tolist() == pytest.approx(ratios)
+    [training] = [line for line in axes.lines if line.get_label() == "_training"]
+    assert list(training.get_xdata()) == [0.5, 0.5]
+
+
+def test_what_is_not_known_is_grey_and_other_places_are_interpolated():
+    _, (axes,) = method_maps.map_panels(1, 1, 2)
+    rows = {"a": {0: 0.0, 10: 10.0}, "b": {5: 1.0}}
+    method_maps.draw_map(axes, rows, method_maps.scale_of(rows), continuous=True)
+    first, second = axes.images[0].get_array()
+    assert first.tolist() == [0, 5, 10] and second.tolist() == [None, 1.0, None]
+    assert [method_maps.short(v) for v in (47.51, 50.0, 1234.4, 91_000.0, 0.001)] == "47.5 50.0 1234 9.1e4 0.001".split()
+
+
+def overflow(figure: Figure) -> float:
+    """Inches by which anything leaves the figure."""
+    figure.draw_without_rendering()
+    box, (wide, high) = figure.get_tightbbox(), figure.get_size_inches()
+    return max(-box.x0, -box.y0, box.x1 - wide, box.y1 - high)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_every_figure_fits_the_width_of_a_paper(name):
+    with style.drawn_at(name):
+        named = [*drawn(FEW[:4]), *(drawn(MANY) if name == "column" else ())]
+        setting = warping.Setting(20)
+        for stem in ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end"):
+            compute, draw = warping.FIGURES[stem]
+            named.append((stem, draw(setting, compute(setting))))
+        maps = {spec: bias_map(build(spec, 4, 64), 9, [1])[0][0] for spec in ("alibi", "type1", "t5_bias")}
+        named.append(("heat maps", biases.heat_maps(maps, 1, 2)))
+        for what, figure in named:
+            style.fit_texts(figure)  # as save does
+            assert figure.get_figwidth() == WIDTHS[name], what
+            assert overflow(figure) <= 0.1, what
+            letters = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible()]
+            assert min(text.get_fontsize() for text in letters) >= 7, what
+    figure, _ = style.panels(1, 1, (4.0, 3.0))
+    assert figure.get_figwidth() == 4.0
+
+
+def test_a_name_that_is_wider_than_its_panel_is_broken(tmp_path):
+    with style.drawn_at("column"):
+        figure, (axes,) = style.panels(1, 1, (9, 3))
+        axes.set_xlabel("a quantity with a name that no column of a paper has room for (tokens)")
+        style.save(figure, tmp_path / "figure.png", dpi=20)
+    assert "\n" in axes.get_xlabel() and overflow(figure) <= 0
+
+
+def test_a_legend_has_as_many_columns_as_fit():
+    with style.drawn_at("column"):
+        figure, (axes,) = style.panels(1, 1, (9, 3))
+        for k in range(4):
+            axes.plot([0, 1], [k, k], label=f"a method with a name of {k}")
+        style.legend_below(figure, axes, 4)
+        figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().width <= figure.bbox.width
+
+
+DRAW = ("figures", "report", "extend", "sliding", "erf", "trf", "sensitivity", "bench", "fire-fit")
+
+
+def test_every_command_that_draws_takes_a_width():
+    taken = []
+    for command in COMMANDS:
+        [actions] = [action for action in build_parser(command)._actions if action.dest == "command"]
+        options = actions.choices[command]._option_string_actions
+        if "--width" in options and options["--width"].dest == "figure_width":
+            taken.append(command)
+    assert sorted(taken) == sorted(DRAW)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["trf", "alibi", "--width", "wide"], ["'wide' is not column or page"]),
+        (["sensitivity", "--width", "64"], ["'64' is not column or page", "--head-width takes numbers"]),
+        (["bench", "--width", "64"], ["--head-width takes numbers"]),
+        (["fire-fit", "alibi", "--width", "64"], ["--model-width takes numbers"]),
+        (["fire-fit", "alibi", "--width", "page"], ["--width is for the figure", "--figure"]),
+        (["bench", "--width", "page"], ["--width", "--out"]),
+        (["bench", "--latex"], ["--latex", "--out"]),
+    ],
+)
+def test_a_width_that_is_none_is_refused(argv, words, capsys):
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in words)
+
+
+def test_the_tables_of_a_verdict_are_written_as_latex(tmp_path, capsys):
+    assert main(["verdict", "alibi", "type1", "--heads", "2", "--latex", str(tmp_path / "verdict.tex")]) == 0
+    text = (tmp_path / "verdict.tex").read_text()
+    assert text.count(r"\begin{tabular}") == 2 and r"\caption{alibi}" in text and "converges" in text
+    assert str(tmp_path / "verdict.tex") in capsys.readouterr().out
+
+
+def test_a_command_draws_at_the_width(tmp_path):
+    assert main(["trf", "alibi", "type1", "--out", str(tmp_path), "--width", "column"]) == 0
+    [box] = re.findall(rb"/MediaBox \[ ?0 0 ([\d.]+) ", (tmp_path / "trf.pdf").read_bytes())
+    assert float(box) == pytest.approx(72 * WIDTHS["column"])
+
+
+def test_the_picture_of_delta_says_what_delta_is():
+    delta = torch.tensor([[9.0, 4.0, 1.0]])
+    for count in (1, MOST_LINES + 1):
+        found = [fields.Lost(f"m{k}", 16, 32, [1, 2, 4], delta, 2 * delta) for k in range(count)]
+        said = " ".join(fields.truncated(found).get_suptitle().split())
+        assert "δ(i, j) = ‖o_i − o_i^j‖" in said and "its j nearest keys" in said and "bound" in said
+
+
+def test_erf_and_trf_are_a_curve_for_each_method_side_by_side():
+    found = masses(["alibi", "type1"])
+    plain = fields.Mass("rope", 16, found[0].mass, None)
+    left, right = fields.paired([*found, plain]).axes
+    assert (left.get_title(), right.get_title()) == ("empirical (ERF)", "theoretical (TRF)")
+    for axes, names in ((left, ["alibi", "type1", "rope"]), (right, ["alibi", "type1"])):
+        assert [line.get_label() for line in axes.lines] == names and axes.get_xlim() == (1, 0)
+    for one, line in zip(found, right.lines, strict=True):
+        epsilons, part = quantised(one.series.mean((0, 1)))
+        assert line.get_xdata().tolist() == epsilons.tolist() and line.get_ydata().tolist() == part.tolist()
+    part = quantised(found[1].mass.mean((0, 1)))[1]
+    assert left.lines[1].get_ydata().tolist() == part.tolist() and not torch.equal(part, quantised(found[1].series)[1])
+    assert [axes.get_title() for axes in fields.paired([plain]).axes] == ["empirical (ERF)"]
+
+
+def test_the_mean_of_alibi_is_a_line_among_windows():
+    rows = [timing.Timed(name, mode, w, w + 9.0, w) for name in ("alibi", "rope") for mode in "ab" for w in (8, 16)]
+    figure = timing.of_windows(rows, 1, 4, [8], [timing.WindowMean("alibi", 21.5, 8, 16)])
+    left, right = figure.axes
+    [line] = [line for line in left.lines if line.get_label() == "_mean"]
+    assert list(line.get_ydata()) == [21.5, 21.5] and line.get_color() == style.looks(["alibi"])["alibi"].colour
+    assert not [line for line in right.lines if line.get_label() == "_mean"]
+    assert "alibi, a: mean of windows 8 to 16" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_figures_keep_their_widths_without_one():
+    assert style.width() == style.COLUMN and style.width(2) == style.PAGE and style.across(9, 4) == 4
+    with style.drawn_at("column"):
+        assert style.width(2) == WIDTHS["column"] and style.across(9, 4) == 1 and style.across(9, 4, 1.5) == 2
+    with pytest.raises(KeyError), style.drawn_at("book"):
+        pass
+    assert style.width() == style.COLUMN
