@@ -256,7 +256,8 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
     if code:
         lines = [line for line in errors.splitlines() if "error: " in line]
         of_runs = len(lines) > 1 and all(line.endswith("train.log)") for line in lines)  # a sweep has one for each run
-        if (len(lines) != 1 and not of_runs) or not lines[0].startswith("error: ") or not errors.endswith(lines[-1] + "\n"):
+        one = len(lines) == 1 or of_runs
+        if not one or not lines[0].startswith("error: ") or not errors.endswith(lines[-1] + "\n"):
             return Verdict("not one line", errors[-400:] or said[-400:])
         if len(lines[0]) > 700:
             return Verdict("not one line", f"{len(lines[0])} characters: {lines[0][:300]}")
