@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from .errors import UserError
+from .errors import UserError, shown
 from .spec import Option, canonical, configure, nearest, options_of, parse
 
 T = TypeVar("T")
@@ -84,6 +84,6 @@ class Registry(Generic[T]):
         Raises UserError: there is none; the message lists the names, the nearest one and the hint.
         """
         if name not in self._table and name not in self.names():
-            known = ", ".join(self.names())
-            raise UserError(f"unknown {self.kind} '{name}'{nearest(name, self._table)}; known: {known}{self.hint}")
+            known, near = ", ".join(self.names()), nearest(name, self._table)
+            raise UserError(f"unknown {self.kind} '{shown(name)}'{near}; known: {known}{self.hint}")
         return self._table[name]

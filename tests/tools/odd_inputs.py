@@ -256,8 +256,8 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
     if code:
         lines = [line for line in errors.splitlines() if "error: " in line]
         of_runs = len(lines) > 1 and all(line.endswith("train.log)") for line in lines)  # a sweep has one for each run
-        alone = bool(lines) and lines[0].startswith("error: ") and errors.endswith(lines[-1] + "\n")
-        if (len(lines) != 1 and not of_runs) or not alone:
+        one = len(lines) == 1 or of_runs
+        if not one or not lines[0].startswith("error: ") or not errors.endswith(lines[-1] + "\n"):
             return Verdict("not one line", errors[-400:] or said[-400:])
         if len(lines[0]) > 700:
             return Verdict("not one line", f"{len(lines[0])} characters: {lines[0][:300]}")
