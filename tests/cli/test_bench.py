@@ -38,7 +38,7 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
         assert float(row["ratio"]) == pytest.approx(float(row["milliseconds"]) / float(limit["milliseconds"]), rel=0.1)
     assert (tmp_path / "bench.md").read_text().strip() in said and "no bias, milliseconds" in said
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.csv", "bench.md", "bench.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.csv", "bench.md", "bench.pdf", "bench.png"]
 
 
 def test_turns_alternate():
@@ -118,7 +118,7 @@ def test_whole_models_are_timed_and_fire_shared_is_among_them(tmp_path, capsys):
         ratio = float(row["milliseconds"]) / float(first["milliseconds"])
         assert float(row["ratio"]) == pytest.approx(ratio, abs=1e-3)
     assert (tmp_path / "bench.md").read_text().strip() in said and "| fire (shared), auto |" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.csv", "bench.md", "bench.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.csv", "bench.md", "bench.pdf", "bench.png"]
 
 
 def test_models_are_the_real_ones_with_one_set_of_weights(monkeypatch):
