@@ -41,7 +41,7 @@ def differentiable(
     Raises:
         UserError: in the backward pass of the result, where its graph is recorded too: third derivatives.
     """
-    if not torch.is_grad_enabled():  # the graph of a backward pass is recorded with create_graph=True only
+    if not torch.is_grad_enabled():  # create_graph=True records the graph of the backward pass
         return compute()
     gradients: Gradients = _Gradients.apply(compute, formula, needs, len(tensors), grad, *tensors, *parameters)
     return gradients

@@ -135,8 +135,8 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
     check_tensor("positions", given)
     if given.shape not in ((m,), (1, m), (batch, m)):
         raise UserError(f"positions are of shape {(m,)} or {(batch, m)}, not {tuple(given.shape)}")
-    exact = given.is_floating_point() and given.dtype not in EXACT
-    if exact or given.dtype == torch.bool or given.is_complex():
+    rounded = given.is_floating_point() and given.dtype not in EXACT
+    if rounded or given.dtype == torch.bool or given.is_complex():
         raise UserError(f"positions in {given.dtype} lose digits: use torch.int64 or torch.float32")
     k = given.to(q.device).reshape(-1, m)
     if not bool(torch.isfinite(k).all() & (k >= 0).all() & (k.diff(dim=1) >= 0).all()):
