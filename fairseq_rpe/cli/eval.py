@@ -101,15 +101,19 @@ class _Rows:
         """Print what waits."""
         for result in self._waiting:
             if self._printer is None:
-                self._printer = ResultPrinter(self._columns(result.train_length), self._as_json)
+                self._printer = ResultPrinter(self._columns(result), self._as_json)
             self._printer.add(result)
         self._waiting = []
 
-    def _columns(self, trained: int | None) -> list[Column]:
+    def _columns(self, first: "TextResult") -> list[Column]:
+        trained = first.train_length
         ratio = Column(f"ratio to {trained}", 12, self._ratio) if trained in self._lengths else None
         columns = [Column("length", 8, lambda r: str(r.length)), Column("perplexity", 12, lambda r: decimals(r.ppl))]
         columns += [ratio] if ratio else []
-        return [*columns, Column("tokens", 12, lambda r: f"{r.tokens:,}"), Column("seconds", 9, seconds)]
+        columns += [Column("tokens", 12, lambda r: f"{r.tokens:,}"), Column("seconds", 9, seconds)]
+        if first.context not in (None, "across documents"):
+            columns.append(Column("context", 16, lambda r: r.context or "", left=True))
+        return columns
 
     def _ratio(self, result: "TextResult") -> str:
         at = None if result.train_length is None else self._ppl.get(result.train_length)

@@ -579,6 +579,18 @@ def test_a_length_that_no_document_fills_is_refused(state, corpus, tmp_path, cap
     assert f"has {longest} tokens" in error and f"one block of {longest + 1}" in error
 
 
+def test_default_lengths_stop_at_the_longest_document_and_the_table_says_the_context(state, corpus, tmp_path, capsys):
+    data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path)
+    longest = max(map(len, documents_of(data)))
+    assert 256 <= longest < 512
+    assert main(["eval", str(checkpoint), str(data), "--device", "cpu", "--blocks", "document"]) == 0
+    out, err = capsys.readouterr()
+    head, *rows = out.splitlines()
+    assert head.split()[-1] == "context" and all(row.endswith("within documents") for row in rows)
+    assert [row.split()[0] for row in rows] == ["32", "64", "128", "256"]
+    assert f"the longest document of {data}/test has {longest} tokens" in err
+
+
 # Separate documents in blocks of a stream
 
 
