@@ -122,7 +122,7 @@ def _text(data: Path | str | Sequence[int] | Tensor, subset: str) -> tuple[Tenso
     """Token ids (T,) on the CPU, their digest, and their units where they are known."""
     if isinstance(data, (str, Path)):
         folder = Path(data)
-        corpus.check_folder(folder, subset)
+        corpus.check_text(folder, subset)
         ids = torch.from_numpy(corpus.read_split(folder, subset)[0].astype("int64"))
         return ids, corpus.digest(folder), corpus.read_units(folder, subset)
     ids = torch.as_tensor(data).cpu()

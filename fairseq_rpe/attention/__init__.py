@@ -4,6 +4,6 @@ from .plan import Plan
 from .prune import check_eps
 from .reference import reference
 from .sdpa import sdpa
-from .select import BACKENDS, Backend, auto, choose
+from .select import BACKENDS, Backend, auto, check_training, choose
 
-__all__ = ["BACKENDS", "Backend", "Plan", "auto", "check_eps", "choose", "reference", "sdpa"]
+__all__ = ["BACKENDS", "Backend", "Plan", "auto", "check_eps", "check_training", "choose", "reference", "sdpa"]

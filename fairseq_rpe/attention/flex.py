@@ -33,6 +33,7 @@ BLOCK = 128  # of a block mask
 WIDTHS = range(16, 257)
 WIDEST = 1024  # columns of a table that is kept for each token
 KEPT_MASKS = 32
+NO_BACKWARD = "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
 COMPILATIONS = 64  # forms, dtypes, head widths, with or without gradients; lengths are dynamic
 
 
@@ -67,7 +68,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return f"backend 'flex' has no attention dropout, and {dropout:g} was asked for: set it to 0 or use 'sdpa'"
     if not q.is_cuda:
         if torch.is_grad_enabled() and (_learned(plan.form) or any(x.requires_grad for x in (q, k, v))):
-            return "FlexAttention has no backward pass on the CPU: use 'sdpa' for training"
+            return NO_BACKWARD
         return None
     if reason := not_compiled(plan):
         return reason

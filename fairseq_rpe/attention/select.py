@@ -13,11 +13,11 @@ from ..core.arguments import check_text
 from ..core.spec import nearest
 from ..encodings import Encoding
 from .calibration import Calibrator
-from .flex import flex
+from .flex import NO_BACKWARD, flex
 from .plan import Plan
 from .reference import reference
 from .sdpa import sdpa
-from .triton import triton
+from .triton import triton, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,23 @@ def choose(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
         if encoding.scored and not known[name].sees_content:
             raise UserError(f"{what} adds a bias that depends on the tokens, and backend '{name}' has none: {REMEDY}")
     return known[name]
+
+
+def check_training(name: str, device: str) -> None:
+    """Check that a backend can train on a device, before there are tensors there.
+
+    Args:
+        name: auto or one of ``BACKENDS``.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UserError: the backend does not run there, or has no backward pass there.
+    """
+    reason = NO_BACKWARD if name == "flex" and device == "cpu" else None
+    if name == "triton":
+        reason = unavailable(on_gpu=device == "cuda")
+    if reason:
+        raise UserError(f"--attention-backend {name}: {reason}")
 
 
 REMEDY = "use 'sdpa' or 'auto'"

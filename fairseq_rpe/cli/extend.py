@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import (
+    LESS_WARMUP,
     add_latex,
     add_optimiser,
     add_rpe_module,
@@ -41,7 +42,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "per process (default: as many tokens as by train's default at the checkpoint's length)"
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--lr", type=rate, help="peak learning rate (default: a quarter of train's)")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help="default: 10 for tiny, else 20")
+    about = f"default: 10 for tiny, else 20; {LESS_WARMUP}"
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=about)
     add_optimiser(parser)
     add_rpe_module(parser)
     parser.add_argument("--save-every", type=positive_int, metavar="N", help="updates between checkpoints")

@@ -15,6 +15,7 @@ from fairseq_rpe.evaluation import log_to
 from fairseq_rpe.figures import WIDTHS
 
 MOST = 10**9  # of whole numbers that have no limit of their own
+LESS_WARMUP = "at most a fifth of the updates"  # runs.defaults.WARMUP_SHARE, in words
 
 
 def _whole(text: str, least: int, most: int = MOST) -> int:
@@ -180,7 +181,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sentences", type=positive_int, metavar="N", help=about)
     parser.add_argument("--nodes", type=processes, default=1, metavar="M", help="machines per run (1)")
     parser.add_argument("--lr", type=rate, help=f"peak learning rate ({by_arch('lr')})")
-    parser.add_argument("--warmup", type=positive_int, metavar="N", help=f"updates of warm-up ({by_arch('warmup')})")
+    about = f"updates of warm-up ({by_arch('warmup')}; {LESS_WARMUP})"
+    parser.add_argument("--warmup", type=positive_int, metavar="N", help=about)
     add_optimiser(parser)
     parser.add_argument("--dropout", type=fraction, help=by_arch("dropout"))
     parser.add_argument("--attention-dropout", type=fraction, metavar="X", help="of attention's weights (default: 0)")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_training, int_list, positive_int, processes, seed_list, words
-from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.errors import UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, lock, read_json_lines
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.data.folder import check_not_data
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe", metavar="NAME", help=f"in place of --encodings: {', '.join(recipes.names())} or FILE"
     )
-    parser.add_argument("--scale", default="laptop", metavar="NAME", help="size of the recipe (default: laptop)")
+    parser.add_argument("--scale", metavar="NAME", help="size of the recipe (default: laptop)")
     parser.add_argument("--methods", type=words, metavar='"NAME ..."', help="some of the recipe's methods, or all")
     parser.add_argument(
         "--lengths", type=int_list, metavar="N,N,...", help="tokens, the training length is always added; or items"
@@ -108,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
     made = (tuned_cells if sweep.questions else cells).make(sweep, digest, unseen)
     carry.check_lengths(sweep, made)
     if args.launcher == "dry-run":
+        from fairseq_rpe.sweeps import methods
+
+        methods.check(sweep, made, here=False)
         print("\n".join(carry.commands(sweep, made, on_slurm)))
         return 0
     if on_slurm is not None:
@@ -122,7 +125,8 @@ def run(args: argparse.Namespace) -> int:
         if left:
             from fairseq_rpe.sweeps import methods
 
-            methods.check(sweep, made)
+            need_fairseq()
+            methods.check(sweep, made, here=on_slurm is None or sweep.base.device == "cpu")
         folder.write(carry.noted(state, left))
         failures = carry.carry_out(sweep, left, made, on_slurm)
         if any(read_json_lines(cell.folder.results) for cell in made):

@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> None:
         checkpoint_file.check(request.finetune_from)
     node = launch.here(request)
     if args.dry_run:
+        from fairseq_rpe.runs.model_check import check_model
+
+        check_model(request, wanted)
         print(shlex.join(launch.command(request, wanted, node, launch.gpus(request, dry=True))))
         return
     if CheckpointFolder(request.save_dir).finished(wanted):

@@ -22,6 +22,7 @@ SPLITS = ("train", "valid", "test")
 BLOCKS = ("stream", "document")  # whether rows of a text run across documents or lie within one
 BINARIES = tuple(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx"))
 MANIFEST = "corpus.json"
+ANSWERS = "answers.json"  # the manifest of a folder of questions in place of a text
 MADE_BY = "fairseq-rpe prepare"
 # The corpus of the standard library had a maker of its own once.
 _OURS = (MADE_BY, "fairseq-rpe prepare-stdlib")
@@ -71,6 +72,21 @@ def check_not_data(flag: str, folder: Path) -> None:
     names = ("dict.txt", *BINARIES, MANIFEST)
     if held := next((name for name in names if (folder / name).exists()), None):
         raise UserError(f"{flag} {folder} is a data folder (it has {held}): name another one")
+
+
+def check_text(data: Path, *splits: str) -> None:
+    """Check a folder as :func:`check_folder` does, and that it holds a text.
+
+    Args:
+        data: the folder.
+        *splits: those whose files are read.
+
+    Raises:
+        UserError: the folder cannot be used, or holds questions, whose parts follow one another in no meaningful order.
+    """
+    if (data / ANSWERS).is_file():
+        raise UserError(f"{data} holds questions, which are not one text: name a folder of fairseq-rpe prepare")
+    check_folder(data, *splits)
 
 
 def check_as_made(folder: Path, names: Iterable[str]) -> None:

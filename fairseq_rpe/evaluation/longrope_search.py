@@ -208,7 +208,7 @@ def _checked(request: SearchRequest) -> tuple[Rope, int]:
         raise UserError(f"{request.checkpoint} does not say what length it was trained on: train it again")
     if request.tokens <= length:
         raise UserError(f"--tokens {request.tokens} is not above the trained length, {length}: name a longer one")
-    corpus.check_folder(request.data, request.subset)
+    corpus.check_text(request.data, request.subset)
     total = corpus.count_tokens(request.data, request.subset)
     if total < request.samples * request.tokens:
         raise UserError(

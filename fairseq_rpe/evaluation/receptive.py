@@ -45,7 +45,7 @@ class FieldRequest(Overrides):
         Raises UserError if the data cannot be used, the text does not fill the blocks, or ε is not between 0 and 1.
         """
         check_epsilons(self.epsilons, "--epsilon")
-        corpus.check_folder(self.data, self.subset)
+        corpus.check_text(self.data, self.subset)
         total = corpus.count_tokens(self.data, self.subset)
         length = self.length or min(_LONGER * train_length, total // self.blocks)
         if length < 1 or total < self.blocks * length:

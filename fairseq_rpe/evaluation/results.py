@@ -117,7 +117,7 @@ class TextRequest(Overrides):
     def keys(self) -> list[TextKey]:
         """A measurement for each length. Raises UserError if the checkpoint, the data or a length cannot be used."""
         checkpoint_file.check(self.checkpoint)
-        corpus.check_folder(self.data, self.subset)
+        corpus.check_text(self.data, self.subset)
         tokens = min(corpus.check_block(self.data, self.subset, length) for length in self.lengths)
         self.check_documents()
         if self.max_tokens and self.max_tokens < (longest := max(self.lengths)):

@@ -95,7 +95,7 @@ class SlidingRequest(Overrides):
 
         Raises UserError if the data cannot be used, or a window does not go with the text, the stride or the batch.
         """
-        corpus.check_folder(self.data, self.subset)
+        corpus.check_text(self.data, self.subset)
         total = corpus.count_tokens(self.data, self.subset)
         if self.first_tokens and self.first_tokens > total:
             raise UserError(f"--first-tokens {self.first_tokens}: {self.data}/{self.subset} has {total}, leave it out")

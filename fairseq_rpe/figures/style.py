@@ -33,7 +33,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.
 _FAMILIES = (
     "sinusoidal sandwich learned floater complex lm_infinite, alibi window streaming_llm forgetting, "
     "type1 type2 dual_chunk shaw music, inv_n inv_nlnn rerope deberta huang, "
-    "kerple_log kerple_power tisa leaky_rerope dape, rope xpos bipe longrope clex, fire t5_bias nope tupe self_extend transformer_xl cope, "
+    "kerple_log kerple_power tisa leaky_rerope dape, rope xpos bipe longrope clex, "
+    "fire t5_bias nope tupe self_extend transformer_xl cope, "
     "- interpolation interpolate, - - - warping warp, "
     "randomized pose shape cape random_padding offset"
 )

@@ -16,9 +16,10 @@ from omegaconf import II
 from ..core import UserError
 from ..core.files import vocabulary_digest
 from ..core.sizes import ARCH_PREFIX, SIZES
-from ..encodings import build, load_module
+from ..encodings import load_module
+from ..encodings.model import build_for_model
 from ..modules.decoder import COMPUTE, RPEDecoder
-from ..modules.moves import Moves
+from ..modules.moves import Moves, check_moves
 
 logger = logging.getLogger(__name__)
 SHARES = ("auto", "model", "layer")
@@ -163,30 +164,15 @@ def _check_vocabulary(args, dictionary):
 
 def _encodings(args, symbols):
     """One encoding for the model, or one per layer."""
-    spec, share = str(args.rpe), str(args.rpe_share)
-    make = partial(build, spec, args.decoder_attention_heads, args.decoder_embed_dim, args.rpe_train_length, symbols)
-    first = make()
-    if share == "auto":
-        share = first.shares[0]
-    if share not in first.shares:
-        raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.shares)}")
-    if share == "model":
-        return [first]
-    others = [make() for _ in range(args.decoder_layers - 1)]
-    for other in others:
-        other.tie(first)
-    return [first, *others]
+    sizes = (args.decoder_attention_heads, args.decoder_embed_dim, args.decoder_layers)
+    return build_for_model(str(args.rpe), *sizes, args.rpe_train_length, symbols, str(args.rpe_share))
 
 
 def _moves(args, encoding, rank):
     """The position transforms, refused where the encoding cannot follow them."""
     train, evaluation = str(args.positions_train), str(args.positions_eval or "")
     moves = Moves(train, evaluation, args.rpe_train_length, args.rpe_seed, rank)
-    for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
-        if transform is not None and encoding.positions == "none":
-            raise UserError(f"{flag}: '{args.rpe}' reads no positions, so moving them does nothing: drop the flag")
-        if transform is not None and transform.fractional and encoding.positions == "whole":
-            raise UserError(f"{flag}: '{args.rpe}' accepts whole positions only and this transform makes fractions")
+    check_moves(moves, encoding, str(args.rpe))
     return moves
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core import Positions, UserError
+from ..encodings import Encoding
 from ..positions import Transform, build, freeze_rows, names
 from ..positions.shift import Identity
 
@@ -77,6 +78,24 @@ class Moves:
         first = plain.k.shape[1] - plain.q.shape[1]
         even = moved.contiguous and plain.contiguous
         return Positions(moved.k[:, first:], moved.k, moved.step, even, plain.tokens)
+
+
+def check_moves(moves: Moves, encoding: Encoding, spec: str) -> None:
+    """Check that an encoding can follow the position transforms of a model.
+
+    Args:
+        moves: the transforms of training and evaluation.
+        encoding: of the model, built from ``spec``.
+        spec: the encoding's name and options, for the message.
+
+    Raises:
+        UserError: the encoding reads no positions, or whole ones only where a transform makes fractions.
+    """
+    for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
+        if transform is not None and encoding.positions == "none":
+            raise UserError(f"{flag}: '{spec}' reads no positions, so moving them does nothing: drop the flag")
+        if transform is not None and transform.fractional and encoding.positions == "whole":
+            raise UserError(f"{flag}: '{spec}' accepts whole positions only and this transform makes fractions")
 
 
 def generator_of(*what: object) -> torch.Generator:

@@ -19,11 +19,10 @@ from ..core import UserError, records
 from ..core.files import file_digest, json_object, read_json
 from ..core.records import Count, Name, Natural, Rule, Words
 from ..data.encoders import load_decoder
-from ..data.folder import BINARIES, SPLITS, FileRecord, check_folder, describe_files, map_split
+from ..data.folder import ANSWERS, BINARIES, SPLITS, FileRecord, check_folder, describe_files, map_split
 from ..data.vocabulary import VOCABULARY_FILES
 from .metrics import Scored
 
-ANSWERS = "answers.json"
 MADE_BY = ("fairseq-rpe prepare-answers", "fairseq-rpe prepare-gaps")
 ROWS = tuple(f"{split}.rows.jsonl" for split in SPLITS)
 _AGAIN = "prepare it again"

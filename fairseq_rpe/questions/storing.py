@@ -19,11 +19,11 @@ from ..core.progress import Progress
 from ..core.records import Words
 from ..data.destination import Contents, make_once
 from ..data.encoders import UNK, load_decoder, load_encoder
-from ..data.folder import SPLITS, describe_files, write_index
+from ..data.folder import ANSWERS, SPLITS, describe_files, write_index
 from ..data.vocabulary import VOCABULARY_FILES, Given, given_vocabulary
 from . import metrics
 from .metrics import Scored
-from .prepared import ANSWERS, ROWS, Prepared, SetInfo, SplitInfo, load, read_answers
+from .prepared import ROWS, Prepared, SetInfo, SplitInfo, load, read_answers
 from .question import Question
 
 # Raised when the same questions and options give other files than before.

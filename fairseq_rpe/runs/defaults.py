@@ -43,6 +43,38 @@ _TINY_TASK = replace(
 _PAPER_TASK = replace(
     _PAPER, tokens=0, batch_sentences=64, schedule="linear", updates=40000, lr=3e-5, warmup=2400
 )
+# A default warm-up takes at most one update in this many: the share of tiny's own defaults, 80 of 400.
+WARMUP_SHARE = 5
+
+
+def default_warmup(longest: int, updates: int) -> int:
+    """Compute the updates of warm-up of a training that does not state them.
+
+    Args:
+        longest: the warm-up of a training that is long enough for it.
+        updates: updates of this training.
+
+    Returns:
+        ``longest``, or a fifth of the updates if that is less; at least 1.
+    """
+    return max(1, min(longest, updates // WARMUP_SHARE))
+
+
+def check_warmup(warmup: int, updates: int) -> None:
+    """Check that a training reaches its peak learning rate, which it first uses in update ``warmup + 1``.
+
+    Args:
+        warmup: updates of warm-up.
+        updates: updates of the training, those of the warm-up included.
+
+    Raises:
+        UserError: the warm-up is as long as the training, or longer.
+    """
+    if warmup >= updates:
+        raise UserError(
+            f"a warm-up of {warmup} is not below the {updates} updates of the training, so the learning rate never "
+            "reaches its peak: lower --warmup or raise --updates"
+        )
 
 
 def check_arch(arch: str, module: Path | None) -> None:

@@ -12,6 +12,7 @@ from fairseq_rpe.core.checkpoint_state import check_size, check_vocabulary
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.sizes import full_name
 from fairseq_rpe.data.folder import read_dictionary
+from fairseq_rpe.encodings.model import build_for_model, load_weights
 from fairseq_rpe.runs import architecture, checkpoints
 from fairseq_rpe.runs.settings import Request
 
@@ -61,16 +62,15 @@ def filled(asked: Request) -> Request:
         own["positions_eval"] = checkpoint.model.get("positions_eval")
     if asked.rpe_module is not None:
         encodings.load_module(asked.rpe_module)
-    heads, width = checkpoint.size("decoder_attention_heads"), checkpoint.size("decoder_embed_dim")
-    made = encodings.build(asked.rpe, heads, width, original)
-    if own.get("rpe_share") not in ("auto", *made.shares):
+    heads, width, layers = (checkpoint.size(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers"))
+    if own.get("rpe_share") not in ("auto", *encodings.build(asked.rpe, heads, width, original).shares):
         own.pop("rpe_share", None)
-    learned = checkpoint.encodings[0] if checkpoint.encodings else {}
-    here, there = ({name: value.shape for name, value in one.items()} for one in (made.state_dict(), learned))
-    if here != there:
+    share = asked.rpe_share or str(own.get("rpe_share") or "auto")
+    made = build_for_model(asked.rpe, heads, width, layers, original, share=share)
+    if wrong := load_weights(made, checkpoint.encodings):
         raise UserError(
-            f"--rpe {asked.rpe} has other parameters than {path} has learned with '{checkpoint.encoding}': name that "
-            "encoding, or one with the same parameters"
+            f"--rpe {asked.rpe} has other parameters than {path} has learned with '{checkpoint.encoding}' ({wrong}): "
+            "name that encoding, or one with the same parameters"
         )
     if _LENGTH not in said:
         extra = (*extra, _LENGTH, str(original))

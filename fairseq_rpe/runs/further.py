@@ -72,3 +72,21 @@ def check_extra(extra: Sequence[str], given: Collection[str] = ()) -> None:
 def known(name: str, extra: Sequence[str]) -> bool:
     """Whether a setting is what its option or default says, because no flag of ``extra`` may have changed it."""
     return not {word.partition("=")[0] for word in extra} & set(LATER[name])
+
+
+def flag_values(extra: Sequence[str], flags: Collection[str]) -> dict[str, str]:
+    """Read the values of some of fairseq-train's flags.
+
+    Args:
+        extra: the words after ``--``, in which a flag and its value are ``--flag value`` or ``--flag=value``.
+        flags: those to read.
+
+    Returns:
+        By flag, its last value; flags that are not given are not there.
+    """
+    values = {}
+    for index, word in enumerate(extra):
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            values[flag] = value if equals else "".join(extra[index + 1 : index + 2])
+    return values

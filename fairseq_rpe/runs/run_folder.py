@@ -90,7 +90,10 @@ class CheckpointFolder:
         if record is None:
             return None
         if other := plan.settings.difference(record.settings):
-            raise UserError(f"{self.path} holds another run ({other}): choose another folder or delete it")
+            remedy = "choose another folder or delete it"
+            if other.startswith("warmup is"):  # a default one depends on --updates, which may be raised
+                remedy = f"give --warmup {record.settings.warmup} to continue it, or {remedy}"
+            raise UserError(f"{self.path} holds another run ({other}): {remedy}")
         if record.finished.updates != plan.updates:
             return None
         found = file_digest(self.last)

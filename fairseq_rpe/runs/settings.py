@@ -9,7 +9,7 @@ from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.core.sizes import full_name, size_of
-from fairseq_rpe.runs.defaults import Defaults, check_arch, defaults_for
+from fairseq_rpe.runs.defaults import Defaults, check_arch, check_warmup, default_warmup, defaults_for
 from fairseq_rpe.runs.further import ALSO, LATER, check_extra
 
 IDENTITY = "identity"
@@ -193,7 +193,8 @@ class Plan:
 def plan(request: Request, data_digest: str) -> Plan:
     """Fill in the defaults. ``data_digest`` fixes the data; a task's own spec does for a generated one.
 
-    Raises UserError: --tokens with a generated task, no such architecture, further flags that are set here.
+    Raises UserError: --tokens with a generated task, no such architecture, further flags that are set here, a warm-up
+    that takes all of the updates.
     """
 
     def chosen(name: str) -> Any:
@@ -210,9 +211,11 @@ def plan(request: Request, data_digest: str) -> Plan:
             raise UserError("--tokens does not go with --algorithm: say how many items, e.g. copy:items=20")
         task = build(request.algorithm)
         data, tokens = task.spec, task.tokens(task.longest("train"))
-    schedule = chosen("schedule")
+    schedule, updates = chosen("schedule"), chosen("updates")
+    warmup = request.warmup or default_warmup(request.defaults.warmup, updates)
+    check_warmup(warmup, updates)
     if schedule == "cosine" or request.min_lr is not None:
-        _check_cosine(schedule, chosen("lr"), request.min_lr or 0.0, chosen("warmup"), chosen("updates"))
+        _check_cosine(schedule, chosen("lr"), request.min_lr or 0.0)
     before, first = Settings(arch=full_name(arch)), request.finetune_from
     later: dict[str, Any] = {name: v if (v := getattr(request, name)) != before.usual(name) else None for name in LATER}
     settings = Resolved(
@@ -220,7 +223,8 @@ def plan(request: Request, data_digest: str) -> Plan:
         arch=full_name(arch),
         data=data,
         tokens=tokens,
-        **{name: chosen(name) for name in ("batch_sentences", "lr", "warmup", "dropout")},
+        **{name: chosen(name) for name in ("batch_sentences", "lr", "dropout")},
+        warmup=warmup,
         update_freq=request.update_freq or 1,
         nproc=request.world,
         seed=request.seed,
@@ -232,13 +236,13 @@ def plan(request: Request, data_digest: str) -> Plan:
         compute_dtype=request.compute_dtype if request.compute_dtype != "fp32" else None,
         # the learning rate depends on the last update, so a run cannot be prolonged
         schedule=schedule if schedule != "inverse_sqrt" else None,
-        last_update=chosen("updates") if schedule != "inverse_sqrt" else None,
+        last_update=updates if schedule != "inverse_sqrt" else None,
         finetune_from=file_digest(first) if first is not None and first.is_file() else None,
         blocks=request.blocks if request.blocks != STREAM else None,
         separate_documents=request.separate_documents or None,
         **later,
     )
-    return Plan(settings, chosen("updates"), chosen("save_every"))
+    return Plan(settings, updates, chosen("save_every"))
 
 
 def _check_blocks(request: Request) -> None:
@@ -259,10 +263,8 @@ def _check_blocks(request: Request) -> None:
         )
 
 
-def _check_cosine(schedule: str, lr: float, least: float, warmup: int, updates: int) -> None:
+def _check_cosine(schedule: str, lr: float, least: float) -> None:
     if schedule != "cosine":
         raise UserError(f"--min-lr is where a cosine ends: give --schedule cosine too, not {schedule}, or drop it")
     if least >= lr:
         raise UserError(f"--min-lr {least:g} is not below --lr {lr:g}: a cosine falls from the one to the other")
-    if warmup >= updates:
-        raise UserError(f"--warmup {warmup} leaves nothing of {updates} updates to a cosine: lower it")

@@ -3,23 +3,21 @@
 import contextlib
 import datetime
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from fairseq_rpe import encodings, positions
-from fairseq_rpe.attention import choose
 from fairseq_rpe.core import checkpoint_file
 from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import DEBUG, UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.data.folder import read_dictionary
-from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.runs import checkpoints, environment, launch
 from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.messages import Ending
-from fairseq_rpe.runs.settings import IDENTITY, PROGRESS, Plan, Request
+from fairseq_rpe.runs.model_check import STANDING_LAYERS, check_backend, check_model, check_replacement
+from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
 from fairseq_rpe.runs.view import Summary, View
 
 
@@ -27,59 +25,24 @@ def check(request: Request, plan: Plan) -> None:
     """Refuse misspelt specs, pictures of no bias, a checkpoint or places that cannot be used, and no fairseq."""
     need_fairseq()
     folder = CheckpointFolder(request.save_dir)
-    transforms = (request.positions_train, request.positions_eval)
-    encoding = check_specs(request.rpe, transforms, plan.settings.tokens, request.rpe_module)
-    if request.inspect_every and (not encoding.adds_bias):
+    made = check_model(request, plan)
+    if request.inspect_every and not made[0].adds_bias:
         raise UserError(
             f"--inspect-every: '{request.rpe}' has no bias to show: drop the flag, or name an encoding with a bias"
         )
-    choose(request.attention_backend)
-    if request.separate_documents:
-        check_separate_documents(encoding, request.rpe, transforms)
+    check_backend(request)
     if request.finetune_from is not None:
         checkpoint_file.check(request.finetune_from)
+        first = checkpoints.load(request.finetune_from)
         if request.data is not None:
-            first, symbols = checkpoints.load(request.finetune_from), read_dictionary(request.data / "dict.txt")
-            check_vocabulary(first, symbols, request.data)
+            check_vocabulary(first, read_dictionary(request.data / "dict.txt"), request.data)
+        trained = first.encodings[:STANDING_LAYERS]
+        check_replacement(made, request.rpe, first.encoding, trained, further=True)
     launch.gpus(request)
     names = (folder.last.name, folder.record_path.name)
     check_folder(request.save_dir, (*names, folder.log.name) if request.log_format == PROGRESS else names, "--save-dir")
     if request.tensorboard is not None:
         check_folder(request.tensorboard, flag="--tensorboard")
-
-
-def check_separate_documents(encoding: Encoding, rpe: str, transforms: Iterable[str | None]) -> None:
-    """Refuse --separate-documents for a model that does not treat each document as if it were alone.
-
-    Args:
-        encoding: of the model.
-        rpe: its spec.
-        transforms: specs of the position transforms, ``None`` where none is named.
-
-    Raises:
-        UserError: the encoding reads more of a row than positions, or a transform moves whole rows.
-    """
-    if encoding.reads_length or encoding.reads_tokens:
-        raise UserError(
-            f"--separate-documents: '{rpe}' reads more of a row than positions, and documents share rows: use --blocks "
-            "document"
-        )
-    if moved := next((spec for spec in transforms if spec not in (None, IDENTITY)), None):
-        raise UserError(f"--separate-documents: '{moved}' moves the positions of whole rows: use --blocks document")
-
-
-def check_specs(rpe: str, transforms: Iterable[str | None], length: int, module: Path | None) -> Encoding:
-    """Refuse a misspelt encoding or position transform now, not after fairseq has started; returns the encoding.
-
-    ``module``: a Python file that registers the user's own.
-    """
-    if module is not None:
-        encodings.load_module(module)
-    encoding = encodings.build(rpe, heads=4, width=128, length=length)
-    for spec in transforms:
-        if spec is not None:
-            positions.build(spec, length)
-    return encoding
 
 
 def train(request: Request, plan: Plan, node: Node) -> None:

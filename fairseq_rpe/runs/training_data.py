@@ -7,6 +7,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.questions import askable, prepared
 from fairseq_rpe.questions.mixture import shares
+from fairseq_rpe.runs.further import flag_values
 from fairseq_rpe.runs.settings import Plan, Request, plan
 
 
@@ -68,7 +69,5 @@ def check_questions(data: Path, tokens: int, extra: Sequence[str] = ()) -> None:
     for split in ("train", "valid"):
         askable.check(folder, split, [tokens])
     rows = {name: info.splits["train"].answers for name, info in folder.sets.items() if "train" in info.splits}
-    for word, following in zip(extra, (*extra[1:], ""), strict=True):
-        flag, given, value = word.partition("=")
-        if flag == "--mixture":
-            shares(value if given else following, rows)
+    if (mixture := flag_values(extra, ["--mixture"]).get("--mixture")) is not None:
+        shares(mixture, rows)

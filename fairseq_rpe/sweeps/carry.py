@@ -32,38 +32,51 @@ def check_data(sweep: Sweep, dry: bool = False) -> str | None:
         return None
     if sweep.preparation and not sweep.data.is_dir():
         if dry:
+            _check_others(sweep, None, dry)
+            _check_questions(sweep, None, dry)
             return None
         how = shlex.join(("fairseq-rpe", *sweep.preparation))
         raise UserError(f"data folder {sweep.data} does not exist: make it with {how}")
+    if prepared.is_prepared(sweep.data):
+        raise UserError(
+            f"{sweep.data} holds questions, and a sweep trains on a text first: name a text, and give the questions to "
+            f"a recipe about answers, e.g. --recipe fire-scrolls --eval-data NAME={sweep.data}"
+        )
     corpus.check_folder(sweep.data, "train", "valid", *([] if sweep.questions else [sweep.subset]))
     if sweep.scale is not None:
         sweep.scale.check(sweep.data)
     digest = corpus.digest(sweep.data)
-    _check_others(sweep, sweep.data, digest, dry)
-    _check_questions(sweep, sweep.data, dry)
+    symbols = corpus.read_dictionary(sweep.data / "dict.txt")
+    _check_others(sweep, symbols, dry, digest)
+    _check_questions(sweep, symbols, dry)
     return digest
 
 
-def _check_others(sweep: Sweep, data: Path, digest: str, dry: bool) -> None:
-    """Refuse further texts to evaluate on that are not there, or have another vocabulary, or are one text twice."""
-    seen, symbols = {digest: "the one that is trained on"}, corpus.read_dictionary(data / "dict.txt")
+def _check_others(sweep: Sweep, symbols: Sequence[str] | None, dry: bool, digest: str | None = None) -> None:
+    """Refuse further texts to evaluate on that are not there, or have another vocabulary, or are one text twice.
+
+    ``symbols`` and ``digest`` are of the text of the training, None where it is not there yet.
+    """
+    seen = {} if digest is None else {digest: "the one that is trained on"}
     for name, place in sweep.evaluate.items():
         how = shlex.join(("fairseq-rpe", *sweep.preparing(name)))
         if not place.is_dir():
             if dry and name in sweep.prepared:
                 continue
             raise UserError(f"data folder {place} does not exist: make it with {how}")
-        corpus.check_folder(place, sweep.subset)
-        if corpus.read_dictionary(place / "dict.txt") != symbols:
-            raise UserError(f"{place} has another vocabulary than {data}: prepare another folder, e.g. {how}")
+        corpus.check_text(place, sweep.subset)
+        if symbols is not None and corpus.read_dictionary(place / "dict.txt") != symbols:
+            raise UserError(f"{place} has another vocabulary than {sweep.data}: prepare another folder, e.g. {how}")
         if (same := corpus.digest(place)) in seen:
             raise UserError(f"--eval-data {name}: {place} holds the same text as {seen[same]}: leave it out")
         seen[same] = name
 
 
-def _check_questions(sweep: Sweep, data: Path, dry: bool) -> None:
-    """Refuse folders of questions that are not there, cannot be learned from and asked, or have another vocabulary."""
-    symbols = corpus.read_dictionary(data / "dict.txt")
+def _check_questions(sweep: Sweep, symbols: Sequence[str] | None, dry: bool) -> None:
+    """Refuse folders of questions that are not there, cannot be learned from and asked, or have another vocabulary.
+
+    ``symbols``: the vocabulary of the training, None where its text is not there yet.
+    """
     for name, folder in sweep.questions.items():
         place, how = Path(folder.data), shlex.join(("fairseq-rpe", *sweep.preparing_questions(name)))
         if not place.is_dir():
@@ -73,8 +86,8 @@ def _check_questions(sweep: Sweep, data: Path, dry: bool) -> None:
         if not prepared.is_prepared(place):
             raise UserError(f"{place} holds no questions: make another folder, e.g. with {how}")
         corpus.check_folder(place, "train", "valid")
-        if corpus.read_dictionary(place / "dict.txt") != symbols:
-            raise UserError(f"{place} has another vocabulary than {data}: prepare another folder, e.g. {how}")
+        if symbols is not None and corpus.read_dictionary(place / "dict.txt") != symbols:
+            raise UserError(f"{place} has another vocabulary than {sweep.data}: prepare another folder, e.g. {how}")
 
 
 def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:

@@ -139,7 +139,9 @@ def make(sweep: Sweep, data_digest: str | None, unseen: Collection[str] = ()) ->
                     request = request_of(sweep, method, seed, algorithm, first, method.rpe not in unseen)
                     folder = SweepFolder(sweep.out).run_of(method, seed, algorithm)
                     kind: Kind = "algorithms" if algorithm else "text"
-                    cells[name] = Cell(folder, request, plan(request, data_digest or ""), first, kind=kind)
+                    digest = data_digest or ""
+                    fixed = further_plan(method, request, digest) if first else plan(request, digest)
+                    cells[name] = Cell(folder, request, fixed, first, kind=kind)
                 if method in sweep.methods:
                     cells[name].evaluations += _evaluations(sweep, cells[name], method, texts)
     return list(cells.values())
@@ -178,6 +180,19 @@ def request_of(
         "finetune_from": first.folder.checkpoints.last if first else None,
     }
     return replace(sweep.base, **given, **own)
+
+
+def further_plan(method: Method, request: Request, data_digest: str) -> Plan:
+    """Resolve the plan of a training that continues another one.
+
+    Raises:
+        UserError: as :func:`~fairseq_rpe.runs.settings.plan` raises it, with the method's name, because the settings
+            are those of a recipe.
+    """
+    try:
+        return plan(request, data_digest)
+    except UserError as error:
+        raise UserError(f"further training of method '{method.name}': {error}") from None
 
 
 def _evaluations(

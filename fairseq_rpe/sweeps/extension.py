@@ -21,14 +21,17 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder, removed_if_refused, replace_with
 from fairseq_rpe.core.sizes import size_of
 from fairseq_rpe.data import folder as corpus
+from fairseq_rpe.encodings.model import build_for_model
 from fairseq_rpe.evaluation.loading import blocks_of, check_plain, separates_documents
 from fairseq_rpe.evaluation.perplexity import measuring
 from fairseq_rpe.evaluation.results import TextRequest, TextResult, resumed
 from fairseq_rpe.runs import architecture, checkpoints, launch, start, training_data
 from fairseq_rpe.runs.checkpoints import Checkpoint
-from fairseq_rpe.runs.defaults import defaults_for
+from fairseq_rpe.runs.defaults import default_warmup, defaults_for
+from fairseq_rpe.runs.model_check import check_backend
 from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.runs.settings import IDENTITY, Plan, Request, plan
+from fairseq_rpe.sweeps.state import SweepFolder
 
 ENCODINGS = "decoder.encodings."
 _TINY, _OTHER = {"updates": 100, "warmup": 10}, {"updates": 1000, "warmup": 20}  # where nothing is said
@@ -67,6 +70,8 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     folder = RunFolder(asked.save_dir)
     check_folder(folder.path)
     corpus.check_not_data("--out", folder.path)
+    if (record := SweepFolder(folder.path).state_path).exists():
+        raise UserError(f"--out {folder.path} is the folder of a sweep ({record} is its record): name another folder")
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")
     corpus.check_folder(data, "train", "valid", subset)
@@ -86,12 +91,17 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
         corpus.check_documents(data, subset)
     if filled.blocks == "document":
         corpus.check_document_block(data, subset, max(wanted))
-    with removed_if_refused(filled.save_dir / "begin.pt"):
-        filled, fresh = _with_parameters(filled, checkpoint, original, tokens)
-        request = replace(
-            filled, save_dir=folder.checkpoints.path, extra=(*filled.extra, "--rpe-train-length", str(original))
-        )
-        fixed = plan(request, corpus.digest(data))
+    filled, fresh = _with_parameters(filled, checkpoint, original, tokens)
+    request = replace(
+        filled, save_dir=folder.checkpoints.path, extra=(*filled.extra, "--rpe-train-length", str(original))
+    )
+    fixed = plan(request, data_digest := corpus.digest(data))
+    check_backend(request)
+    begin = folder.path / "begin.pt"
+    with removed_if_refused(begin):
+        if fresh:
+            request = _begin_with(begin, request, checkpoint, fresh)
+            fixed = plan(request, data_digest)
         if folder.checkpoints.finished(fixed) is None:
             start.check(request, fixed)
     of = (folder, request, fixed, original, wanted, subset, checkpoint.encoding)
@@ -157,8 +167,10 @@ def _filled(asked: Request, checkpoint: Checkpoint, tokens: int) -> Request:
         own |= {key: checkpoint.model.get(key) for key in ("positions_train", "positions_eval")}
     usual = defaults_for(own["arch"], algorithm=False)
     trained = _trained(checkpoint)
+    default = _TINY if size_of(own["arch"]) == size_of("tiny") else _OTHER
     some = {
-        **(_TINY if size_of(own["arch"]) == size_of("tiny") else _OTHER),
+        **default,
+        "warmup": default_warmup(default["warmup"], asked.updates or default["updates"]),
         "lr": usual.lr / 4,
         "batch_sentences": max(1, usual.batch_sentences * trained // max(tokens, 1)),
     }
@@ -199,20 +211,19 @@ def _check_length(request: Request, checkpoint: Checkpoint, original: int, token
 def _with_parameters(
     request: Request, checkpoint: Checkpoint, original: int, tokens: int
 ) -> tuple[Request, Mapping[str, Tensor]]:
-    """The request, and the parameters that its encoding has and the checkpoint has not, which is said.
+    """The request, and the parameters that its encoding has and the checkpoint has not, as they are before training.
 
-    It then begins with a copy of the checkpoint that has them too, as they are before any training. Raises UserError:
-    the checkpoint's parameters are not the encoding's, or a table of positions would have to be learned anew.
+    Raises UserError: the checkpoint's parameters are not the encoding's, or a table of positions would have to be
+    learned anew.
     """
     first, named = checkpoint.path, f"--rpe {request.rpe}"
     heads, width, layers = (checkpoint.size(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers"))
-    torch.manual_seed(request.seed)
-    made = [encodings.build(request.rpe, heads, width, original)]
-    shares = made[0].shares
-    if request.rpe_share not in (None, "auto", *shares):
+    if request.rpe_share not in (None, "auto", *encodings.build(request.rpe, heads, width, original).shares):
         request = replace(request, rpe_share="auto")
-    share = shares[0] if request.rpe_share in (None, "auto") else request.rpe_share
-    made += [encodings.build(request.rpe, heads, width, original) for _ in range(layers - 1) if share == "layer"]
+    assert request.data is not None
+    symbols = corpus.read_dictionary(request.data / "dict.txt")
+    torch.manual_seed(request.seed)
+    made = build_for_model(request.rpe, heads, width, layers, original, symbols, request.rpe_share or "auto")
     own, there = (
         {f"{ENCODINGS}{n}.{key}": value for n, one in enumerate(several) for key, value in one.items()}
         for several in ([one.state_dict() for one in made], checkpoint.encodings)
@@ -229,9 +240,12 @@ def _with_parameters(
         if fresh:
             raise UserError(f"{named} is a table of positions that {first} has not learned: train from the start")
         made[0].embed(torch.zeros(1, tokens, width), Positions.arange(tokens))
-    if not fresh:
-        return request, fresh
-    begin = request.save_dir / "begin.pt"
+    return request, fresh
+
+
+def _begin_with(begin: Path, request: Request, checkpoint: Checkpoint, fresh: Mapping[str, Tensor]) -> Request:
+    """Write a copy of the checkpoint that has the ``fresh`` parameters too, and begin the training with it."""
+    first = checkpoint.path
     state, _ = checkpoint_file.read(first)
     state["model"] = {**state["model"], **fresh}
     settings = state["cfg"]["model"] if state.get("cfg") else state["args"]
@@ -239,8 +253,8 @@ def _with_parameters(
     said |= {"rpe": request.rpe, "rpe_share": request.rpe_share or "auto"}  # as its weights are now
     replace_with(begin, partial(_save, state))
     several = ", ".join(list(fresh)[:3]) + (", …" if len(fresh) > 3 else "")
-    print(f"{named} has parameters that {first} lacks: {several}; they begin untrained, in {begin}")
-    return replace(request, finetune_from=begin), fresh
+    print(f"--rpe {request.rpe} has parameters that {first} lacks: {several}; they begin untrained, in {begin}")
+    return replace(request, finetune_from=begin)
 
 
 def _save(state: object, target: Path) -> None:

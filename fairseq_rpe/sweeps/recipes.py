@@ -1,6 +1,7 @@
 """Published experiments by name: which methods to compare, on what, at which size. ``fairseq_rpe/recipes/*.toml``."""
 
 import difflib
+import itertools
 import os
 import re
 import reprlib
@@ -17,7 +18,9 @@ from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.core.records import Count, Counts, Words
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.data import folder
+from fairseq_rpe.data.preparation import KNOWN
 from fairseq_rpe.evaluation.results import Blocks
+from fairseq_rpe.questions import known
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
@@ -27,6 +30,7 @@ FOLDER = PACKAGE / "recipes"
 # in a method's specs, the training length of the scale, perhaps times a number
 _LENGTH = re.compile(r"\$tokens(?:\*(\d+))?")
 _SHOWN = 8
+_PREPARING = ("prepare-answers", "prepare-gaps")  # the commands that make folders of questions
 _SPECS = ("rpe", "rpe_eval", "positions_train", "positions_eval")
 _OF_A_RUN = (*(f.name for f in fields(Training)), "rpe_share", "compute_dtype", "blocks", "separate_documents")
 
@@ -205,6 +209,7 @@ def load(name: str) -> Recipe:
     if not methods or not scales:
         raise UserError(f"{source} needs at least one method and one scale")
     _check_continued(methods, scales, source)
+    _check_prepared(scales, source)
     wanted = _asked(text.kind, scales, source)
     published = read_published(text.published, source, methods) if text.published else None
     return Recipe(path.stem, text.title, text.paper, text.kind, tuple(methods.values()), wanted, published)
@@ -242,6 +247,34 @@ def _check_continued(methods: Mapping[str, Method], scales: Mapping[str, Scale],
         for name in scale.further:
             if name not in methods or methods[name].continues is None:
                 raise UserError(f"{source}: further of scale '{size}' names '{name}', which continues no method")
+
+
+def _check_prepared(scales: Mapping[str, Scale], source: str) -> None:
+    """Check that the corpora and the sets of questions of every scale are ones that can be prepared.
+
+    Raises:
+        UserError: a corpus, a set or the command that prepares it is unknown.
+    """
+    for size, scale in scales.items():
+        if scale.corpus is not None and scale.corpus not in KNOWN:
+            near = nearest(scale.corpus, KNOWN)
+            raise UserError(
+                f"{source}: scale '{size}' names an unknown corpus '{scale.corpus}'{near}; known: {', '.join(KNOWN)}"
+            )
+        for name, prepared in scale.questions.items():
+            command, *words = prepared.prepare or ("prepare-answers",)
+            if command not in _PREPARING:
+                raise UserError(
+                    f"{source}: questions '{name}' of scale '{size}' are prepared by '{command}'"
+                    f"{nearest(command, _PREPARING)}: name {' or '.join(_PREPARING)}"
+                )
+            sets = itertools.takewhile(lambda word: not word.startswith("-"), words)
+            for one in sets if command == "prepare-answers" else ():
+                if one not in known.names():
+                    raise UserError(
+                        f"{source}: questions '{name}' of scale '{size}' are of an unknown set '{one}'"
+                        f"{nearest(one, known.names())}; known: {', '.join(known.names())}"
+                    )
 
 
 def _some(name: str) -> str:

@@ -14,6 +14,7 @@ from fairseq_rpe.sweeps.fine_tuned import Folder
 from fairseq_rpe.sweeps.recipes import Recipe, Scale
 from fairseq_rpe.sweeps.state import Method
 
+_SCALE = "laptop"  # where none is named
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -70,7 +71,7 @@ def resolve(
     algorithms: tuple[str, ...] | None,
     encodings: tuple[str, ...] | None,
     recipe: str | None,
-    scale: str,
+    scale: str | None,
     methods: tuple[str, ...] | None,
     lengths: tuple[int, ...] | None,
     out: Path | None,
@@ -96,6 +97,7 @@ def resolve(
         if base.positions_train or base.positions_eval:
             raise UserError("--positions-train and --positions-eval do not go with --recipe: its methods name them")
         found = recipes.load(recipe)
+        scale = scale or _SCALE
         size = found.scale(scale)
         compared = found.choose(methods if methods is not None else size.methods or ("all",))
         if found.kind != "algorithms" and algorithms is not None:
@@ -124,6 +126,8 @@ def resolve(
         compared = [size.settled(one, tokens) for one in compared]
     elif methods is not None:
         raise UserError("--methods belongs to --recipe: list encodings with --encodings")
+    elif scale is not None:
+        raise UserError(f"--scale {scale} is a size of a recipe: drop it, or name the recipe with --recipe")
     else:
         moved = (base.positions_train or IDENTITY, base.positions_eval)
         compared = [Method(spec, spec, *moved) for spec in encodings or ()]

@@ -13,7 +13,7 @@ from fairseq_rpe.evaluation.reach import longest_row
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.partial_scores import adds_up
 from fairseq_rpe.runs.settings import Request, plan
-from fairseq_rpe.sweeps.cells import Cell, Evaluation, command_line, common_words, request_of, within
+from fairseq_rpe.sweeps.cells import Cell, Evaluation, command_line, common_words, further_plan, request_of, within
 from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
 from fairseq_rpe.sweeps.recipes import Scale, divided
 from fairseq_rpe.sweeps.request import Sweep
@@ -84,7 +84,8 @@ def _fine_tuning(sweep: Sweep, name: str, method: Method, seed: int, first: Cell
     digest = prepared.digest(data) if data.is_dir() else ""
     if asking.checkpoint == "best" and data.is_dir():
         _check_scores(data)
-    return Cell(folder, request, plan(request, digest), first, kind="answers", asked=asking.checkpoint)
+    fixed = further_plan(method, request, digest)
+    return Cell(folder, request, fixed, first, kind="answers", asked=asking.checkpoint)
 
 
 def _check_scores(data: Path) -> None:

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
-from fairseq_rpe.attention import Plan, reference
+from fairseq_rpe.attention import Plan, check_training, reference
 from fairseq_rpe.attention import flex as backend
 from fairseq_rpe.attention.flex import KEPT_MASKS, _block_mask, _causal_mask, flex, score_mod
 from fairseq_rpe.core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz, UserError, block
@@ -20,6 +20,14 @@ H, D = 4, 16
 BIASES = [s for s in ALL_SPECS if build(s, H, H * D, 64).form(Positions.arange(3)) is not None]
 DISTANCES = [s for s in BIASES if isinstance(made := build(s, H, H * D, 64), DistanceBias) and made.positions == "any"]
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="the CPU's part")
+
+
+def test_what_trains_on_which_device():
+    for name in ("auto", "reference", "sdpa"):
+        check_training(name, "cpu")
+    check_training("flex", "cuda")
+    with pytest.raises(UserError, match="--attention-backend flex: .*no backward pass on the CPU: use 'sdpa'"):
+        check_training("flex", "cpu")
 
 
 def inputs(n, m=None, batch=2, dtype=torch.float32):

@@ -28,7 +28,7 @@ LAST = "checkpoint_last.pt"
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
-RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu"]
+RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:

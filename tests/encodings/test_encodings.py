@@ -14,6 +14,7 @@ from fairseq_rpe.core import Positions, UserError, block
 from fairseq_rpe.encodings import build, describe, load_module, names, normalise
 from fairseq_rpe.encodings.alibi import alibi_slopes
 from fairseq_rpe.encodings.kerple import between, between_inverse, positive, positive_inverse
+from fairseq_rpe.encodings.model import build_for_model, load_weights
 from fairseq_rpe.encodings.t5 import bucket
 
 
@@ -299,3 +300,45 @@ def test_sandwichs_cosines_are_exact_far_away(form):
     found = encoding.bias(d)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), encoding.bias(d.double()), rtol=1e-6, atol=0)
+
+
+# the encodings of a model
+
+
+def test_layers_share_an_encoding_or_have_one_each():
+    shared, each = (build_for_model("fire", 4, 32, 3, 64, share=share) for share in ("model", "layer"))
+    assert len(shared) == 1 and len(each) == 3
+    with pytest.raises(UserError, match="--rpe-share layer: 'rope' can only be shared by: model"):
+        build_for_model("rope", 4, 32, 3, 64, share="layer")
+    tables = [one.table for one in build_for_model("deberta", 4, 32, 3, 64, share="layer")]
+    assert tables[0] is tables[1] is tables[2]
+
+
+def test_weights_that_fit_are_loaded():
+    trained, made = (build_for_model("fire", 4, 32, 2, 64, share="layer") for _ in range(2))
+    assert load_weights(made, [one.state_dict() for one in trained]) is None
+    for one, other in zip(trained, made, strict=True):
+        assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("trained", "spec", "share", "words"),
+    [
+        ("t5_bias", "rope", "auto", "Unexpected key"),
+        ("rope", "t5_bias", "auto", "Missing key"),
+        ("t5_bias", "t5_bias:buckets=16", "auto", "size mismatch"),
+        ("fire", "fire", "layer", "Missing key"),
+        ("learned:max_positions=64", "learned:max_positions=128", "auto", "size mismatch"),
+    ],
+)
+def test_weights_that_do_not_fit(trained, spec, share, words):
+    weights = [one.state_dict() for one in build_for_model(trained, 4, 32, 2, 64, share="auto")]
+    if trained == "fire":
+        weights = weights[:1]
+    wrong = load_weights(build_for_model(spec, 4, 32, 2, 64, share=share), weights)
+    assert wrong is not None and words in wrong and "\n" not in wrong
+
+
+def test_numbers_of_another_kind_do_not_fit():
+    trained = {name: value.long() for name, value in build("t5_bias", 4, 32, 64).state_dict().items()}
+    assert "int64" in (load_weights(build_for_model("t5_bias", 4, 32, 1, 64), [trained]) or "")

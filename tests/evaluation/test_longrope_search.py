@@ -8,6 +8,7 @@ import random
 
 import pytest
 from conftest import checkpoint_with, run_here
+from prepared_folder import make_folder
 from torch.nn import functional as F
 
 from fairseq_rpe.core import files
@@ -105,6 +106,12 @@ def test_a_killed_search_goes_on(checkpoint, corpus, tmp_path, monkeypatch):
     assert out.read_text().startswith(before) and len(count) == out.read_text().count("\n") - 3
     count.clear()
     assert run_here(*words, "--out", out).stdout == whole and not count
+
+
+def test_questions_are_no_text_to_search_on(checkpoint, tmp_path):
+    made = make_folder(tmp_path / "made").folder
+    done = run_here("longrope-search", checkpoint, made, "--tokens", 64, "--out", tmp_path / "x", ok=False)
+    assert done.returncode == 2 and f"{made} holds questions" in done.stderr and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

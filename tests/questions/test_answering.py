@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fairseq_rpe.attention.layer import counted
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
+from fairseq_rpe.data.folder import ANSWERS as MANIFEST
 from fairseq_rpe.data.folder import count_tokens
 from fairseq_rpe.questions import prepared
 from fairseq_rpe.questions.question import Question
@@ -338,11 +340,21 @@ def test_it_begins_with_the_weights_of_a_checkpoint(made, begun, tmp_path):
     assert any(line.startswith(wanted) for line in said)
 
 
-def test_the_tuned_model_reads_text_too(made, begun, capsys):
-    """Here the texts of the questions, one after the other, as a text of its own."""
-    done = run_here("eval", begun, made, "--subset", "valid", "--lengths", "64", "--device", "cpu", "--json")
+def test_the_tuned_model_reads_text_too(made, begun, tmp_path):
+    text = tmp_path / "text"  # with the same vocabulary
+    shutil.copytree(made, text, ignore=shutil.ignore_patterns(MANIFEST, "*.jsonl"))
+    done = run_here("eval", begun, text, "--subset", "valid", "--lengths", "64", "--device", "cpu", "--json")
     [row] = map(json.loads, done.stdout.splitlines())
-    assert row["tokens"] == count_tokens(made, "valid") and 1 < row["ppl"] < 1e6
+    assert row["tokens"] == count_tokens(text, "valid") and 1 < row["ppl"] < 1e6
+
+
+@pytest.mark.parametrize("words", [("eval", "--lengths", "64"), ("sliding",), ("erf",)])
+def test_questions_are_not_read_as_one_text(words, made, begun, tmp_path):
+    command, *options = words
+    more = ["--out", tmp_path / "out"] if command == "erf" else []
+    done = run_here(command, begun, made, "--subset", "valid", "--device", "cpu", *options, *more, ok=False)
+    assert done.returncode == 2 and f"{made} holds questions" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_text_is_extended_and_questions_are_not(made, begun, tmp_path):
@@ -376,6 +388,7 @@ def test_the_command_takes_a_folder_of_questions(made, tmp_path):
     assert flag(words, "--task") == "rpe_answers" and flag(words, "--criterion") == "answer_cross_entropy"
     assert flag(words, "--tokens-per-sample") == "128" and "--sample-break-mode" not in words
     assert [flag(words, name) for name in ("--cut", "--mixture", "--max-tokens")] == ["middle", "equal", "4096"]
+    assert "--mixture" not in shlex.split(run_here("train", made, *common).stdout)
     done = run_here("train", made, *common[:-1], "16", ok=False)
     assert "16 tokens leave no room for a question: answers of made take up to 16" in done.stderr
 

@@ -170,6 +170,37 @@ def test_places_that_do_not_fit_the_checkpoint(short, state, corpus, tmp_path, t
     assert "is not of this plugin" in refused(capsys, stock, corpus, *tail)
 
 
+def test_the_folder_of_a_sweep_is_no_place(short, corpus, tmp_path, capsys):
+    folder = tmp_path / "swept"
+    folder.mkdir()
+    (folder / "sweep.json").write_text("{}")
+    said = refused(capsys, short, corpus, "--tokens", "64", "--out", folder)
+    assert f"--out {folder} is the folder of a sweep" in said and "name another folder" in said
+    assert [path.name for path in folder.iterdir()] == ["sweep.json"]
+
+
+@pytest.mark.parametrize("spec", ["rope", "t5_bias"])
+def test_a_backend_that_cannot_train_on_this_device_is_refused_before_anything_is_evaluated(
+    spec, short, corpus, tmp_path, capsys
+):
+    given = [short, corpus, "--tokens", "64", "--rpe", spec, "--out", tmp_path / "x"]
+    said = refused(capsys, *given, "--attention-backend", "flex")
+    assert "--attention-backend flex" in said and "no backward pass on the CPU: use 'sdpa'" in said
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("updates", "warmup"), [(None, 10), (20, 4)])
+def test_the_default_warmup_depends_on_the_updates(updates, warmup, short, corpus, tmp_path):
+    more = [] if updates is None else ["--updates", updates]
+    assert resolved(short, corpus, "--tokens", 64, "--out", tmp_path / "x", *more).plan.settings.warmup == warmup
+
+
+def test_a_warmup_that_takes_all_updates_is_refused_before_a_file_is_written(short, corpus, tmp_path, capsys):
+    given = [short, corpus, "--tokens", "64", "--rpe", "t5_bias", "--out", tmp_path / "x"]
+    assert "a warm-up of 30 is not below the 30 updates" in refused(capsys, *given, "--updates", 30, "--warmup", 30)
+    assert not (tmp_path / "x").exists()
+
+
 def test_an_architecture_that_no_flag_says(state, tmp_path):
     checkpoint = checkpoints.load(checkpoint_with(state, tmp_path, "rope", decoder_normalize_before=False))
     with pytest.raises(UserError, match="decoder_normalize_before=False, which no flag says"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import launch
 from fairseq_rpe.runs.further import LATER
 from fairseq_rpe.runs.settings import USUAL, Request, Settings, plan
+
+if TYPE_CHECKING:
+    from fairseq.optim.lr_scheduler import FairseqLRScheduler
 
 ASKED = Request(rpe="alibi", save_dir=Path("x"), data=Path("d"), device="cpu")
 OTHERS = {
@@ -162,7 +166,7 @@ def test_a_flag_after_the_dashes_goes_on_alone_but_not_beside_its_option():
     [
         ({"min_lr": 1e-5}, "--min-lr is where a cosine ends"),
         ({"min_lr": 1.0, "schedule": "cosine"}, "--min-lr 1 is not below --lr 0.002"),
-        ({"warmup": 400, "schedule": "cosine"}, "--warmup 400 leaves nothing of 400 updates"),
+        ({"warmup": 400, "schedule": "cosine"}, "a warm-up of 400 is not below the 400 updates"),
     ],
 )
 def test_a_cosine_that_is_none_is_refused(asked, words):
@@ -170,20 +174,56 @@ def test_a_cosine_that_is_none_is_refused(asked, words):
         plan(replace(ASKED, **asked), "")
 
 
-def test_the_cosine_that_fairseq_takes():
-    """Linear to the peak, half of the way down in the middle of the rest, near its least at the end."""
+@pytest.mark.parametrize(("updates", "warmup"), [(None, 80), (400, 80), (5000, 80), (100, 20), (7, 1), (2, 1)])
+def test_the_default_warmup_takes_at_most_a_fifth_of_the_updates(updates, warmup):
+    assert plan(replace(ASKED, updates=updates), "").settings.warmup == warmup
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"warmup": 100, "updates": 100},
+        {"warmup": 101, "updates": 100, "schedule": "linear"},
+        {"warmup": 400},
+        {"updates": 1},
+        {"warmup": 3000, "algorithm": "copy", "data": None},
+    ],
+)
+def test_a_warmup_that_takes_all_updates_is_refused(asked):
+    with pytest.raises(UserError, match="a warm-up of .* is not below the .* updates .*lower --warmup or raise --updates"):
+        plan(replace(ASKED, **asked), "")
+
+
+def test_a_warmup_below_the_updates_is_kept_as_stated():
+    assert plan(replace(ASKED, warmup=99, updates=100), "").settings.warmup == 99
+
+
+def test_the_last_update_of_the_default_warmup_comes_before_the_peak_learning_rate():
+    """In each of fairseq's own schedules; a rate belongs to the number of updates before it."""
+    for schedule in ("inverse_sqrt", "linear", "cosine"):
+        built = schedule_of(flags(schedule=schedule, updates=50, lr=6e-4))
+        rates = [built.step_update(n) for n in range(50)]
+        assert rates.index(max(rates)) == 10 and max(rates) == pytest.approx(6e-4), schedule
+
+
+def schedule_of(command: list[str]) -> FairseqLRScheduler:
+    """The learning-rate schedule that fairseq builds from a command of fairseq-train."""
     import fairseq_rpe.models  # noqa: F401
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.optim import build_optimizer
     from fairseq.optim.lr_scheduler import build_lr_scheduler
 
-    command = flags(schedule="cosine", min_lr=6e-5, lr=6e-4, warmup=100, updates=1100, betas=(0.9, 0.95))
     words = command[command.index("fairseq_rpe.runs.launch") + 1 :]
     del words[(at := words.index("--user-dir")) : at + 2]
     config = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), words))
     optimizer = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    assert optimizer.optimizer_config["betas"] == (0.9, 0.95)
-    schedule = build_lr_scheduler(config.lr_scheduler, optimizer)
+    return build_lr_scheduler(config.lr_scheduler, optimizer)
+
+
+def test_the_cosine_that_fairseq_takes():
+    """Linear to the peak, half of the way down in the middle of the rest, near its least at the end."""
+    schedule = schedule_of(flags(schedule="cosine", min_lr=6e-5, lr=6e-4, warmup=100, updates=1100, betas=(0.9, 0.95)))
+    assert schedule.optimizer.optimizer_config["betas"] == (0.9, 0.95)
     rates = {n: schedule.step_update(n) for n in (50, 100, 600, 1099)}
     assert rates == pytest.approx({50: 3e-4, 100: 6e-4, 600: 3.3e-4, 1099: 6e-5}, rel=2e-3)

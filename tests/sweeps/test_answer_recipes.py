@@ -521,6 +521,8 @@ def test_questions_that_do_not_fit_are_found_before_anything_is_trained(place, c
         (("tuning = { tokens", "tuning = { steps = 3, tokens"), "unknown key 'steps'"),
         (('questions = { made = { data = "made"', 'questions = { made = { dta = "made"'), "unknown key 'dta'"),
         (("tokens = 32", 'asking = { by = "guess" }\ntokens = 32'), "generation or likelihood, not 'guess'"),
+        (('"qasper"]', '"qaspre"]'), "of an unknown set 'qaspre' (did you mean 'qasper'?)"),
+        (('"prepare-answers"', '"prepare-answer"'), "prepared by 'prepare-answer' (did you mean 'prepare-answers'?)"),
     ],
 )
 def test_malformed_recipes_are_refused(change, words, tmp_path):
@@ -529,6 +531,43 @@ def test_malformed_recipes_are_refused(change, words, tmp_path):
     with pytest.raises(UserError) as caught:
         recipes.load(str(path))
     assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('rpe = "rope:scaling=linear,factor=2"\ncontinues', 'rpe = "fire"\ncontinues', "'fire' has other parameters"),
+        ('rpe_eval = "rope:scaling=linear,factor=2"', 'rpe_eval = "fire"', "'fire' has other parameters than 'rope'"),
+        ('rpe_eval = "rope:scaling=linear,factor=2"', 'rpe_eval = "fier"', "unknown encoding 'fier'"),
+        ("updates = 2,", "updates = 1,", "a warm-up of 1 is not below the 1 updates"),
+    ],
+)
+def test_methods_that_do_not_fit_are_refused_before_training(place, corpus, capsys, old, new, words, launcher):
+    (place / "mine.toml").write_text(RECIPE.replace(old, new))
+    said = refused(capsys, corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x", *launcher)
+    assert words in said and "method 'rope" in said
+    assert not Path("x/runs").exists()
+
+
+def test_questions_are_not_taken_for_a_text(place, corpus, capsys):
+    text = ["--encodings", "rope", "--tokens", "32", "--lengths", "64", "--subset", "valid", "--out", "x"]
+    said = refused(capsys, "made", *text)
+    assert "made holds questions" in said and "--eval-data NAME=made" in said
+    assert "made holds questions" in refused(capsys, corpus, *text, "--eval-data", "more=made")
+    assert "made holds questions" in refused(capsys, "made", "--recipe", "mine.toml", "--out", "x")
+    assert not Path("x").exists()
+
+
+def test_folders_that_are_not_there_are_refused_in_a_dry_run_without_the_text_too(place, capsys):
+    """The recipe says how the text is made, and of the questions nothing."""
+    recipe = RECIPE.replace('data = "made", prepare = ["prepare-answers", "qasper"]', 'data = "nowhere"')
+    text = 'data = "text"\ncorpus = "wikitext103"\ntokens = 32'
+    (place / "mine.toml").write_text(recipe.replace("tokens = 32", text))
+    given = ["--recipe", "mine.toml", "--out", "x", "--launcher", "dry-run"]
+    assert "nowhere does not exist" in refused(capsys, *given)
+    (place / "mine.toml").write_text('base = "fire-lm"\n[scales.paper.evaluate]\nown = "nowhere"\n')
+    assert "nowhere does not exist" in refused(capsys, *given, "--scale", "paper")
 
 
 def test_a_sweep_of_another_kind_is_not_continued(place, corpus, capsys):

@@ -632,6 +632,7 @@ def test_a_good_recipe_is_read(tmp_path):
         (changed("scales", to={}), "at least one method and one scale"),
         (changed("methods", "two words", to={"rpe": "rope"}), "method 'two words' has a blank or comma"),
         (changed("published", to="Table 9"), "published of the recipe must be a table"),
+        (changed("scales", "laptop", "corpus", to="arxvi"), "unknown corpus 'arxvi' (did you mean 'arxiv'?)"),
     ],
 )
 def test_malformed_recipes_are_refused(recipe, words, tmp_path):
@@ -737,6 +738,8 @@ def test_flags_that_do_not_go_with_a_recipe(tmp_path, capsys):
     assert "--methods belongs to --recipe" in refused(
         "--encodings", "rope", "--algorithms", "copy", "--methods", "first"
     )
+    said = refused("--encodings", "rope", "--algorithms", "copy", "--scale", "laptop")
+    assert "--scale laptop is a size of a recipe" in said and "--recipe" in said
     either = "either --encodings"
     assert either in refused("--recipe", path, "--encodings", "rope")
     assert either in refused("--algorithms", "copy")
@@ -754,12 +757,16 @@ def test_two_methods_that_are_the_same_are_refused(tmp_path, capsys):
     assert not (tmp_path / "x" / "sweep.json").exists()
 
 
-def test_misspelt_specs_of_a_recipe_are_refused_before_training(tmp_path, capsys):
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
+def test_misspelt_specs_of_a_recipe_are_refused_before_training(launcher, tmp_path, capsys):
     for key, value, words in (
         ("rpe", "roppe", "did you mean 'rope'"),
+        ("rpe_eval", "roppe", "did you mean 'rope'"),
         ("positions_train", "wrap", "did you mean 'warp'"),
         ("positions_eval", "interpolate:ratio=3", "must be more than 0 and at most 1"),
     ):
         path = written(tmp_path, changed("methods", "first", key, to=value))
-        assert words in error_of(capsys, "sweep", "--recipe", path, "--out", tmp_path / "x", "--device", "cpu")
+        given = ["sweep", "--recipe", path, "--out", tmp_path / "x", "--device", "cpu", *launcher]
+        said = error_of(capsys, *given)
+        assert words in said and "method 'first'" in said
         assert not (tmp_path / "x" / "runs").exists()

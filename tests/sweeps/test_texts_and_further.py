@@ -206,6 +206,87 @@ def test_methods_that_continue_nothing(change, words, tmp_path):
     assert words in str(caught.value) and str(path) in str(caught.value)
 
 
+OTHER_PARAMETERS = "other parameters than 'rope', which the model was trained with"
+
+
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("fire", OTHER_PARAMETERS),
+        ("t5_bias", OTHER_PARAMETERS),
+        ("roep", "unknown encoding 'roep' (did you mean 'rope'?)"),
+        ("longrope:factors=1+2", "factors"),
+    ],
+)
+def test_a_method_that_cannot_continue_the_other_is_refused_before_training(
+    spec, words, launcher, recipe, corpus, tmp_path, capsys
+):
+    recipe.write_text(RECIPE.replace("rope:scaling=yarn,factor=2,original_length=$tokens", spec))
+    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
+    assert "method 'yarn': " in said and words in said
+    assert not (tmp_path / "x/runs").exists()
+
+
+def test_a_table_of_another_length_cannot_be_continued(recipe, corpus, tmp_path, capsys):
+    """The two trainings have other lengths, and with them other tables."""
+    learned = RECIPE.replace("rope:scaling=yarn,factor=2,original_length=$tokens", "learned")
+    recipe.write_text(learned.replace('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "learned"'))
+    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", "--launcher", "dry-run")
+    assert "'learned' has other parameters than 'learned'" in said and "size mismatch" in said
+
+
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ('rpe_eval = "fire"', OTHER_PARAMETERS),
+        ('rpe_eval = "roep"', "unknown encoding 'roep'"),
+        ('rpe_eval = "rerope:base=500"', "'rerope:base=500' has base=500"),
+        ('rpe_eval = "nope"\npositions_eval = "interpolate"', "'nope' reads no positions"),
+    ],
+)
+def test_an_encoding_for_evaluation_that_does_not_fit_is_refused_before_training(
+    method, words, launcher, recipe, corpus, tmp_path, capsys
+):
+    text = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace('continues = "rope"', method)
+    recipe.write_text(text.replace("rope:scaling=yarn,factor=2,original_length=$tokens", "rope"))
+    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
+    assert "method 'yarn': " in said and words in said
+    assert not (tmp_path / "x/runs").exists()
+
+
+def test_the_backend_of_a_training_must_serve_the_encoding_of_its_evaluation(recipe, corpus, tmp_path, capsys):
+    text = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace('continues = "rope"', 'rpe_eval = "cope"')
+    recipe.write_text(text.replace("rope:scaling=yarn,factor=2,original_length=$tokens", "nope"))
+    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x", "--launcher", "dry-run"]
+    assert "backend 'triton' never holds" in refused(capsys, *given, "--attention-backend", "triton")
+
+
+def test_a_further_training_that_is_all_warmup_is_refused_by_its_method(recipe, corpus, tmp_path, capsys):
+    recipe.write_text(RECIPE.replace("warmup = 1", "warmup = 3"))
+    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", "--launcher", "dry-run")
+    assert "further training of method 'yarn': a warm-up of 3 is not below the 3 updates" in said
+
+
+@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
+def test_a_sweep_of_misspelt_encodings_is_refused_before_training(launcher, corpus, tmp_path, capsys):
+    given = [corpus, "--lengths", "64", "--tokens", "32", "--out", tmp_path / "x", *launcher]
+    assert "unknown encoding 'alibbi'" in refused(capsys, *given, "--encodings", "alibbi rope")
+    assert "can only be shared by: model" in refused(capsys, *given, "--encodings", "rope", "--rpe-share", "layer")
+    moved = [*given, "--encodings", "nope", "--positions-train", "randomized:max=99"]
+    assert "'nope' reads no positions" in refused(capsys, *moved)
+    assert not (tmp_path / "x/runs").exists()
+
+
+def test_a_sweep_with_a_backend_that_cannot_train_here_is_refused(corpus, tmp_path, capsys):
+    given = [corpus, "--lengths", "64", "--tokens", "32", "--encodings", "alibi", "--attention-backend", "flex"]
+    said = refused(capsys, *given, "--out", tmp_path / "x")
+    assert "--attention-backend flex" in said and "use 'sdpa'" in said and not (tmp_path / "x/runs").exists()
+    # a machine that only prints commands need not be the one that trains
+    assert dry_run(capsys, *given, "--out", tmp_path / "x")
+
+
 def test_a_checkpoint_to_begin_with_that_is_not_there(corpus, tmp_path, capsys):
     given = ["train", corpus, "--rpe", "rope", "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32"]
     assert main([*map(str, given), "--finetune-from", str(tmp_path / "no.pt")]) == 2

@@ -42,10 +42,8 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) ->
 def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> str | None:
     """Why this backend cannot compute this, and what can; None if it can."""
     width, form = q.shape[-1], plan.form
-    if importlib.util.find_spec("triton") is None:
-        return "backend 'triton' needs the package triton: pip install triton, or use 'sdpa'"
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return "backend 'triton' needs a GPU: use 'sdpa' (or, to test kernels, set TRITON_INTERPRET=1 from the start)"
+    if reason := unavailable(on_gpu=q.is_cuda):
+        return reason
     if q.is_cuda and not _supported(q.device):
         return "backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later: use 'flex' or 'sdpa'"
     if reason := never(plan):
@@ -60,6 +58,15 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     learned = isinstance(form, Toeplitz) and form.table.requires_grad and torch.is_grad_enabled()
     if learned and not evenly_spaced(form, plan.positions) and torch.are_deterministic_algorithms_enabled():
         return "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
+    return None
+
+
+def unavailable(on_gpu: bool) -> str | None:
+    """Why no kernel of this backend runs on a GPU, or on the CPU; None if it does."""
+    if importlib.util.find_spec("triton") is None:
+        return "backend 'triton' needs the package triton: pip install triton, or use 'sdpa'"
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return "backend 'triton' needs a GPU: use 'sdpa' (or, to test kernels, set TRITON_INTERPRET=1 from the start)"
     return None
 
 

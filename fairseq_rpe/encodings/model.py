@@ -1,0 +1,73 @@
+"""The encodings of one model: one that all layers share, or one per layer, and whether trained weights fit them."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ..core import UserError
+from ..core.checkpoint_state import same_kind
+from . import build
+from .base import Encoding
+
+_LONGEST = 120  # characters of torch's message, which lists every name
+
+
+def build_for_model(
+    spec: str,
+    heads: int,
+    width: int,
+    layers: int,
+    length: int | None = None,
+    symbols: Sequence[str] | None = None,
+    share: str = "auto",
+) -> list[Encoding]:
+    """Build the encodings of a model.
+
+    Args:
+        spec: name or name:key=value,key=value.
+        heads: attention heads H.
+        width: model width C.
+        layers: decoder layers.
+        length: training length in tokens, where known.
+        symbols: the dictionary's symbols by id, where known.
+        share: "model" for one encoding that all layers share, "layer" for one per layer, "auto" for the default of
+            the encoding.
+
+    Returns:
+        One encoding, or ``layers`` of them, whose shared parameters are tied.
+
+    Raises:
+        UserError: the spec or the size of the model is not valid, or the encoding cannot be shared in this way.
+    """
+    first = build(spec, heads, width, length, symbols)
+    share = first.shares[0] if share == "auto" else share
+    if share not in first.shares:
+        raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.shares)}")
+    others = [build(spec, heads, width, length, symbols) for _ in range(layers - 1)] if share == "layer" else []
+    for other in others:
+        other.tie(first)
+    return [first, *others]
+
+
+def load_weights(encodings: Sequence[Encoding], weights: Sequence[Mapping[str, Tensor]]) -> str | None:
+    """Load trained weights into the encodings of a model, as loading a checkpoint does.
+
+    Args:
+        encodings: of the model; their parameters are overwritten.
+        weights: the state dict of each trained encoding, as ``State.encodings`` of a checkpoint holds them.
+
+    Returns:
+        None if all weights fit. Otherwise the first difference, in torch's words: names that are missing or
+        unexpected, or other shapes.
+    """
+    model = nn.ModuleList(encodings)
+    state = {f"{index}.{name}": value for index, one in enumerate(weights) for name, value in one.items()}
+    if wrong := same_kind(model.state_dict(), state):
+        return wrong
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        first = (str(error).split("\n\t")[1:2] or [str(error)])[0]
+        return textwrap.shorten(first, _LONGEST, placeholder=" …").rstrip(". ")
+    return None

@@ -1,0 +1,138 @@
+"""What building a model and loading its checkpoint would refuse, checked before a training begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import checkpoint_with, run_here
+
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.runs.model_check import ModelSize, check_evaluation, check_model, model_size
+from fairseq_rpe.runs.settings import Request, plan
+
+REQUEST = Request(rpe="alibi", save_dir=Path("x"), data=Path("d"), device="cpu")
+OWN = """
+from fairseq.models import register_model_architecture
+
+import fairseq_rpe.models
+from fairseq_rpe.encodings import DistanceBias, register
+
+
+@register("own_bias")
+class Own(DistanceBias):
+    def bias(self, d):
+        return -d.expand(self.heads, -1)
+
+
+@register_model_architecture("transformer_rpe_lm", "transformer_rpe_lm_own")
+def own(args):
+    args.decoder_layers = getattr(args, "decoder_layers", 5)
+    args.decoder_embed_dim = getattr(args, "decoder_embed_dim", 40)
+    args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 5)
+"""
+
+
+def checked(**changes: object) -> None:
+    request = replace(REQUEST, **changes)
+    check_model(request, plan(request, ""))
+
+
+def evaluated(rpe: str, trained: str) -> None:
+    request = replace(REQUEST, rpe=trained)
+    check_evaluation(request, plan(request, ""), rpe, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, (2, 128, 4)),
+        ({"arch": "base"}, (12, 768, 12)),
+        ({"arch": "base", "extra": ("--decoder-layers", "3", "--decoder-embed-dim=96")}, (3, 96, 12)),
+        ({"extra": ("--decoder-layers-to-keep", "0")}, (1, 128, 4)),
+        ({"extra": ("--decoder-attention-heads=8",)}, (2, 128, 8)),
+    ],
+)
+def test_the_size_is_that_of_architecture_and_flags(changes, size):
+    assert model_size(replace(REQUEST, **changes)) == ModelSize(*size)
+
+
+def test_the_size_of_an_architecture_of_the_users_own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = {"rpe": "own_bias", "rpe_module": tmp_path / "own.py", "arch": "transformer_rpe_lm_own"}
+    checked(**own)
+    assert model_size(replace(REQUEST, **own, extra=("--decoder-layers", "2"))) == ModelSize(2, 40, 5)
+
+
+def test_options_are_checked_at_the_size_of_the_model():
+    factors = "longrope:factors=" + "+".join(["1.5"] * 32)  # as many as pairs of a head of base, and not of tiny
+    checked(rpe=factors, arch="base")
+    with pytest.raises(UserError, match="32 numbers where 16 pairs turn"):
+        checked(rpe=factors)
+    with pytest.raises(UserError, match="5 heads do not divide a model width of 128"):
+        checked(extra=("--decoder-attention-heads", "5"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rpe": "alibbi"}, "unknown encoding 'alibbi'"),
+        ({"positions_train": "wrap"}, "did you mean 'warp'"),
+        ({"rpe": "nope", "positions_eval": "interpolate"}, "'nope' reads no positions"),
+        ({"rpe": "t5_bias", "positions_train": "interpolate"}, "accepts whole positions only"),
+        ({"rpe": "rope", "rpe_share": "layer"}, "--rpe-share layer: 'rope' can only be shared by: model"),
+        ({"rpe": "cope", "attention_backend": "flex"}, "backend 'flex' never holds"),
+    ],
+)
+def test_what_the_model_would_refuse(changes, words):
+    with pytest.raises(UserError, match=words):
+        checked(**changes)
+
+
+@pytest.mark.parametrize(
+    ("trained", "rpe"),
+    [("rope", "rope:scaling=linear,factor=2"), ("rope", "rerope:window=5"), ("alibi", "type1"), ("fire", "fire:log=true")],
+)
+def test_encodings_with_the_same_parameters_can_take_the_place_of_the_trained_one(trained, rpe):
+    evaluated(rpe, trained)
+
+
+@pytest.mark.parametrize(
+    ("trained", "rpe", "words"),
+    [
+        ("rope", "fire", "other parameters than 'rope'"),
+        ("fire", "rope", "other parameters than 'fire'"),
+        ("t5_bias", "t5_bias:buckets=16", "size mismatch"),
+        ("alibi", "rerope", "reads models that were trained with rope"),
+        ("rope:base=500", "rerope", "give base=500"),
+    ],
+)
+def test_encodings_that_cannot_take_the_place_of_the_trained_one(trained, rpe, words):
+    with pytest.raises(UserError, match=words):
+        evaluated(rpe, trained)
+
+
+def test_a_checkpoint_to_begin_with_that_has_other_parameters_is_refused_by_the_command_itself(
+    state, corpus, tmp_path, monkeypatch
+):
+    path = checkpoint_with(state, tmp_path, "kerple_log")
+    monkeypatch.setattr("fairseq_rpe.runs.launch.launch", lambda *_: pytest.fail("the training was started"))
+    common = ["--save-dir", tmp_path / "run", "--tokens", "32", "--device", "cpu", "--init-from", path]
+    small = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+    for rpe, words in (("rope", "other parameters than 'kerple_log'"), ("fire", "Missing key")):
+        done = run_here("train", corpus, "--rpe", rpe, *common, *small, ok=False)
+        assert done.returncode == 2 and words in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_a_training_checks_the_encoding(corpus, tmp_path):
+    common = ["--tokens", "32", "--save-dir", tmp_path / "run", "--dry-run", "--device", "cpu"]
+    done = run_here("train", corpus, "--rpe", "alibbi", *common, ok=False)
+    assert done.returncode == 2 and "unknown encoding 'alibbi'" in done.stderr and not done.stdout
+
+
+def test_a_training_with_a_backend_that_has_no_backward_pass_here_is_refused(corpus, tmp_path):
+    common = ["--tokens", "32", "--save-dir", tmp_path / "run", "--device", "cpu"]
+    done = run_here("train", corpus, "--rpe", "alibi", *common, "--attention-backend", "flex", ok=False)
+    assert done.returncode == 2 and "no backward pass on the CPU: use 'sdpa'" in done.stderr
+    assert not (tmp_path / "run").exists()
