@@ -124,8 +124,8 @@ def add_width(parser: argparse.ArgumentParser, other: str = "") -> None:
         raise argparse.ArgumentTypeError(f"'{shown(text)}' is not {' or '.join(WIDTHS)}, a width of figures{more}")
 
     inches = ", ".join(f"{name} {value:g}" for name, value in WIDTHS.items())
-    about = f"draw figures as wide as a paper's column or page, in inches: {inches} (default: as the panels need it)"
-    parser.add_argument("--width", dest="figure_width", type=named, metavar="|".join(WIDTHS), help=about)
+    about = f"width of the figures in a paper, in inches: {inches} (default: as the panels need it)"
+    parser.add_argument("--width", dest="figure_width", type=named, metavar="NAME", help=about)
 
 
 def add_latex(parser: argparse.ArgumentParser) -> None:

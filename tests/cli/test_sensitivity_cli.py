@@ -395,15 +395,15 @@ def test_bad_folders_are_one_line_and_leave_nothing(tmp_path):
 
 
 def test_a_failing_figure_leaves_the_old_one(tmp_path, monkeypatch):
-    def fail(figure, path, **how):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
+    def fail(figure, stream, **how):
+        stream.write(b"half")
+        raise OSError(28, "No space left on device")
 
-    (tmp_path / "attention-over-distance.png").write_bytes(b"old")
+    (tmp_path / f"{ATTENTION}.png").write_bytes(b"old")
     monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.raises(OSError):
         call("--out", tmp_path, "--train-length", 20)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"attention-over-distance.png": b"old"}
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {f"{ATTENTION}.png": b"old"}
 
 
 def test_positions_and_several_differences_at_once():
