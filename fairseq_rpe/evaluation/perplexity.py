@@ -79,6 +79,8 @@ def _with_blocks(request: TextRequest, checkpoint: Checkpoint) -> TextRequest:
     if separate is None:
         separate = blocks == "stream" and separates_documents(checkpoint)
     found = replace(request, blocks=blocks, separate_documents=separate)
+    if separate:
+        checkpoint.require_ours(", or drop --separate-documents")
     found.check_documents()
     return found
 

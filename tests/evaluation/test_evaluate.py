@@ -568,6 +568,16 @@ def test_documents_that_are_not_marked_are_refused(state, corpus, tmp_path, caps
     assert f"{corpus}/test has no document boundaries" in error and "--blocks stream" in error
 
 
+def test_a_stock_model_does_not_separate_documents(state, corpus, tmp_path, capsys):
+    data, checkpoint = with_documents(corpus, tmp_path), tmp_path / "stock.pt"
+    model = {key: value for key, value in state["cfg"]["model"].items() if not key.startswith("rpe")}
+    torch.save({**state, "cfg": {**state["cfg"], "model": {**model, "_name": "transformer_lm"}}}, checkpoint)
+    argv = ["eval", checkpoint, data, "--lengths", "32", "--device", "cpu", "--engine", "fairseq"]
+    assert main([str(a) for a in (*argv, "--separate-documents")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "is not of this plugin" in error and "drop --separate-documents" in error
+
+
 def test_a_length_that_no_document_fills_is_refused(state, corpus, tmp_path, capsys):
     data, checkpoint = with_documents(corpus, tmp_path), checkpoint_with(state, tmp_path)
     longest = max(map(len, documents_of(data)))
