@@ -584,6 +584,7 @@ sweep {data} --encodings alibi --out {zoo}/sweep_empty --lengths 64  -> sweep_em
 sweep {data} --encodings alibi --out {data} --lengths 64  -> is a data folder (it has dict.txt): name another one
 sweep {data} --encodings alibi --out {zoo}/sweep_list --lengths 64  -> sweep_list/sweep.json line 1 is not a JSON object (it is a list): restore
 sweep {data} --encodings alibi --out {zoo}/sweep_deep --lengths 64  -> sweep_deep/sweep.json line 1 is not a JSON object (nested too deep)
+sweep {data} --encodings alibi {sweep} --max-tokens 63  -> --max-tokens 63 is less than length 64: raise it
 sweep {data} --encodings alibi {sweep} --attention-backend flash  -> unknown attention backend 'flash'
 sweep {data} --encodings alibi {sweep} --seeds 0  -> --seeds: '0' is not a whole number from 1 to 4294967295
 sweep {data} --encodings alibi {sweep} --seeds 1000000000000000000000000000000  -> --seeds: '1000000000000000000000000000000' is not a whole number from 1

@@ -91,7 +91,10 @@ def _check_questions(sweep: Sweep, symbols: Sequence[str] | None, dry: bool) -> 
 
 
 def check_lengths(sweep: Sweep, cells: list[Cell]) -> None:
-    """Refuse a text that does not fill the blocks of training and evaluation, and questions that do not fit."""
+    """Refuse a text that does not fill blocks, questions that do not fit, and batches smaller than a block."""
+    longest = max([*sweep.lengths, *(cell.plan.settings.tokens for cell in cells if cell.kind == "text")], default=0)
+    if sweep.max_tokens and sweep.max_tokens < longest:
+        raise UserError(f"--max-tokens {sweep.max_tokens} is less than length {longest}: raise it")
     for request, tokens in ((c.request, c.plan.settings.tokens) for c in cells if c.kind == "answers"):
         if request.data is not None and request.data.is_dir():
             training_data.check_questions(request.data, tokens, request.extra)
