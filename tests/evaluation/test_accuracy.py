@@ -518,7 +518,7 @@ def test_seeds_weigh_alike_in_the_table(swept, tmp_path):
 
 def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path, capsys):
     _, recipe, _ = swept
-    assert main(sweep_command(tmp_path / "x", recipe, "--launcher", "dry-run", "--updates", "7")) == 0
+    assert main(sweep_command(tmp_path / "x", recipe, "--launcher", "dry-run", "--updates", "7", "--warmup", "2")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("fairseq_rpe.cli.main ")[1].split()[0] for line in lines] == ["train", "accuracy", "accuracy"]
     assert f"--algorithm {TASK}" in lines[0] and "--updates 7 " in lines[0] and "--lr 0.01" in lines[0]
@@ -547,7 +547,9 @@ def test_sweep_refuses_in_one_line(swept, corpus, tmp_path, capsys):
 
     text = ["--encodings", "rope", "--lengths", "64", "--tokens", "32", "--updates", "3"]
     assert f"{out} holds another sweep" in refused(corpus, *text, "--out", out)
-    assert f"is {UPDATES} there, 5 here)" in refused("--recipe", recipe, "--out", out, "--updates", "5")
+    longer = UPDATES + 5
+    said = refused("--recipe", recipe, "--out", out, "--updates", longer)
+    assert f"is {UPDATES} there, {longer} here)" in said
     kind = tmp_path / "kind"
     kind.mkdir()
     state = files.read_json(out / "sweep.json")
