@@ -63,10 +63,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "verdict": ("alibi --heads 2", "--formula -2*log(n+1) --csv {o}/v.csv", "--checkpoint {f}/alibi.pt"),
     "trf": ("alibi --heads 2 --out {o}/t",),
     "erf": ("{f}/alibi.pt {f}/data --length 16 --blocks 2 --out {o}/e --device cpu",),
-    "sensitivity": ("--train-length 8 --width 4 --out {o}/s",),
+    "sensitivity": ("--train-length 8 --head-width 4 --out {o}/s",),
     "fire-fit": ("alibi --length 8 --heads 2 --out {o}/f.csv",),
     "bench": (
-        "--encodings alibi --backends sdpa --lengths 8 --heads 2 --width 8 --repeats 1 --device cpu --out {o}/b",
+        "--encodings alibi --backends sdpa --lengths 8 --heads 2 --head-width 8 --repeats 1 --device cpu --out {o}/b",
     ),
     "selftest": ("--encodings alibi --backends sdpa --dtype fp32 --device cpu --out {o}/s",),
     "list": ("", "--names", "--algorithms"),
