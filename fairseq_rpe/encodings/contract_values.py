@@ -178,7 +178,9 @@ class Hooks:
             if not isinstance(form, ByQuery):
                 fits("key", form.key, *((b, heads, m, None) for b in batch))
             width = form.key.shape[3] if isinstance(form, ByKey) else form.query.shape[3]
-            fits("vectors", form.vectors, *((h, None, width) for h in (1, heads)))
+            # one factor of each distance, in place of one for each element, is enough for a product of all three
+            widths = (width, 1) if isinstance(form, QueryKeyTableBias) else (width,)
+            fits("vectors", form.vectors, *((h, None, w) for h in (1, heads) for w in widths))
         elif not isinstance(form, Pair):
             self.returned(method, form, f"a form ({_FORMS}) or None")
 

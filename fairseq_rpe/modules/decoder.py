@@ -160,7 +160,8 @@ class RPEDecoder(TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
         # positions of a model in float64 are float64, too
-        wide = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
+        # adaptive inputs have several tables
+        wide = torch.promote_types(next(self.embed_tokens.parameters()).dtype, torch.float32)
         unread, last_query = prev_output_tokens.eq(self.padding_idx), None
         if documents is None:
             positions, padding = counted(unread, tokens.shape[1], self.reads_length, wide)

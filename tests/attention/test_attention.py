@@ -62,7 +62,8 @@ def test_sdpa_equals_reference_over_many_blocks(spec, monkeypatch):
     monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.sdpa"), "PAIR_ELEMENTS", 1)
     for padded in (False, True):
         a, b = (outputs_and_gradients(f, spec, 523, dropout=0.1, padded=padded) for f in (reference, sdpa))
-        assert_same(a, b, 2e-5)
+        # the gradient of FIRE's last layer sums over all pairs terms that cancel: float32 leaves errors of up to 2.4e-5
+        assert_same(a, b, 5e-5)
 
 
 @pytest.mark.parametrize("spec", BIASES)

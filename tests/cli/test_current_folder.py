@@ -78,7 +78,7 @@ def test_a_sweep_its_trainings_torchrun_and_evaluations_and_extend(hostile, corp
     (hostile / "mine.py").write_text(MINE)
     start(hostile, *sweep(corpus, "--nproc", "2"))
     last = "out/runs/mine-seed1/checkpoints/checkpoint_last.pt"
-    extend = ["extend", last, corpus, "--tokens", "64", "--updates", "1", "--out", "longer", "--rpe-module", "mine.py"]
+    extend = ["extend", last, corpus, "--tokens", "64", "--updates", "2", "--out", "longer", "--rpe-module", "mine.py"]
     start(hostile, *extend, "--device", "cpu", "--batch-sentences", "2")
     assert (hostile / "out/results.csv").exists() and (hostile / "longer/results.csv").exists()
     assert imported(hostile) == ""

@@ -149,11 +149,12 @@ def test_eval_lm_agrees_with_training(corpus, trained):
 
 
 def test_tensorboard_shows_learned_parameters(trained):
-    for part in ("train_inner", "valid"):
+    for part, group in (("train_inner", "3_training"), ("valid", "2_validation")):
         events = EventAccumulator(str(trained / "tb" / part)).Reload()
         tags = set(events.Tags()["scalars"])
-        assert {"loss", "ppl", "rpe_p_l0", "rpe_p_h1", "rpe_a_h4"} <= tags, part
-        assert all(0 < e.value < 3 for e in events.Scalars("rpe_p_l0"))
+        learned = {f"4_encoding/{name}" for name in ("rpe_p_l0", "rpe_p_h1", "rpe_a_h4")}
+        assert {f"{group}/loss", f"{group}/ppl", *learned} <= tags, part
+        assert all(0 < e.value < 3 for e in events.Scalars("4_encoding/rpe_p_l0"))
 
 
 def test_context_window(corpus, trained):
