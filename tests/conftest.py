@@ -16,88 +16,16 @@ from pathlib import Path
 import filelock
 import pytest
 import torch
+from in_process import children_in_process, fairseq
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fairseq_rpe"
 VOCABULARY = 60
+# the first chapters of Wuthering Heights (Emily Brontë, 1847), twelve words a line: a fixed text, so that numbers stay
+CORPUS = Path(__file__).with_name("corpus.txt")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # before anything imports triton: its kernels then run in the interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("FAIRSEQ_RPE_CACHE", "off")  # what the user has measured is not asked, and nothing is added to it
-
-# one spec for each registered encoding and for each of its branches
-SPECS = {
-    "nope": ["nope"],
-    "sinusoidal": ["sinusoidal", "sinusoidal:style=vaswani"],
-    "learned": ["learned"],
-    "alibi": ["alibi"],
-    "type1": ["type1", "type1:form=paper"],
-    "type2": ["type2", "type2:form=paper"],
-    "inv_n": ["inv_n", "inv_n:form=paper"],
-    "inv_nlnn": ["inv_nlnn", "inv_nlnn:form=paper"],
-    "window": ["window:window=5"],
-    "kerple_log": ["kerple_log"],
-    "kerple_power": ["kerple_power", "kerple_power:p=0.5,a=0.1"],
-    "sandwich": ["sandwich", "sandwich:form=evo,dim=32"],
-    "t5_bias": ["t5_bias:init_std=1", "t5_bias:variant=clipped,buckets=9,init_std=1"],
-    "rope": [
-        "rope",
-        "rope:rotary_fraction=0.5,interleaved=true",
-        "rope:scaling=linear,factor=4",
-        "rope:scaling=ntk,factor=4",
-        "rope:scaling=dynamic_ntk,original_length=64",
-        "rope:scaling=ntk_by_parts,factor=4,original_length=64,ramp=paper",
-        "rope:scaling=yarn,factor=auto,original_length=64,resonance=true",
-        "rope:scaling=truncated,factor=2,original_length=64",
-        "rope:scaling=truncated,truncate_high=0.2,truncate_low=0.01,truncate_value=0.05",
-        "rope:scaling=llama3,factor=4,original_length=64",
-    ],
-    "longrope": [
-        "longrope",
-        "longrope:factors=ntk,factor=4,original_length=64",
-        "longrope:factors=yarn,factor=4,original_length=64,start_tokens=5,short=scaled,rotary_fraction=0.5",
-    ],
-    "clex": ["clex:original_length=64"],
-    "xpos": ["xpos", "xpos:scale_base=16", "xpos:decay=0.98,rotary_fraction=0.5,interleaved=false"],
-    "tisa": ["tisa"],
-    "tupe": ["tupe", "tupe:relative=true"],
-    "floater": ["floater:steps=1"],
-    "complex": ["complex:frequencies=dimension"],
-    "bipe": [],  # it reads tokens, of which most of these tests know nothing: see test_bipe and test_token_readers
-    "self_extend": ["self_extend:group=4,window=8"],
-    "rerope": ["rerope:window=5,logn=true,original_length=8,rotary_fraction=0.5"],
-    "leaky_rerope": ["leaky_rerope:window=5,leak=4,interleaved=true"],
-    "lm_infinite": ["lm_infinite:sinks=2,window=7,ceiling=5"],
-    "streaming_llm": ["streaming_llm:sinks=3,recent=6"],
-    "dual_chunk": ["dual_chunk:chunk=6,cap=9"],
-    "fire": [
-        "fire",
-        "fire:exact=true",
-        "fire:hidden_layers=0,log=false,threshold=none",
-        "fire:hidden_layers=1,threshold=fixed,init_L=9,activation=gelu,output_activation=relu",
-    ],
-}
-ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
-# the same for encodings that depend on what the tokens are
-CONTENT = {
-    "huang": ["huang:max_distance=5", "huang:method=1,max_distance=6", "huang:method=3,max_distance=7"],
-    "shaw": ["shaw:clip=5", "shaw:clip=7,values=true"],
-    "music": ["music:max_distance=9", "music:beyond=clip"],
-    "transformer_xl": ["transformer_xl", "transformer_xl:clamp=6"],
-    "deberta": ["deberta", "deberta:max_distance=12,buckets=6", "deberta:max_distance=9,p2c=paper"],
-    "cope": ["cope:max_positions=5", "cope:scaled=content"],
-    "dape": [
-        "dape",
-        "dape:base=fire",
-        "dape:base=rope",
-        "dape:base=rope,rope_base=500,rotary_fraction=0.5,interleaved=true",
-    ],
-    "forgetting": ["forgetting", "forgetting:gate=bias"],
-}
-SPECS |= CONTENT
-CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
-# those that read a rope model beyond its length
-LONGER = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
-
 
 # These files start many programs. Begun first, they wait beside those that compute.
 STARTERS = (
@@ -234,12 +162,16 @@ def run(*command: str | Path, ok: bool = True, timeout: int = 300, **kwargs) -> 
     return done
 
 
-def run_here(*command: str | Path, ok: bool = True) -> subprocess.CompletedProcess:
-    """Run a command of fairseq-rpe in this process, which is spared its start; by default it must succeed."""
+def run_here(*command: str | Path, ok: bool = True, processes: bool = False) -> subprocess.CompletedProcess:
+    """Run a command of fairseq-rpe in this process; by default it must succeed.
+
+    The trainings and evaluations that it starts run in this process too, unless ``processes`` is set.
+    """
     from fairseq_rpe.cli.main import main
 
     words, out, err = [str(word) for word in command], io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    children = contextlib.nullcontext() if processes else children_in_process()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), children:
         code = main(words)
     done = subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
     assert not ok or code == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -251,8 +183,8 @@ def command_words(line: str) -> list[str]:
     return shlex.split(line.partition(" fairseq_rpe.cli.main ")[2])
 
 
-def fairseq(command: str, *flags: str | Path, **kwargs) -> subprocess.CompletedProcess:
-    """Run ``fairseq_cli.<command>`` in a process of its own."""
+def fairseq_process(command: str, *flags: str | Path, **kwargs) -> subprocess.CompletedProcess:
+    """Run ``fairseq_cli.<command>`` in another process, which takes seconds to start: see ``in_process.fairseq``."""
     return run(sys.executable, "-m", f"fairseq_cli.{command}", *flags, **kwargs)
 
 
@@ -309,30 +241,18 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]
 
 @pytest.fixture(scope="session")
 def corpus(made_once) -> Path:
-    """A binarised word-level corpus made from this package's own sources: train, valid, test."""
+    """A binarised word-level corpus with 300 symbols: train, valid, test."""
     return made_once("corpus", _fill_corpus) / "bin"
 
 
 def _fill_corpus(folder: Path) -> None:
-    words = [w for file in sorted(PACKAGE.rglob("*.py")) for w in file.read_text().split()]
-    lines = [" ".join(words[i : i + 12]) for i in range(0, len(words), 12)]
-    parts = {"train": lines[:600], "valid": lines[600:700], "test": lines[700:820]}
+    lines = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
+    parts = {"train": lines[:600], "valid": lines[600:700], "test": lines[700:]}
+    flags: list[str | Path] = ["--only-source", "--destdir", folder / "bin", "--nwordssrc", "300"]
     for name, part in parts.items():
-        (folder / f"{name}.txt").write_text("\n".join(part) + "\n")
-    fairseq(
-        "preprocess",
-        "--only-source",
-        "--trainpref",
-        folder / "train.txt",
-        "--validpref",
-        folder / "valid.txt",
-        "--testpref",
-        folder / "test.txt",
-        "--destdir",
-        folder / "bin",
-        "--nwordssrc",
-        "300",
-    )
+        (folder / f"{name}.txt").write_text("".join(part), encoding="utf-8")
+        flags += [f"--{name}pref", folder / f"{name}.txt"]
+    fairseq("preprocess", *flags)
 
 
 @pytest.fixture(scope="session")

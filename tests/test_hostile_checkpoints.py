@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGE, checkpoint_with, fairseq
+from conftest import PACKAGE, checkpoint_with
+from in_process import fairseq
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.core import checkpoint_file
@@ -514,11 +515,11 @@ def test_old_checkpoints_with_parsed_arguments(zipped, state, corpus, here, tmp_
 
 
 def test_fairseq_eval_lm_says_the_same(good, corpus, here, tmp_path):
-    """Its process, where torch's protection is switched off besides."""
+    """Where torch's protection is switched off besides."""
     file = saved(torch.load(good), STATES["evil-model"][0], tmp_path / "bad.pt")
-    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    environment = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     flags = ["--user-dir", PACKAGE, "--path", file, "--task", "language_modeling", "--cpu"]
-    done = fairseq("eval_lm", corpus, *flags, ok=False, env=environment)
+    done = fairseq("eval_lm", corpus, *flags, ok=False, environment=environment)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr and list(here.iterdir()) == []
     assert last == f"error: checkpoint {file} is refused: it holds more than weights and settings (posix.system)"

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_SPECS, make_model
+from conftest import make_model
+from specs import ALL_SPECS
 
 from fairseq_rpe import build
 from fairseq_rpe.core import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import SPECS
+from specs import SPECS
 
 from fairseq_rpe.analysis.served import matrix, served
 from fairseq_rpe.attention import BACKENDS, choose

@@ -13,7 +13,8 @@ import mpmath
 import pytest
 import sympy
 import torch
-from conftest import ALL_SPECS, SPECS, make_model, model_args
+from conftest import make_model, model_args
+from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis import judgement

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS, LONGER, run
+from conftest import run
+from specs import ALL_SPECS, LONGER
 from torch.nn import functional as F
 
 from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, reference, sdpa

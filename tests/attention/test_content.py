@@ -6,7 +6,8 @@ import importlib
 
 import pytest
 import torch
-from conftest import CONTENT_SPECS, DEVICE, make_model
+from conftest import DEVICE, make_model
+from specs import CONTENT_SPECS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

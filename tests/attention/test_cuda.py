@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import TRAIN_FLAGS, fairseq
+from conftest import TRAIN_FLAGS
+from in_process import fairseq
 
 from fairseq_rpe.attention import Plan, auto, reference, sdpa
 from fairseq_rpe.core import Positions

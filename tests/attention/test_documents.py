@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS, CONTENT_SPECS, DEVICE, VOCABULARY, make_model
+from conftest import DEVICE, VOCABULARY, make_model
+from specs import ALL_SPECS, CONTENT_SPECS
 
 from fairseq_rpe import RelativeAttention, attend
 from fairseq_rpe.attention import BACKENDS, choose

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ALL_SPECS, CONTENT_SPECS
+from specs import ALL_SPECS, CONTENT_SPECS
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_rpe import attend, build

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import ALL_SPECS, DEVICE, make_model
+from conftest import DEVICE, make_model
+from specs import ALL_SPECS
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_SPECS, run
+from conftest import run
+from specs import ALL_SPECS
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fairseq_rpe

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LONGER, VOCABULARY, make_model
+from conftest import VOCABULARY, make_model
+from specs import LONGER
 
 from fairseq_rpe import attend, build
 from fairseq_rpe.analysis.speed import Setting, measure

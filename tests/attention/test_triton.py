@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_SPECS, DEVICE, make_model, run
+from conftest import DEVICE, make_model, run
+from specs import ALL_SPECS
 
 pytest.importorskip("triton", reason="needs the package triton")
 

@@ -9,7 +9,8 @@ import textwrap
 import numpy
 import pytest
 import torch
-from conftest import ALL_SPECS, CONTENT_SPECS, DEVICE, run_here
+from conftest import DEVICE, run_here
+from specs import ALL_SPECS, CONTENT_SPECS
 
 from fairseq_rpe import RelativeAttention, attend
 from fairseq_rpe.core import UserError

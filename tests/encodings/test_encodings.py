@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import ALL_SPECS, SPECS
 from golden import BUCKETS_32, BUCKETS_64, DISTANCES, GOLDEN
+from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe.analysis.convergence import DIVERGES, verdict
 from fairseq_rpe.core import Positions, UserError, block

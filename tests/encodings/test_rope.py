@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import SPECS, make_model
+from conftest import make_model
+from specs import SPECS
 
 from fairseq_rpe.attention import Plan, reference, sdpa
 from fairseq_rpe.attention.layer import carry_out

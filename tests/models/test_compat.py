@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGE, fairseq, make_model, run
+from conftest import PACKAGE, make_model, run
+from in_process import fairseq
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat

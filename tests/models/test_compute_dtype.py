@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from conftest import ALL_SPECS, make_model, model_args, run_here
+from conftest import make_model, model_args, run_here
+from specs import ALL_SPECS
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError

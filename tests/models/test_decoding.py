@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from conftest import ALL_SPECS, CONTENT_SPECS, make_model
+from conftest import make_model
+from specs import ALL_SPECS, CONTENT_SPECS
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.attention import Plan, reference, room, sdpa

@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import PACKAGE, TRAIN_FLAGS, fairseq
+from conftest import PACKAGE, TRAIN_FLAGS
+from in_process import fairseq
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fairseq_rpe.models  # noqa: F401  (registers)

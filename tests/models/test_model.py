@@ -6,7 +6,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import ALL_SPECS, make_model, model_args
+from conftest import make_model, model_args
+from specs import ALL_SPECS
 from torch import nn
 
 from fairseq_rpe.core import UserError

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import CONTENT, LONGER, SPECS, p_of_heads, save_checkpoint
+from conftest import p_of_heads, save_checkpoint
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from specs import CONTENT, LONGER, SPECS
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis.bias_map import bias_map

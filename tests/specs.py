@@ -1,0 +1,153 @@
+"""Specs of all encodings, and smaller sets of them that cover every combination of capabilities.
+
+``tests/encodings`` runs every spec; other tests run representatives. An encoding that is registered without a spec of
+its own here is tested with its defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from fairseq_rpe.core import Positions
+from fairseq_rpe.encodings import build, names
+from fairseq_rpe.encodings.base import Encoding
+from fairseq_rpe.encodings.doors import Doors
+
+# one spec for each branch of each registered encoding
+SPECS = {
+    "nope": ["nope"],
+    "sinusoidal": ["sinusoidal", "sinusoidal:style=vaswani"],
+    "learned": ["learned"],
+    "alibi": ["alibi"],
+    "type1": ["type1", "type1:form=paper"],
+    "type2": ["type2", "type2:form=paper"],
+    "inv_n": ["inv_n", "inv_n:form=paper"],
+    "inv_nlnn": ["inv_nlnn", "inv_nlnn:form=paper"],
+    "window": ["window:window=5"],
+    "kerple_log": ["kerple_log"],
+    "kerple_power": ["kerple_power", "kerple_power:p=0.5,a=0.1"],
+    "sandwich": ["sandwich", "sandwich:form=evo,dim=32"],
+    "t5_bias": ["t5_bias:init_std=1", "t5_bias:variant=clipped,buckets=9,init_std=1"],
+    "rope": [
+        "rope",
+        "rope:rotary_fraction=0.5,interleaved=true",
+        "rope:scaling=linear,factor=4",
+        "rope:scaling=ntk,factor=4",
+        "rope:scaling=dynamic_ntk,original_length=64",
+        "rope:scaling=ntk_by_parts,factor=4,original_length=64,ramp=paper",
+        "rope:scaling=yarn,factor=auto,original_length=64,resonance=true",
+        "rope:scaling=truncated,factor=2,original_length=64",
+        "rope:scaling=truncated,truncate_high=0.2,truncate_low=0.01,truncate_value=0.05",
+        "rope:scaling=llama3,factor=4,original_length=64",
+    ],
+    "longrope": [
+        "longrope",
+        "longrope:factors=ntk,factor=4,original_length=64",
+        "longrope:factors=yarn,factor=4,original_length=64,start_tokens=5,short=scaled,rotary_fraction=0.5",
+    ],
+    "clex": ["clex:original_length=64"],
+    "xpos": ["xpos", "xpos:scale_base=16", "xpos:decay=0.98,rotary_fraction=0.5,interleaved=false"],
+    "tisa": ["tisa"],
+    "tupe": ["tupe", "tupe:relative=true"],
+    "floater": ["floater:steps=1"],
+    "complex": ["complex:frequencies=dimension"],
+    "bipe": [],  # it reads tokens, of which most of these tests know nothing: see test_bipe and test_token_readers
+    "self_extend": ["self_extend:group=4,window=8"],
+    "rerope": ["rerope:window=5,logn=true,original_length=8,rotary_fraction=0.5"],
+    "leaky_rerope": ["leaky_rerope:window=5,leak=4,interleaved=true"],
+    "lm_infinite": ["lm_infinite:sinks=2,window=7,ceiling=5"],
+    "streaming_llm": ["streaming_llm:sinks=3,recent=6"],
+    "dual_chunk": ["dual_chunk:chunk=6,cap=9"],
+    "fire": [
+        "fire",
+        "fire:exact=true",
+        "fire:hidden_layers=0,log=false,threshold=none",
+        "fire:hidden_layers=1,threshold=fixed,init_L=9,activation=gelu,output_activation=relu",
+    ],
+}
+ALL_SPECS = [spec for specs in SPECS.values() for spec in specs]
+# the same for encodings that depend on what the tokens are
+CONTENT = {
+    "huang": ["huang:max_distance=5", "huang:method=1,max_distance=6", "huang:method=3,max_distance=7"],
+    "shaw": ["shaw:clip=5", "shaw:clip=7,values=true"],
+    "music": ["music:max_distance=9", "music:beyond=clip"],
+    "transformer_xl": ["transformer_xl", "transformer_xl:clamp=6"],
+    "deberta": ["deberta", "deberta:max_distance=12,buckets=6", "deberta:max_distance=9,p2c=paper"],
+    "cope": ["cope:max_positions=5", "cope:scaled=content"],
+    "dape": [
+        "dape",
+        "dape:base=fire",
+        "dape:base=rope",
+        "dape:base=rope,rope_base=500,rotary_fraction=0.5,interleaved=true",
+    ],
+    "forgetting": ["forgetting", "forgetting:gate=bias"],
+}
+SPECS |= CONTENT
+CONTENT_SPECS = [spec for specs in CONTENT.values() for spec in specs]
+# those that read a rope model beyond its length
+LONGER = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm", "dual_chunk")
+
+
+def _overrides(name: str) -> Callable[[Encoding], bool]:
+    return lambda encoding: getattr(type(encoding), name) is not getattr(Doors, name)
+
+
+def _form_of_scores(encoding: Encoding) -> str:
+    """The class of the bias that queries and keys decide, empty without one: each is computed in its own way."""
+    if not encoding.scored:
+        return ""
+    x, heads = torch.zeros(1, 3, 32), torch.zeros(1, 4, 3, 8)
+    return type(encoding.scores(heads, heads, Positions.arange(3), encoding.note(x))).__name__
+
+
+# the capabilities of an encoding, by which the code that uses it takes different paths
+CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
+    "adds_bias": lambda encoding: encoding.adds_bias,
+    "rotates": lambda encoding: encoding.rotates,
+    "changes_values": lambda encoding: encoding.changes_values,
+    "embeds": lambda encoding: encoding.embeds,
+    "reads_tokens": lambda encoding: encoding.reads_tokens,
+    "scores": lambda encoding: _form_of_scores(encoding),
+    "remap": _overrides("remap"),
+    "reading": lambda encoding: encoding.reading(Positions.arange(2)) is not None,
+    "note": _overrides("note"),
+    "settle": _overrides("settle"),
+    "regions": lambda encoding: encoding.regions(Positions.arange(80)) is not None,
+    "bias_of_distance": lambda encoding: encoding.bias_of_distance,
+    "reads_length": lambda encoding: encoding.reads_length,
+    "rotation_is_fixed": lambda encoding: encoding.rotation_is_fixed,
+    "query_limit": lambda encoding: encoding.query_limit is not None,
+    "positions": lambda encoding: encoding.positions,
+    "learns": lambda encoding: any(True for _ in encoding.parameters()),
+}
+
+
+@functools.cache
+def capabilities(spec: str) -> dict[str, object]:
+    """The value of each of ``CAPABILITIES`` for an encoding of 4 heads."""
+    encoding = build(spec, 4, 32, 64)
+    return {name: ask(encoding) for name, ask in CAPABILITIES.items()}
+
+
+def every_spec() -> list[str]:
+    """At least one spec of each registered encoding."""
+    return [spec for name in [*SPECS, *sorted(set(names()) - set(SPECS))] for spec in SPECS.get(name, ()) or (name,)]
+
+
+@functools.cache
+def representatives(*of: str, tokens: bool = False) -> tuple[str, ...]:
+    """The first spec of each combination of capabilities.
+
+    Args:
+        of: names of the capabilities that matter; all if none is named.
+        tokens: whether encodings that need the ids of the tokens are among them.
+    """
+    chosen: dict[tuple[object, ...], str] = {}
+    for spec in every_spec():
+        has = capabilities(spec)
+        if tokens or not has["reads_tokens"]:
+            chosen.setdefault(tuple(has[name] for name in of or CAPABILITIES), spec)
+    return tuple(chosen.values())
