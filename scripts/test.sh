@@ -4,12 +4,20 @@ set -euo pipefail
 
 if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
     cat <<'TEXT'
-usage: scripts/test.sh [PYTEST ARGUMENTS]
+usage: scripts/test.sh [--release] [PYTEST ARGUMENTS]
 
-Sets up .venv if needed, then runs ruff, mypy, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x; files of
-tests are shared out to processes of one thread each, one more than there are cores, at most four (-n 0: one process).
+Sets up .venv if needed, then runs ruff, mypy, shellcheck and the tests, e.g. scripts/test.sh -k sweep -x. The tests
+run in processes of one thread each, one more than there are cores, at most four (-n 0: one process).
+
+  --release  also run the tests that matter before a release only: packages in clean environments, the site,
+             benchmark scripts, every set of questions, many kills
 TEXT
     exit 0
+fi
+release=""
+if [[ "${1:-}" == "--release" ]]; then
+    release="yes"
+    shift
 fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,4 +44,9 @@ shellcheck scripts/*.sh .ci/run
 # a process per core, and one for those that wait: tests are small, and threads that wait for each other cost more
 # than they give
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec pytest -q -n "$(python -P -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')" --dist loadfile --no-loadscope-reorder "$@"
+arguments=(-q -n "$(python -P -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')" --dist worksteal)
+if [[ -z "$release" ]]; then
+    echo "Tests that are marked release are left out: scripts/test.sh --release runs them too."
+    arguments+=(-m "not release")
+fi
+exec pytest "${arguments[@]}" "$@"

@@ -120,7 +120,7 @@ def _run(module: str, words: list[str]) -> int:
 
     logging.getLogger().addHandler(logging.NullHandler())  # otherwise fairseq_cli configures the log on its import
     import fairseq_rpe.compat
-    import fairseq_rpe.models  # noqa: F401
+    import fairseq_rpe.models
 
     program = importlib.import_module(module)
     fairseq_rpe.compat.apply()  # repairs the modules that are loaded by now, as --user-dir does
