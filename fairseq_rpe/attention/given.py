@@ -168,6 +168,7 @@ def check_documents(
     Raises:
         UserError: they are not (B, n) integers, keys are kept from before, or positions or padding are given too.
     """
+    check_tensor("documents", documents)
     batch, n = q.shape[0], q.shape[2]
     kind = documents.dtype
     if documents.shape != (batch, n) or kind.is_floating_point or kind.is_complex or kind == torch.bool:

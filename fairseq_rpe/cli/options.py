@@ -25,6 +25,11 @@ def _whole(text: str, least: int, most: int = MOST) -> int:
     return int(text)
 
 
+def integer(text: str) -> int:
+    """A whole number that is checked later; in ASCII, as every other one."""
+    return -_whole(text[1:], 0, 2**63) if text.startswith("-") else _whole(text, 0, 2**63)
+
+
 count, positive_int = partial(_whole, least=0), partial(_whole, least=1)
 # numpy's generators take no larger seed; more processes than that would stop the machine, not speed it up
 seed, processes = partial(_whole, least=1, most=2**32 - 1), partial(_whole, least=1, most=1024)

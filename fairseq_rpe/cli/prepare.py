@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.cli.options import integer
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.data.hub import sources
@@ -24,10 +25,10 @@ def add_stdlib(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dest", type=Path, default=dest, metavar="DIR", help="folder to make (default: %(default)s)")
     parser.add_argument("--source", type=Path, metavar="DIR", help="use the .py files of this folder instead")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="symbols, bytes and specials included (default: 4096)"
+        "--vocab-size", type=integer, metavar="N", help="symbols, bytes and specials included (default: 4096)"
     )
     _add_division(parser, "files", "split by file")
-    parser.add_argument("--max-bytes", type=int, metavar="N", help="use whole files up to this total size")
+    parser.add_argument("--max-bytes", type=integer, metavar="N", help="use whole files up to this total size")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -69,17 +70,17 @@ def add_known(parser: argparse.ArgumentParser) -> None:
 
 def _add_division(parser: argparse.ArgumentParser, what: str, division: str) -> None:
     # No defaults, so that what would have no effect can be refused.
-    parser.add_argument("--seed", type=int, metavar="N", help=f"seed of the {division} (default: 1)")
+    parser.add_argument("--seed", type=integer, metavar="N", help=f"seed of the {division} (default: 1)")
     for split in ("valid", "test"):
         about = f"share of the {what} for the {split} split (default: 0.05)"
         parser.add_argument(f"--{split}-fraction", type=float, metavar="X", help=about)
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; changes only the time (default: 2)")
+    parser.add_argument("--workers", type=integer, metavar="N", help="processes; changes only the time (default: 2)")
 
 
 def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
     about = "train on the first N documents, in the order of the files; what follows them is not read or downloaded"
-    parser.add_argument("--documents", type=int, metavar="N", help=about)
+    parser.add_argument("--documents", type=integer, metavar="N", help=about)
     parser.add_argument("--text-field", metavar="NAME", help="field of a row that holds its text (default: text)")
     about = "leave out text files that are not UTF-8 instead of stopping"
     parser.add_argument("--skip-invalid", action="store_true", default=None, help=about)
@@ -90,9 +91,9 @@ def _add_shared(parser: argparse.ArgumentParser, usual: str) -> None:
     about = f"byte-exact sentencepiece BPE learned here, GPT-2's BPE, or white-space words (default: {usual})"
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help=about)
     about = "symbols of the dictionary, specials included (default: 16384 for bpe, every word for words)"
-    parser.add_argument("--vocab-size", type=int, metavar="N", help=about)
+    parser.add_argument("--vocab-size", type=integer, metavar="N", help=about)
     about = "learn bpe from at most this many bytes of text (default: 20000000)"
-    parser.add_argument("--sample-bytes", type=int, metavar="N", help=about)
+    parser.add_argument("--sample-bytes", type=integer, metavar="N", help=about)
     about = "folder with vocab.json and merges.txt of GPT-2 (default: download them)"
     parser.add_argument("--gpt2", type=Path, metavar="DIR", help=about)
     parser.add_argument("--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of this prepared corpus")

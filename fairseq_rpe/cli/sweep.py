@@ -12,6 +12,7 @@ from fairseq_rpe.core.files import check_folder, lock, read_json_lines
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.data.folder import check_not_data
 from fairseq_rpe.reports import kept
+from fairseq_rpe.runs.run_folder import check_no_run
 from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps import carry, cells, recipes, slurm, tuned_cells
 from fairseq_rpe.sweeps.request import Sweep, resolve
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     sweep = resolved(args)
     on_slurm = _on_slurm(args)
     check_not_data("--out", sweep.out)
+    check_no_run("--out", sweep.out)
     digest = carry.check_data(sweep, dry=args.launcher == "dry-run")
     unseen: set[str] = set()
     if sweep.base.inspect_every:

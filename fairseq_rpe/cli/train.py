@@ -52,9 +52,12 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.runs import launch, training_data
     from fairseq_rpe.runs.run_folder import CheckpointFolder
     from fairseq_rpe.runs.settings import Request
+    from fairseq_rpe.sweeps.state import SweepFolder
 
     request = filled(Request, args)
     check_not_data("--save-dir", request.save_dir)
+    if (record := SweepFolder(request.save_dir).state_path).exists():
+        raise UserError(f"--save-dir {request.save_dir} is a sweep's folder (it has {record.name}): name another one")
     if request.inspect_every and not request.tensorboard:
         raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
     if request.finetune_from:

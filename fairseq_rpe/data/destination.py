@@ -179,6 +179,8 @@ def make_once(
     place = Path(os.path.realpath(dest))  # which takes links that lead in a circle
     manifest = _up_to_date(place, key, contents)
     if not manifest:
+        if Path.cwd().is_relative_to(place):  # it would no longer be there for the shell that stands in it
+            raise UserError(f"{dest} is the current folder or one above it, and would be replaced: name one below it")
         with scratch(place) as folder:
             # Another process may have made it while this one waited.
             manifest = _up_to_date(place, key, contents)

@@ -266,9 +266,9 @@ def truncated(found: Sequence[Lost]) -> Figure:
             axes.plot(one.keys, one.bound[layer], **{**_BIAS, "color": look["color"]})
             axes.plot(one.keys, one.delta[layer], **look, markevery=2, linewidth=1.2)
         titled(axes, f"layer {layer}")
-        axes.set(yscale="log")
     seen = torch.cat([one.delta[one.delta > _LEAST * one.delta.max()] for one in found])
-    made[0].set_ylim(seen.min().item() / 2, 2 * max(one.bound.max().item() for one in found))
+    if len(seen):  # one token has no key to leave out: all differences are 0, which has no logarithm
+        made[0].set(yscale="log", ylim=(seen.min().item() / 2, 2 * max(one.bound.max().item() for one in found)))
     lengths_along(made[0], [n for n in found[0].keys if n.bit_count() == 1], 5)
     for axes in made[len(chosen) :]:
         axes.set_visible(False)

@@ -136,3 +136,18 @@ class RunFolder:
         self.train_log = path / "train.log"
         self.eval_log = path / "eval.log"
         self.lock = path / ".lock"
+
+
+def check_no_run(flag: str, folder: Path) -> None:
+    """Refuse, as the folder of a sweep, one that a training or an extension has written.
+
+    Args:
+        flag: the option that names the folder, for the message.
+        folder: it need not exist.
+
+    Raises:
+        UserError: there is the record of a run in it, and none of a sweep.
+    """
+    for place in (CheckpointFolder(folder), RunFolder(folder).checkpoints):
+        if place.record_path.exists():
+            raise UserError(f"{flag} {folder} is the folder of a run (it has {place.record_path}): name another one")
