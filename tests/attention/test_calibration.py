@@ -15,7 +15,7 @@ from conftest import DEVICE, make_model
 from fairseq_rpe.attention import BACKENDS, Plan, calibration, reference, remembered, samples, sdpa, select
 from fairseq_rpe.attention.calibration import Calibrator
 from fairseq_rpe.attention.kinds import kind_of
-from fairseq_rpe.attention.ranks import agreed
+from fairseq_rpe.attention.ranks import agreed, store_of_ranks
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
@@ -43,53 +43,57 @@ class Wrong(torch.autograd.Function):
         return 2 * grad
 
 
-def wrong_output(q, k, v, plan, dropout=0.0):
-    return 1.01 * sdpa(q, k, v, plan, dropout)
+def stand_in(name, before=lambda *inputs: inputs, after=lambda out: out):
+    """sdpa with inputs or an output that are not what they should be."""
+
+    def attend(q, k, v, plan, dropout=0.0):
+        return after(sdpa(*before(q, k, v, plan), dropout))
+
+    attend.__name__ = name
+    return attend
 
 
-def wrong_gradient_of_a_table(q, k, v, plan, dropout=0.0):
-    form = Toeplitz(Wrong.apply(plan.form.table), plan.form.origin, plan.form.step)
-    return sdpa(q, k, v, Plan(plan.positions, form, plan.padding), dropout)
+def failing(name, error, only_from=0):
+    """sdpa but for calls of so many queries."""
+
+    def fail(q, k, v, plan):
+        if q.shape[2] >= only_from:
+            raise error
+        return q, k, v, plan
+
+    return stand_in(name, fail)
 
 
-def wrong_gradient_of_keys(q, k, v, plan, dropout=0.0):
-    return sdpa(q, Wrong.apply(k), v, plan, dropout)
+def with_table(plan, change):
+    form = Toeplitz(change(plan.form.table), plan.form.origin, plan.form.step)
+    return Plan(plan.positions, form, plan.padding)
 
 
-def nan(q, k, v, plan, dropout=0.0):
-    return sdpa(q, k, v, plan, dropout) * float("nan")
-
-
-def raises(q, k, v, plan, dropout=0.0):
-    raise RuntimeError("no such instruction\non this chip")
-
-
-def out_of_memory(q, k, v, plan, dropout=0.0):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-
-def only_small(q, k, v, plan, dropout=0.0):
-    if q.shape[2] >= N:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    return sdpa(q, k, v, plan, dropout)
+def zero_keys(q, k, v, plan, dropout=0.0):
+    out = sdpa(q, k, v, plan, dropout)
+    k.data.zero_()
+    return out
 
 
 def hangs(q, k, v, plan, dropout=0.0):
     threading.Event().wait(20)
 
 
-def refuses(q, k, v, plan, dropout=0.0):
-    raise UserError("this stand-in takes nothing: use 'sdpa'")
-
-
-def writes(q, k, v, plan, dropout=0.0):
-    out = sdpa(q, k, v, plan, dropout)
-    k.data.zero_()
-    return out
-
-
-def good(q, k, v, plan, dropout=0.0):
-    return sdpa(q, k, v, plan, dropout)
+good = stand_in("good")
+nan = stand_in("nan", after=lambda out: out * float("nan"))
+raises = failing("raises", RuntimeError("no such instruction\non this chip"))
+refuses = failing("refuses", UserError("this stand-in takes nothing: use 'sdpa'"))
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+NO_GOOD = [
+    (stand_in("output", after=lambda out: 1.01 * out), "deviates from the reference by"),
+    (stand_in("table", lambda q, k, v, plan: (q, k, v, with_table(plan, Wrong.apply))), "deviates from the reference"),
+    (stand_in("keys", lambda q, k, v, plan: (q, Wrong.apply(k), v, plan)), "deviates from the reference by"),
+    (nan, "gives NaN"),
+    (raises, "RuntimeError: no such instruction on this chip"),
+    (failing("memory", NO_MEMORY), "runs out of memory"),
+    (failing("only small", NO_MEMORY, only_from=N), "runs out of memory"),
+    (zero_keys, "writes into its inputs"),
+]
 
 
 def clock(**seconds):
@@ -113,9 +117,8 @@ def call(spec="kerple_log", n=N, m=None, *, padded=False, dtype=torch.float32, g
     """q, k, v and a plan, with gradients on all that can have one."""
     generator = torch.Generator().manual_seed(0)
     m = m or n
-    q, k, v = (
-        torch.randn(3, H, length, D, generator=generator).to(dtype).requires_grad_(grads) for length in (n, m, m)
-    )
+    sizes = (n, m, m)
+    q, k, v = (torch.randn(3, H, x, D, generator=generator).to(dtype).requires_grad_(grads) for x in sizes)
     pos, padding = Positions.arange(n, m), None
     if padded:
         padding = torch.zeros(3, m, dtype=torch.bool)
@@ -136,19 +139,7 @@ def test_the_fastest_that_agrees_is_taken_and_named(caplog):
     assert calibrator(good, seconds=clock(good=2.0)).choice(*call("alibi")) == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("fast", "why"),
-    [
-        (wrong_output, "deviates from the reference by"),
-        (wrong_gradient_of_a_table, "deviates from the reference by"),
-        (wrong_gradient_of_keys, "deviates from the reference by"),
-        (nan, "gives NaN"),
-        (raises, "RuntimeError: no such instruction on this chip"),
-        (out_of_memory, "runs out of memory"),
-        (only_small, "runs out of memory"),
-        (writes, "writes into its inputs"),
-    ],
-)
+@pytest.mark.parametrize(("fast", "why"), NO_GOOD)
 def test_one_that_is_no_good_is_dropped_with_one_warning(fast, why, caplog, cache):
     asked = calibrator(fast, seconds=clock(sdpa=9.0))
     for _ in range(2):
@@ -175,17 +166,16 @@ def test_what_refuses_is_no_candidate_and_no_warning(caplog):
 
 
 def test_where_even_the_plain_one_is_wrong_the_reference_is_taken(caplog):
-    asked = Calibrator({"sdpa": nan}, applies=lambda q: True, machine=lambda device: MACHINE, store=lambda: None)
-    assert asked.choice(*call()) == "reference"
-    asked = Calibrator({"sdpa": refuses}, applies=lambda q: True, machine=lambda device: MACHINE, store=lambda: None)
-    assert asked.choice(*call()) is None  # and refuses when it is called
+    settings = {"applies": lambda q: True, "machine": lambda device: MACHINE, "store": lambda: None}
+    assert Calibrator({"sdpa": nan}, **settings).choice(*call()) == "reference"
+    assert Calibrator({"sdpa": refuses}, **settings).choice(*call()) is None  # and refuses when it is called
 
 
 @pytest.mark.parametrize("spec", ["nope", "window:window=5", "t5_bias", "fire", "fire:exact=true"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_right_ones_agree_whatever_the_form(spec, padded, caplog):
     for n, m in ((64, 64), (1, 40), (7, 40)):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16)[: 1 + (n > 1)]:
             assert calibrator(good).choice(*call(spec, n, m, padded=padded, dtype=dtype)) == "fast"
     with torch.inference_mode():
         assert calibrator(good).choice(*call(spec, padded=padded, grads=False)) == "fast"
@@ -215,11 +205,10 @@ def test_the_kernels_themselves_pass_the_check(monkeypatch, caplog):
 def test_pruning_may_be_off_by_its_bound_alone(caplog, monkeypatch):
     monkeypatch.setattr(samples, "PRUNED_SIZE", 701)
 
-    def too_near(q, k, v, plan, dropout=0.0):
-        form = Toeplitz(plan.form.table.clone())
-        form.table[:, 128:] = float("-inf")
-        return sdpa(q, k, v, Plan(plan.positions, form))
+    def near(table):
+        return table.index_fill(1, torch.arange(128, table.shape[1]), float("-inf"))
 
+    too_near = stand_in("too near", lambda q, k, v, plan: (q, k, v, with_table(plan, near)))
     q, k, v, plan = call(form=Toeplitz(-0.001 * torch.arange(720.0).expand(H, -1)), n=720, grads=False)
     plan = Plan(plan.positions, plan.form, prune=1e-3)
     assert calibrator(good).choice(q, k, v, plan) == "fast" and caplog.text == ""
@@ -417,17 +406,25 @@ torch.distributed.destroy_process_group()
 """
 
 
+def test_ranks_meet_in_the_store_of_their_training(monkeypatch):
+    store, ranks = torch.distributed.HashStore(), 2
+    assert store_of_ranks() is None
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    assert store_of_ranks() is store
+    ranks = 1
+    assert store_of_ranks() is None
+
+
+@pytest.mark.release
 def test_two_processes_agree_and_write_one_file(tmp_path, cache):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", PROCESS]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), tmp_path / "meet"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[0].split() for process in started]
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
+    commands = ([sys.executable, "-c", PROCESS, str(rank), tmp_path / "meet"] for rank in range(2))
+    started = [subprocess.Popen(command, **options) for command in commands]
+    printed = [process.communicate(timeout=120)[0].split() for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    assert said[0] == said[1] and said[0][0] in ("fast", "sdpa")
+    assert printed[0] == printed[1] and printed[0][0] in ("fast", "sdpa")
     [path] = cache.glob("*.json")
     assert len(json.loads(path.read_text())["choices"]) == 4

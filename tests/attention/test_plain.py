@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import assert_same
 from conftest import run
-from specs import ALL_SPECS
+from specs import ALL_SPECS, representatives
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fairseq_rpe
@@ -23,9 +24,8 @@ from fairseq_rpe.encodings import Encoding, masks
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
-ROTARY = [s for s in ALL_SPECS if build(s, H, H * D, 257).rotates]
-ADDED = [s for s in ALL_SPECS if s not in ROTARY]
-STATELESS = ["nope", "alibi", "type1", "window:window=5", "sandwich", "rope", "xpos:scale_base=16"]
+SPECS = [s for s in representatives() if not build(s, H, H * D, 257).of_content]
+ADDED = [s for s in (*SPECS, "window:window=5", "sandwich", "tisa") if not build(s, H, H * D, 257).rotates]
 
 
 def made(spec: str) -> Encoding:
@@ -60,27 +60,20 @@ def by_mask(q, k, v, encoding):
     return torch.softmax(q @ k.mT / math.sqrt(D) + encoding.mask(q.shape[2]), dim=-1) @ v
 
 
-def assert_same(a, b, tolerance=2e-5):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype and torch.isfinite(b[name]).all(), name
-        assert (a[name] - b[name]).abs().max() <= tolerance * max(1.0, a[name].abs().max().item()), name
-
-
-@pytest.mark.parametrize("spec", ALL_SPECS)
+@pytest.mark.parametrize("spec", SPECS)
 def test_attend_equals_the_reference(spec):
     encoding = made(spec)
-    for n, dtype, tolerance in ((7, torch.float32, 2e-5), (131, torch.float32, 2e-5), (37, torch.bfloat16, 0.02)):
+    for n, dtype, tolerance in ((7, torch.float32, 2e-5), (37, torch.bfloat16, 0.02)):
         a, b = (with_gradients(f, encoding, n, dtype) for f in (by_reference, attend))
         assert_same(a, b, tolerance)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("spec", ["nope", "alibi", "kerple_log", "t5_bias", "fire", "rope"])
+@pytest.mark.parametrize("spec", ["nope", "kerple_log", "fire"])
 def test_gradients_do_not_depend_on_the_layout(spec, dropout):
     """Heads behind tokens in memory, as in RelativeAttention; behind rows as well, as in fairseq; and one by one."""
     encoding, layouts = made(spec), [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)]
-    for n in (21, 300):
+    for n in (21, 270):
         inputs, found = qkv(n), []
         for order in layouts:
             back = sorted(range(4), key=order.__getitem__)
@@ -103,13 +96,13 @@ def test_attend_is_softmax_with_the_mask(spec):
         assert_same(*(with_gradients(f, encoding, n, torch.float32) for f in (by_mask, attend)))
 
 
-@pytest.mark.parametrize("spec", STATELESS)
+@pytest.mark.parametrize("spec", ["nope", "alibi", "window:window=5", "sandwich", "xpos:scale_base=16"])
 def test_a_spec_is_its_encoding(spec):
     q, k, v = qkv(9)
     assert torch.equal(attend(q, k, v, spec), attend(q, k, v, made(spec)))
 
 
-@pytest.mark.parametrize("spec", ALL_SPECS)
+@pytest.mark.parametrize("spec", SPECS)
 def test_the_last_queries_alone(spec):
     encoding, (q, k, v) = made(spec), qkv(23)
     whole = attend(q, k, v, encoding)
@@ -191,7 +184,7 @@ def test_the_mask_has_gradients_of_the_parameters():
     assert all(p.grad.abs().min() > 0 for p in encoding.parameters())
 
 
-@pytest.mark.parametrize("spec", ALL_SPECS)
+@pytest.mark.parametrize("spec", SPECS)
 def test_decoding_with_a_cache(spec):
     """Token by token and in chunks. Where the length of the row counts, each step is a pass over what there is."""
     torch.manual_seed(0)
@@ -262,9 +255,7 @@ def test_an_encoding_that_changes_scores():
     expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
     torch.testing.assert_close(attend(q, k, v, encoding), expected, rtol=1e-5, atol=1e-5)
     for refused in (encoding.mask, encoding.score_mod):
-        with pytest.raises(
-            UserError, match="Squared depends on what the tokens are, which no mask knows: call fairseq_rpe.attend"
-        ):
+        with pytest.raises(UserError, match="Squared depends on what the tokens are, .*: call fairseq_rpe.attend"):
             refused(7)
 
 
@@ -279,21 +270,16 @@ PAD = torch.zeros(B, 5, dtype=torch.bool)
         (lambda: attend(X, X, X, "sinusoidal"), "'sinusoidal' acts at a model's input, not in attention"),
         (lambda: attend(X, X, X, "alibii"), r"unknown encoding 'alibii' \(did you mean 'alibi'\?\)"),
         (lambda: attend(X, X, X, "alibi", causal=False), "attend is causal"),
-        (lambda: attend(X, X, X, "alibi", dropout=1.5), "dropout is a probability from 0 to below 1, not 1.5"),
         (lambda: attend(X, X, X, "alibi", backend="sdap"), "unknown attention backend 'sdap'"),
         (lambda: attend(X, X, X, "alibi", dropout=0.1, backend="flex"), "backend 'flex' has no attention dropout"),
         (lambda: attend(X, X, X, build("alibi", 2, 64)), "is for 2 heads of width 32, q has 4 of 16: build it with"),
         (lambda: attend(X, X, X, build("rope", 4, 128)), "is for 4 heads of width 32, q has 4 of 16: build it with"),
         (lambda: attend(X[0], X, X, "alibi"), r"q, k and v are \(batch, heads, tokens, head width\)"),
         (lambda: attend(X[:, :, :0], X, X, "alibi"), "none of them 0"),
-        (
-            lambda: attend(X, X[:, :2], X[:, :2], "alibi"),
-            "differ in more than q's tokens.*repeat keys that heads share",
-        ),
+        (lambda: attend(X, X[:, :2], X[:, :2], "alibi"), "differ in more than q's tokens.*repeat keys that"),
         (lambda: attend(X, X, X[..., :8], "alibi"), "differ in more than q's tokens"),
         (lambda: attend(X, X[:, :, :3], X[:, :, :3], "alibi"), "5 queries and 3 keys"),
         (lambda: attend(X, X.double(), X, "alibi"), "float32 on cpu, float64 on cpu, float32 on cpu: give them one"),
-        (lambda: attend(X.int(), X.int(), X.int(), "alibi"), "one floating-point dtype"),
         (lambda: attend(X, X, X, "alibi", padding=PAD.int()), "padding is bool of shape"),
         (lambda: attend(X, X, X, "alibi", padding=PAD[:, 1:]), r"padding is bool of shape \(2, 5\)"),
         (lambda: attend(X, X, X, "alibi", positions=torch.arange(4)), r"positions are of shape \(5,\) or \(2, 5\)"),
@@ -303,25 +289,16 @@ PAD = torch.zeros(B, 5, dtype=torch.bool)
         (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) - 1), "0 or more and never fall"),
         (lambda: attend(X, X, X, "alibi", positions=torch.arange(5) / 0.0), "0 or more and never fall"),
         (lambda: attend(X, X, X, "rope", positions=torch.arange(5) + 2**40), "beyond 16777216, what float32 can count"),
-        (
-            lambda: attend(X, X, X, made("t5_bias"), positions=torch.arange(5) / 2),
-            "T5Bias accepts whole positions only",
-        ),
+        (lambda: attend(X, X, X, made("t5_bias"), positions=torch.arange(5) / 2), "accepts whole positions only"),
         (lambda: RelativeAttention(64, 5, "alibi"), "5 heads do not divide a model width of 64"),
         (lambda: RelativeAttention(64, 4, "sinusoidal"), "'sinusoidal' acts at a model's input, not in attention"),
-        (
-            lambda: RelativeAttention(64, 4, build("fire", 4, 32)),
-            "is for 4 heads and width 32, this layer has 4 and 64",
-        ),
+        (lambda: RelativeAttention(64, 4, build("fire", 4, 32)), "is for 4 heads and width 32, this layer has"),
         (lambda: RelativeAttention(64, 4, "alibi", backend="x"), "unknown attention backend 'x'"),
         (lambda: RelativeAttention(64, 4, "alibi")(X), r"x is \(batch, tokens, 64\), not \(2, 4, 5, 16\)"),
         (lambda: made("alibi").mask(0), "the number of tokens of a mask, must be an integer of at least 1, not 0"),
         (lambda: made("alibi").mask(3, dtype=torch.int64), "dtype of 16 bits or more, not torch.int64"),
-        (lambda: made("rope").mask(3), "Rope turns queries and keys, which is not a bias: call fairseq_rpe.attend, or"),
-        (
-            lambda: made("xpos").score_mod(3),
-            "XPos turns queries and keys, which is not a bias: call fairseq_rpe.attend",
-        ),
+        (lambda: made("rope").mask(3), "Rope turns queries and keys, which is not a bias: call fairseq_rpe.attend"),
+        (lambda: made("xpos").score_mod(3), "XPos turns queries and keys, which is not a bias"),
     ],
 )
 def test_what_is_refused(call, message):
@@ -341,17 +318,28 @@ def test_a_cache_is_for_one_batch():
     assert len(cache) == 3
 
 
+# neither torch before it is needed nor fairseq and triton at all
+WITHOUT_OTHERS = """
+import sys, fairseq_rpe
+sys.modules["triton"] = None
+assert "attend" in dir(fairseq_rpe) and "torch" not in sys.modules
+from fairseq_rpe import *
+assert callable(attend) and "torch" in sys.modules
+import torch
+from fairseq_rpe.attention import BACKENDS
+assert list(BACKENDS) == ["reference", "sdpa", "flex", "triton"]
+x = torch.zeros(1, 1, 2, 4)
+assert attend(x, x, x, "alibi").shape == x.shape
+sys.exit(any(x.partition(".")[0] in ("fairseq", "omegaconf", "hydra") for x in sys.modules))
+"""
+
+
 def test_the_package_names_them_and_loads_them_late():
     assert fairseq_rpe.__all__ == ["RelativeAttention", "attend", "build"]
     assert set(fairseq_rpe.__all__) <= set(dir(fairseq_rpe))
     with pytest.raises(AttributeError, match="module 'fairseq_rpe' has no attribute 'attendd'"):
         _ = fairseq_rpe.attendd
-    code = (
-        "import sys, fairseq_rpe\nassert 'attend' in dir(fairseq_rpe) and 'torch' not in sys.modules\n"
-        "from fairseq_rpe import *\nassert callable(attend) and 'torch' in sys.modules\n"
-        "sys.exit(any(x.partition('.')[0] in ('fairseq', 'omegaconf', 'hydra') for x in sys.modules))"
-    )
-    run(sys.executable, "-c", code)
+    run(sys.executable, "-c", WITHOUT_OTHERS)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import assert_same, compare, outcome, padded
 from conftest import VOCABULARY, make_model
 from specs import LONGER
 
@@ -38,63 +39,40 @@ def logits(model, x) -> torch.Tensor:
     return model(x)[0]
 
 
-def qkv(n: int, rows: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def qkv(n: int) -> list[torch.Tensor]:
     torch.manual_seed(n)
-    return [torch.randn(rows, H, n, D).to(dtype).requires_grad_() for _ in range(3)]
+    return [torch.randn(1, H, n, D) for _ in range(3)]
 
 
-def outcome(backend, spec, pos, padding=None, dtype=torch.float32, dropout=0.0) -> list[torch.Tensor]:
-    """Output and gradients."""
-    encoding, inputs = build(spec, H, H * D), qkv(pos.q.shape[1], len(pos.q) if padding is None else 2, dtype)
-    torch.manual_seed(1)
-    out = carry_out(*inputs, plan_of(encoding, pos, padding, backend), dropout)
-    with torch.no_grad():
-        if dropout == 0:  # where nothing needs a gradient there is another way
-            again = carry_out(*inputs, plan_of(encoding, pos, padding, backend))
-            torch.testing.assert_close(
-                again,
-                out,
-                rtol=2e-3 if dtype == torch.bfloat16 else 1e-5,
-                atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
-            )
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
+def compare_both(spec: str, tolerance: float = 2e-5, **call) -> None:
+    """With gradients and, where nothing needs one, in the other way without."""
+    found = compare("sdpa", spec, tolerance, **call, width=D)
+    if "dropout" not in call:
+        again = outcome("sdpa", spec, **call, width=D, grads=False)
+        assert_same({"out": found["out"]}, again, tolerance)
 
 
-def assert_same(found, wanted, tolerance=2e-5):
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.isfinite(a).all()
-        assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
+def placed(at: torch.Tensor) -> dict:
+    return {"n": len(at), "pos": Positions(at[None], at[None], contiguous=False)}
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_blocks_give_what_the_matrix_gives(spec):
-    """With gradients and without, over several blocks; padding in one of two rows."""
-    plain = Positions.arange(LONG)
-    assert_same(outcome(sdpa, spec, plain), outcome(reference, spec, plain))
-    padding = torch.zeros(2, LONG, dtype=torch.bool)
-    padding[0, :61] = True
-    at = ((~padding).cumsum(1) - 1).clamp_min(0).float()
-    padded = Positions(at, at)
-    assert_same(outcome(sdpa, spec, padded, padding), outcome(reference, spec, padded, padding))
+    """Over several blocks; padding in one of two rows."""
+    compare_both(spec, n=LONG)
+    compare_both(spec, **padded(LONG, pads=61))
 
 
 @pytest.mark.parametrize("spec", SPECS[:3])
 def test_dropout_positions_that_skip_and_bf16(spec):
-    plain, skipping = Positions.arange(LONG), torch.arange(150.0).mul(3).div(2).floor()[None]
-    assert_same(outcome(sdpa, spec, plain, dropout=0.3), outcome(reference, spec, plain, dropout=0.3))
-    skipping = Positions(skipping, skipping, contiguous=False)
-    assert_same(outcome(sdpa, spec, skipping), outcome(reference, spec, skipping))
-    short = Positions.arange(90)
-    wanted = outcome(reference, spec, short, dtype=torch.bfloat16)
-    assert_same(outcome(sdpa, spec, short, dtype=torch.bfloat16), wanted, 3e-2)
+    compare_both(spec, n=LONG, dropout=0.3)
+    compare_both(spec, **placed(torch.arange(150.0).mul(3).div(2).floor()))
+    compare_both(spec, 3e-2, n=90, dtype=torch.bfloat16)
 
 
-def test_positions_that_fall_are_served_too():
-    at = torch.arange(40.0)[None].roll(7, 1)
-    odd = Positions(at, at, contiguous=False)
-    for spec in ("rerope:window=4", "streaming_llm:sinks=2,recent=5"):
-        assert_same(outcome(sdpa, spec, odd), outcome(reference, spec, odd))
+@pytest.mark.parametrize("spec", ["rerope:window=4", "streaming_llm:sinks=2,recent=5"])
+def test_positions_that_fall_are_served_too(spec):
+    compare_both(spec, **placed(torch.arange(40.0).roll(7)))
 
 
 @pytest.mark.parametrize("least", [0, 3])
@@ -102,10 +80,9 @@ def test_a_query_that_no_region_lets_see_a_key_gives_nothing(least):
     """Only pairs of d >= 3, or none at all, for which no key is looked at."""
     pos = Positions.arange(9)
     only = Region(pos.q, pos.k, lambda i, j: i - j >= 3, lambda first, last: (first * 0, last - (3 if least else 99)))
-    q, k, v = qkv(9)
-    encoding = build("rope", H, H * D)
+    q, k, v = (x.requires_grad_() for x in qkv(9))
     shown = only if least else replace(only, covers=lambda i, j: i - j > 99)
-    plan = Plan(pos, rotate=encoding.rotate, regions=(shown,))
+    plan = Plan(pos, rotate=build("rope", H, H * D).rotate, regions=(shown,))
     for grads in (True, False):
         with torch.set_grad_enabled(grads):
             found = sdpa(q, k, v, plan)
@@ -142,9 +119,8 @@ def test_windows_look_at_their_window_and_first_tokens_alone(spec, monkeypatch):
 
     monkeypatch.setattr(encoding, "rotate", watched)
     torch.testing.assert_close(attend(q[:, :, -1:], k, v, encoding), whole[:, :, -1:], rtol=1e-5, atol=1e-5)
-    assert (
-        sum(seen) <= 64 + 1 + 10 and sum(turned) <= 64 + 1 + 10 + 2
-    )  # a token decoded turns no more keys than it sees
+    assert sum(seen) <= 64 + 1 + 10
+    assert sum(turned) <= 64 + 1 + 10 + 2  # a token decoded turns no more keys than it sees
 
 
 def test_no_pair_is_worked_on_twice_but_at_the_edges(monkeypatch):
@@ -164,7 +140,7 @@ def test_layers_share_what_follows_from_positions(monkeypatch, task):
 
 def test_other_backends_masks_and_pruning_refuse_in_one_line(task):
     encoding = build("rerope:window=4", H, H * D)
-    q, k, v = (x.detach() for x in qkv(9))
+    q, k, v = qkv(9)
     for name in ("flex", "triton"):
         with pytest.raises(UserError, match=f"^backend '{name}' turns all pairs alike"):
             attend(q, k, v, encoding, backend=name)
@@ -181,7 +157,7 @@ def test_other_backends_masks_and_pruning_refuse_in_one_line(task):
 
 
 def test_auto_measures_nothing_where_one_backend_serves():
-    q, k, v = (x.detach() for x in qkv(9))
+    q, k, v = qkv(9)
     plan = plan_of(build("rerope:window=4", H, H * D), Positions.arange(9), None, BACKENDS["sdpa"])
     never = Calibrator(BACKENDS, applies=lambda q: pytest.fail("nothing to choose"))
     assert never.choice(q, k, v, plan) is None
@@ -204,15 +180,8 @@ def test_a_receptive_field_is_that_of_the_reference(task, spec):
     model.decoder.attend = attend
     assert torch.equal(logits(model, x), plain)
     for layer, weights in zip(field.layers, found, strict=True):
-        wanted = torch.stack(
-            [
-                torch.stack(
-                    [weights[:, h, i, i - d].mean() if d <= i else torch.zeros(()) for i in range(19, 24)]
-                ).mean()
-                for h in range(4)
-                for d in range(24)
-            ]
-        ).view(4, 24)
+        by_distance = [weights[:, :, i, : i + 1].flip(2).mean(0) for i in range(19, 24)]  # (heads, i + 1) each
+        wanted = sum(torch.nn.functional.pad(x, (0, 24 - x.shape[1])) for x in by_distance) / rows
         torch.testing.assert_close(layer.mass.float(), wanted, rtol=1e-5, atol=1e-6)
 
 

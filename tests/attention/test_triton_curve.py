@@ -6,75 +6,65 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import INPUTS, D, H, assert_same, compare, outcome, padded
 from conftest import DEVICE
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from test_triton import D, H, assert_same, both, left_padding, outputs_and_gradients
-
-from fairseq_rpe.attention import Plan, reference, sdpa
+from fairseq_rpe.attention import Plan, reference
 from fairseq_rpe.attention.curve import pieces_of
 from fairseq_rpe.attention.triton import refusal, triton, tuning
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
 
 FIRE = "fire:init_L=20"  # some queries before L, some after it
-SPECS = [
-    FIRE,
-    "fire:hidden_layers=1,init_L=20",
-    "fire:hidden=7,activation=leaky_relu,output_activation=leaky_relu,threshold=fixed,init_L=9",
-    "fire:hidden_layers=0,log=false,threshold=none",  # a single piece
+HALVES = torch.arange(35, device=DEVICE)[None] / 2
+CALLS = [
+    (FIRE, {"n": 37, "rows": 1}),
+    ("fire:hidden_layers=1,init_L=20", {"n": 37, "rows": 1}),
+    ("fire:hidden=7,activation=leaky_relu,output_activation=leaky_relu,threshold=fixed,init_L=9", {"n": 37, "rows": 1}),
+    ("fire:hidden_layers=0,log=false,threshold=none", {"n": 19, "rows": 1}),  # a single piece
+    (FIRE, {"n": 1, "rows": 1}),
+    (FIRE, {"n": 2, "rows": 1}),
+    (FIRE, {"n": 1, "m": 36, "rows": 1}),
+    (FIRE, {"n": 5, "m": 41, "rows": 1}),
+    (FIRE, padded(19)),
+    (FIRE, padded(1, 36)),
+    (FIRE, padded(5, 41)),
+    (FIRE, {"n": 35, "rows": 1, "pos": Positions(HALVES, HALVES, 0.5)}),
 ]
-
-
-def padded(n, m, pads):
-    """Positions and padding of two rows, the first with ``pads`` pads before it, as the decoder makes them."""
-    padding = left_padding(2, m, pads)
-    k = ((~padding).cumsum(1) - 1).clamp_min(0).float()
-    return {"batch": 2, "pos": Positions(k[:, m - n :], k), "padding": padding}
 
 
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch):
-    """The interpreter's time goes by the number of blocks; the sizes as they are come in ``test_lengths``."""
+    """The interpreter's time goes by the number of blocks; the sizes as they are come in ``test_small_blocks``."""
     monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 32, "BLOCK_N": 32})
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_equals_reference(spec):
-    a, b = both(spec, 37)
-    assert_same(a, b, 2e-5)
-    assert all(b[name].abs().max() > 1e-4 for name in b.keys() & {"c", "L_multiplier", "mlp.0.weight"})
+@pytest.mark.parametrize(("spec", "call"), CALLS)
+def test_equals_the_reference(spec, call):
+    found = compare("triton", spec, **call)
+    if call["n"] == 37:
+        assert all(found[name].abs().max() > 1e-4 for name in found.keys() & {"c", "L_multiplier", "mlp.0.weight"})
 
 
-@pytest.mark.parametrize("n", [1, 2, 16, 33])
-def test_lengths(n, monkeypatch):
+@pytest.mark.parametrize("n", [16, 33])
+def test_small_blocks(n, monkeypatch):
     monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 32, "BLOCK_N": 16})
-    assert_same(*both(FIRE, n, width=40), 2e-5)
+    compare("triton", FIRE, n=n, width=40, rows=1)
 
 
-@pytest.mark.parametrize(("n", "m"), [(19, 19), (1, 36), (5, 41)])
-def test_last_queries_and_padding(n, m):
-    assert_same(*both(FIRE, n, m), 2e-5)
-    assert_same(*both(FIRE, n, m, **padded(n, m, 3)), 2e-5)
-
-
-def test_interpolated_positions():
-    at = torch.arange(35, device=DEVICE)[None] / 2
-    assert_same(*both(FIRE, 35, pos=Positions(at, at, 0.5)), 2e-5)
-
-
-@pytest.mark.parametrize("spec", SPECS[:2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [(FIRE, torch.bfloat16), ("fire:hidden_layers=1,init_L=20", torch.float16)]
+)
 def test_half_precision(spec, dtype):
     """As for tables; the last layer's bias shifts whole rows of scores, so its gradient is 0 and rounding."""
-    a, b = both(spec, 37, dtype=dtype)
+    a, b = (outcome(name, spec, 37, rows=1, dtype=dtype) for name in ("reference", "triton"))
     for name in a:
         error, scale = (a[name].double() - b[name].double()), a[name].double().abs().max()
-        rounded = name in ("out", "dq", "dk", "dv")
         if name == f"mlp.{build(spec, H, H * D).config.hidden_layers}.bias":
             scale = a[name.replace("bias", "weight")].abs().max()
-        assert error.square().mean().sqrt() <= (1e-3 if rounded else 1e-4) * scale, name
+        assert error.square().mean().sqrt() <= (1e-3 if name in INPUTS else 1e-4) * scale, name
 
 
 def test_smooth_network(monkeypatch):
@@ -82,12 +72,11 @@ def test_smooth_network(monkeypatch):
     monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.sdpa"), "CURVE_FROM", 2)
     monkeypatch.setattr("fairseq_rpe.encodings.segments.FIRST", 64)
     monkeypatch.setattr("fairseq_rpe.encodings.segments.CLOSE", 0.1)
-    a, b = (outputs_and_gradients(f, "fire:activation=gelu,init_L=10", 20) for f in (sdpa, triton))
-    assert_same(a, b, 2e-5)
+    assert_same(*(outcome(name, "fire:activation=gelu,init_L=10", 20, rows=1) for name in ("sdpa", "triton")))
 
 
 def test_the_same_again():
-    a, b = (outputs_and_gradients(triton, FIRE, 18, batch=2) for _ in range(2))
+    a, b = (outcome("triton", FIRE, 18) for _ in range(2))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
