@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
-from specs import ALL_SPECS
+from specs import representatives
 
 from fairseq_rpe import build
 from fairseq_rpe.core import UserError
@@ -29,17 +29,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 TYPES_OF_TEXT, LENGTH = 60, 64
-SIZES = {
-    "vocab_size": TYPES_OF_TEXT,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": LENGTH,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": TYPES_OF_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 64, "max_position_embeddings": LENGTH}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": None}
 # what of ours is which rope_type of theirs
 SCALINGS = {
     "rope": {"rope_type": "default"},
@@ -79,6 +71,10 @@ def logits(model, ids: torch.Tensor, **more) -> torch.Tensor:
         return model(ids, **more).logits
 
 
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
 def with_encoding(model, spec, **more):
     """A copy of a model, with an encoding of ours."""
     return use_encoding(copy.deepcopy(model), spec, **more)
@@ -87,16 +83,17 @@ def with_encoding(model, spec, **more):
 # -- the package's own numbers
 
 
-@pytest.mark.parametrize(
-    "make", [lambda rope: neox(rope=rope), lambda rope: neox(0.5, rope), llama], ids=["neox", "partial", "llama"]
-)
+MAKERS = {"neox": lambda rope: neox(rope=rope), "partial": lambda rope: neox(0.5, rope), "llama": llama}
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("spec", SCALINGS)
 def test_equals_the_models_own_rotation(make, spec):
-    own = make(SCALINGS[spec])
+    own = MAKERS[make](SCALINGS[spec])
     ours = with_encoding(own, spec)
     ids = text()
     a, b = logits(own, ids), logits(ours, ids)
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert_close(a, b)
     assert (logits(with_encoding(own, "nope"), ids) - a).abs().max() > 0.1  # positions matter here
     lengths = (32, LENGTH, 150)
     # dynamic NTK of theirs never shrinks back, so the lengths go up
@@ -107,15 +104,14 @@ def test_equals_the_models_own_rotation(make, spec):
 @pytest.mark.parametrize("kind", TYPES)
 def test_types_that_are_known_keep_their_numbers(kind):
     """Grouped keys, normalised queries, heads that are not width / heads wide, and rotations of a part."""
-    config = transformers.AutoConfig.for_model(
-        kind, **SIZES, **({} if kind == "gpt_neox" else {"num_key_value_heads": 2}), head_dim=8
-    )
+    grouped = {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **grouped, head_dim=8)
     if getattr(config, "sliding_window", None):
         config.sliding_window = None
     own = random_model(config)
     ids = text(tokens=70)
     a = logits(own, ids)
-    torch.testing.assert_close(logits(with_encoding(own, "rope"), ids), a, rtol=0, atol=2e-4)
+    assert_close(logits(with_encoding(own, "rope"), ids), a, 2e-4)
     assert (logits(with_encoding(own, "alibi"), ids) - a).abs().max() > 0.05
     loss = torch.nn.functional.cross_entropy(a[0, :-1], ids[0, 1:]).item()
     row = evaluate(own, ids[0, 1:], [69], start=int(ids[0, 0]))[0]
@@ -128,14 +124,14 @@ def test_the_training_length_is_the_configs():
     own = llama(yarn)
     ours = with_encoding(own, "rope:scaling=yarn,factor=4")
     assert ours.base_model.fairseq_rpe.encodings[0].length == 16
-    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
+    assert_close(logits(ours, text()), logits(own, text()))
     assert with_encoding(own, "nope", length=7).base_model.fairseq_rpe.encodings[0].length == 7
 
 
 def test_wide_heads():
     config = transformers.AutoConfig.for_model("gemma", **SIZES, num_key_value_heads=1, head_dim=16)
     own = random_model(config)
-    torch.testing.assert_close(logits(with_encoding(own, "rope"), text()), logits(own, text()), rtol=0, atol=2e-4)
+    assert_close(logits(with_encoding(own, "rope"), text()), logits(own, text()), 2e-4)
     assert use_encoding(own, "sinusoidal").base_model.fairseq_rpe.encodings[0].width == 32
 
 
@@ -146,7 +142,7 @@ def same_weights(ours, spec: str):
     """A GPT-NeoX with the weights of our decoder: layer norms first, no parallel residual, embeddings not scaled."""
     rotation = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     config = GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="gelu", rope_parameters=rotation)
-    theirs, decoder = neox_of(config), ours.decoder
+    theirs, decoder = AutoModelForCausalLM.from_config(config).eval(), ours.decoder
     base = theirs.gpt_neox
 
     def put(there: torch.nn.Module, here: torch.nn.Module) -> None:
@@ -163,9 +159,8 @@ def same_weights(ours, spec: str):
         put(there.mlp.dense_h_to_4h, here.fc1)
         put(there.mlp.dense_4h_to_h, here.fc2)
         for name in ("weight", "bias"):  # of each head q, then k, then v
-            parts = [
-                getattr(p, name).unflatten(0, (4, 8)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-            ]
+            projections = attention.q_proj, attention.k_proj, attention.v_proj
+            parts = [getattr(p, name).unflatten(0, (4, 8)) for p in projections]
             getattr(there.attention.query_key_value, name).data.copy_(torch.cat(parts, dim=1).flatten(0, 1))
     if spec.startswith("xpos") and "interleaved" not in spec:  # pairs of GPT-NeoX are (s, s + d/2)
         spec += f"{',' if ':' in spec else ':'}interleaved=true"
@@ -173,10 +168,6 @@ def same_weights(ours, spec: str):
     adapted = use_encoding(theirs, spec, share=share)
     put(adapted.base_model.fairseq_rpe.encodings, decoder.encodings)
     return adapted
-
-
-def neox_of(config):
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def decoder_with(task, spec: str, **changes):
@@ -190,17 +181,17 @@ def decoder_with(task, spec: str, **changes):
     return made
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [s for s in ALL_SPECS if s != "learned" and "tupe" not in s]
-    + ["learned:max_positions=150", "tupe:max_positions=150"],
-)
+# of 150 positions where an encoding knows no more than it was trained with
+SPECS = [f"{s}:max_positions=150" if s in ("learned", "tupe") else s for s in representatives()]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_equals_our_decoder(task, spec):
     ours = decoder_with(task, spec)
     theirs = same_weights(ours, spec)
     ids = text()
     with torch.no_grad():
-        torch.testing.assert_close(logits(theirs, ids), ours.decoder(ids)[0], rtol=0, atol=1e-4)
+        assert_close(logits(theirs, ids), ours.decoder(ids)[0])
 
 
 def data_folder(path: Path, tokens: int = 500) -> Path:
@@ -256,17 +247,16 @@ def without_the_network(model):
     return model
 
 
+ROTATED = {
+    "base": (llama, "base=500"),
+    "larger base": (lambda: llama({"rope_theta": 5e5}), "base=500000"),
+    "half of a head": (lambda: neox(0.5), "rotary_fraction=0.5"),
+    "adapted before": (lambda: with_encoding(llama(), "alibi"), "base=500"),  # of the rotation that was there before
+}
+
+
 @pytest.mark.parametrize("spec", [*ROTATING, "xpos:scale_base=1000000"])
-@pytest.mark.parametrize(
-    ("make", "given"),
-    [
-        (llama, "base=500"),
-        (lambda: llama({"rope_theta": 5e5}), "base=500000"),
-        (lambda: neox(0.5), "rotary_fraction=0.5"),
-        (lambda: with_encoding(llama(), "alibi"), "base=500"),  # of the rotation that was there before
-    ],
-    ids=["base", "larger base", "half of a head", "adapted before"],
-)
+@pytest.mark.parametrize(("make", "given"), ROTATED.values(), ids=ROTATED)
 def test_what_a_spec_leaves_open_is_the_models_rotation(make, given, spec):
     model = make()
     own = copy.deepcopy(model)
@@ -275,7 +265,7 @@ def test_what_a_spec_leaves_open_is_the_models_rotation(make, given, spec):
     ours = without_the_network(with_encoding(model, spec))
     assert given in ours.base_model.fairseq_rpe.spec
     # xpos decays, if slowly
-    torch.testing.assert_close(logits(ours, ids), logits(own, ids), rtol=0, atol=1e-2 if "xpos" in spec else 1e-4)
+    assert_close(logits(ours, ids), logits(own, ids), 1e-2 if "xpos" in spec else 1e-4)
 
 
 @pytest.mark.parametrize("spec", [*ROTATING[1:], "xpos"])
@@ -292,7 +282,7 @@ def test_a_config_that_the_models_class_ignores(kind):
     config = transformers.AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, rope_parameters=rope)
     own = random_model(config)
     ours = with_encoding(own, "rope")
-    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
+    assert_close(logits(ours, text()), logits(own, text()))
     assert "rotary_fraction" not in ours.base_model.fairseq_rpe.spec
 
 
@@ -311,16 +301,16 @@ def test_llama3_is_transformers_own():
     assert factor == 1 and (build("rope:base=500000", 4, 256).frequencies(length) / got)[-1] == pytest.approx(8)
     own = llama({**rope, "original_max_position_embeddings": 16})
     ours = with_encoding(own, "rope:scaling=llama3,factor=8")
-    torch.testing.assert_close(logits(ours, text()), logits(own, text()), rtol=0, atol=1e-4)
+    assert_close(logits(ours, text()), logits(own, text()))
 
 
 # -- what a forward pass may ask for
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "kerple_log", "learned", "self_extend:group=2,window=6"],
-)
+DECODED = ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "learned", "self_extend:group=2,window=6"]
+
+
+@pytest.mark.parametrize("spec", DECODED)
 def test_decoding_equals_a_whole_pass(spec):
     model = use_encoding(llama(), spec)
     ids = text(tokens=20)
@@ -330,7 +320,7 @@ def test_decoding_equals_a_whole_pass(spec):
             out = model(part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             parts.append(out.logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-4)
+    assert_close(torch.cat(parts, dim=1), whole)
     made = model.generate(ids, max_new_tokens=6, do_sample=False)
     greedy = ids
     for _ in range(6):
@@ -351,8 +341,8 @@ def test_padding(spec, side):
     mask[1, padded] = 0
     real = mask[1].bool()
     got, alone = logits(model, ids, attention_mask=mask), logits(model, ids[1:, real])
-    torch.testing.assert_close(got[1, real], alone[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(got[0], logits(model, ids)[0] if "dynamic" in spec else got[0], rtol=0, atol=1e-4)
+    assert_close(got[1, real], alone[0])
+    assert_close(got[0], logits(model, ids)[0] if "dynamic" in spec else got[0])
     if side == "left" and spec != "learned":
         short = ids[:, :16]
         made = model.generate(short, attention_mask=mask[:, :16], max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -393,14 +383,15 @@ def test_training_reaches_the_encoding_and_checkpointing_changes_nothing():
 def test_checkpointing_with_one_encoding_for_all_layers():
     grads = []
     for checkpointing in (False, True):
-        model = use_encoding(neox(), build("fire", 4, 32)).train()
+        encoding = build("fire", 4, 32)
         torch.manual_seed(5)
-        for p in model.base_model.fairseq_rpe.parameters():
+        for p in encoding.parameters():
             torch.nn.init.normal_(p)
+        model = use_encoding(neox(), encoding).train()
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model(text(), labels=text(), use_cache=False).loss.backward()
-        grads.append([p.grad for p in model.base_model.fairseq_rpe.parameters()])
+        grads.append([p.grad for p in encoding.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -432,12 +423,12 @@ def test_positions_that_are_moved():
     """Half of every position is interpolation by 2, in a pass and while decoding; a random draw stays in training."""
     model, ids = llama(), text(tokens=40)
     a = logits(with_encoding(model, "rope", positions="interpolate:ratio=0.5"), ids)
-    torch.testing.assert_close(a, logits(with_encoding(model, "rope:scaling=linear,factor=2"), ids), rtol=0, atol=1e-4)
+    assert_close(a, logits(with_encoding(model, "rope:scaling=linear,factor=2"), ids))
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     moved = with_encoding(model, "fire", positions="interpolate:ratio=auto,train=16")
     got = logits(moved, ids, attention_mask=mask)[1, 9:]
-    torch.testing.assert_close(got, logits(moved, ids[1:, 9:])[0], rtol=0, atol=1e-4)
+    assert_close(got, logits(moved, ids[1:, 9:])[0])
     assert evaluate(moved, ids[0], [40])[0].positions.startswith("interpolate")
     random = with_encoding(model, "rope", positions_train="randomized:max=200")
     assert torch.equal(logits(random, ids), logits(random, ids))
@@ -449,9 +440,9 @@ def test_random_positions_of_evaluation_are_drawn_for_each_row():
     mask[1, :9] = 0
     model = with_encoding(llama(), "rope", positions="randomized:max=200")
     both = logits(model, ids, attention_mask=mask)
-    torch.testing.assert_close(both[0], logits(model, ids[:1])[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(both[1, 9:], logits(model, ids[1:, 9:])[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(logits(model, ids.flip(0))[1], logits(model, ids)[0], rtol=0, atol=1e-4)
+    assert_close(both[0], logits(model, ids[:1])[0])
+    assert_close(both[1, 9:], logits(model, ids[1:, 9:])[0])
+    assert_close(logits(model, ids.flip(0))[1], logits(model, ids)[0])
     assert evaluate(model, ids[0], [40])[0].draws == 1
 
 
@@ -481,9 +472,8 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(model.base_model.fairseq_rpe.state_dict(), tmp_path / "positions.pt")
     again = transformers.GPTNeoXForCausalLM.from_pretrained(tmp_path)
-    use_encoding(again, "t5_bias:init_std=1").base_model.fairseq_rpe.load_state_dict(
-        torch.load(tmp_path / "positions.pt")
-    )
+    learned = use_encoding(again, "t5_bias:init_std=1").base_model.fairseq_rpe
+    learned.load_state_dict(torch.load(tmp_path / "positions.pt"))
     assert torch.equal(logits(again.eval(), text()), logits(model, text()))
 
 
@@ -491,7 +481,7 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("call", "words"),
     [
         (lambda: use_encoding(torch.nn.Linear(2, 2), "alibi"), "not a model of transformers"),
         (lambda: use_encoding(random_model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)), "alibi"), "'gpt2'"),
@@ -505,67 +495,50 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
         (lambda: use_encoding(neox(), "learned", positions="interpolate:ratio=0.5"), "whole positions only"),
         (lambda: use_encoding(neox(), "alibi", backend="fast"), "fast"),
         (lambda: use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), "rope"), r"is scaled \(linear\)"),
-        (
-            lambda: use_encoding(random_model(transformers.MistralConfig(**SIZES, num_key_value_heads=2)), "alibi"),
-            "4096",
-        ),
+        (lambda: use_encoding(random_model(SLIDING), "alibi"), "4096"),
         (lambda: use_encoding(transformers.GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)).to("meta"), "alibi"), "on meta"),
+        # forward passes
+        (lambda: passed(output_attentions=True), "attention weights are never built"),
+        (lambda: passed(position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])), "packed texts"),
+        (lambda: passed(position_ids=torch.arange(3, 13)[None], attention_mask=torch.ones(2, 10)), "packed texts"),
+        (lambda: passed(attention_mask=torch.ones(2, 7)), r"of shape \(2, 7\), not \(2, 10\)"),
+        (lambda: passed(attention_mask=torch.zeros(2, 1, 10, 10)), r"as \(batch, tokens\)"),
+        (lambda: generated(cache_implementation="static"), "DynamicCache"),
+        (lambda: generated("randomized:max=100"), "random positions would move"),
+        # texts
+        (lambda: evaluate(neox(), [5, 6, 7], [4]), "not between 1 and the 3 tokens"),
+        (lambda: evaluate(neox(), [5, 60], [1]), "the id 60 and the model has 60 types"),
+        (lambda: evaluate(neox(), [[5, 6]], [1]), "in one row"),
+        (lambda: evaluate(neox(), [0.5, 1.5], [1]), "not torch.float32"),
+        (lambda: evaluate(neox(), [5, 6, 7], [3], max_tokens=2), "less than length 3"),
+        (lambda: evaluate(neox(), "nowhere", [3]), "does not exist"),
     ],
 )
-def test_models_and_encodings_that_cannot_be(make, words):
+def test_what_cannot_be(call, words):
     with pytest.raises(UserError, match=words) as caught:
-        make()
+        call()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"output_attentions": True}, "attention weights are never built"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])}, "packed texts"),
-        ({"position_ids": torch.arange(3, 13)[None], "attention_mask": torch.ones(2, 10)}, "packed texts"),
-        ({"attention_mask": torch.ones(2, 7)}, "of shape \\(2, 7\\), not \\(2, 10\\)"),
-        ({"attention_mask": torch.zeros(2, 1, 10, 10)}, "as \\(batch, tokens\\)"),
-    ],
-)
-def test_passes_that_cannot_be(more, words):
-    model = use_encoding(neox(), "alibi")
-    with pytest.raises(UserError, match=words) as caught:
-        logits(model, text(tokens=10), **more)
-    assert "\n" not in str(caught.value)
+SLIDING = transformers.MistralConfig(**SIZES, num_key_value_heads=2)
 
 
-def test_caches_and_attention_that_cannot_be():
-    model = use_encoding(neox(), "alibi")
-    with pytest.raises(UserError, match="DynamicCache"):
-        model.generate(text(tokens=5), max_new_tokens=3, cache_implementation="static")
-    moved = use_encoding(neox(), "alibi", positions="randomized:max=100")
-    with pytest.raises(UserError, match="random positions would move"):
-        moved.generate(text(tokens=5), max_new_tokens=3)
+def passed(**more):
+    return logits(use_encoding(neox(), "alibi"), text(tokens=10), **more)
+
+
+def generated(positions: str = "", **more):
+    return use_encoding(neox(), "alibi", positions=positions).generate(text(tokens=5), max_new_tokens=3, **more)
+
+
+def test_attention_that_cannot_be():
+    model, bare = use_encoding(neox(), "alibi"), neox()
     model.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="as use_encoding set it"):
         logits(model, text())
-    bare = neox()
     bare.set_attn_implementation("fairseq_rpe")
     with pytest.raises(UserError, match="has no encoding"):
         logits(bare, text())
-
-
-@pytest.mark.parametrize(
-    ("data", "lengths", "more", "words"),
-    [
-        ([5, 6, 7], [4], {}, "not between 1 and the 3 tokens"),
-        ([5, 60], [1], {}, "the id 60 and the model has 60 types"),
-        ([[5, 6]], [1], {}, "in one row"),
-        ([0.5, 1.5], [1], {}, "not torch.float32"),
-        ([5, 6, 7], [3], {"max_tokens": 2}, "less than length 3"),
-        ("nowhere", [3], {}, "does not exist"),
-    ],
-)
-def test_texts_that_cannot_be_scored(data, lengths, more, words):
-    with pytest.raises(UserError, match=words) as caught:
-        evaluate(neox(), data, lengths, **more)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_page_is_true(tmp_path, monkeypatch):

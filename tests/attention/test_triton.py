@@ -36,15 +36,12 @@ from fairseq_rpe.encodings import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
 ROOT = Path(__file__).resolve().parents[2]
-FIRE = "fire:init_L=20"  # some queries before L, some after it
-PADDING = left_padding(35, 5, rows=3)
-PADDING[2] = True
 # a call for each kind of bias, of visibility and of positions that the kernels are compiled for
 CALLS = [
     *(pytest.param(spec, {"n": 37, "rows": 1}, id=f"{spec}-even") for spec in ("nope", "window:window=5", "t5_bias")),
     *(pytest.param("kerple_log", {"n": n, "rows": 1}, id=f"kerple_log-{n}") for n in (1, 2, 16, 33)),
     *(pytest.param("kerple_log", {"n": 17, "rows": 1, "width": width}, id=f"width {width}") for width in (40, 80, 256)),
-    *(pytest.param(spec, in_documents(37), id=f"{spec}-documents") for spec in ("nope", "kerple_log", FIRE)),
+    *(pytest.param(spec, in_documents(37), id=f"{spec}-documents") for spec in ("nope", "kerple_log")),
     *(pytest.param("kerple_log", {"n": n, "m": m, "rows": 1}, id=f"{n} of {m}") for n, m in ((1, 50), (33, 70))),
     *(pytest.param("alibi", padded(n, m), id=f"{n} of {m} with padding") for n, m in ((1, 50), (5, 41))),
     *(
@@ -62,10 +59,11 @@ def test_equals_the_reference(spec, call):
     compare("triton", spec, **call)
 
 
-@pytest.mark.parametrize("spec", ["nope", "kerple_log"])
-def test_padding(spec):
+def test_padding():
     """Row 0 begins with pads, row 1 has none, row 2 is nothing but pads: it gives 0 and gets gradients of 0."""
-    found = compare("triton", spec, n=35, rows=3, padding=PADDING)
+    padding = left_padding(33, 5, rows=3)
+    padding[2] = True
+    found = compare("triton", "kerple_log", n=33, rows=3, padding=padding)
     assert not any(found[name][2].any() for name in INPUTS)
 
 
@@ -82,7 +80,7 @@ def test_half_precision(spec, dtype):
 
 
 def test_documents_in_half_precision():
-    call = in_documents(37) | {"dtype": torch.bfloat16}
+    call = in_documents(19) | {"dtype": torch.bfloat16}
     assert_same(outcome("reference", "kerple_log", **call), outcome("triton", "kerple_log", **call), 3e-2)
 
 
@@ -115,10 +113,10 @@ def test_memory_layouts():
 
 
 def test_deterministic_mode():
-    a = outcome("triton", "kerple_log", 17)
+    a = outcome("triton", "kerple_log", 17, rows=1)
     torch.use_deterministic_algorithms(True)
     try:
-        b = outcome("triton", "kerple_log", 17)
+        b = outcome("triton", "kerple_log", 17, rows=1)
         assert all(torch.equal(a[name], b[name]) for name in a)
         outcome("triton", "alibi", **skipping(7))
         with pytest.raises(UserError, match="no deterministic gradient of a learned table.*'sdpa'"):
@@ -166,17 +164,17 @@ def test_rows_without_weight_are_zero():
     assert not out[:, :, :4].any() and out[:, :, 4:].abs().amin() > 0
 
 
-@pytest.mark.parametrize("spec", ["kerple_log", FIRE])
+@pytest.mark.parametrize("spec", ["kerple_log", "fire:init_L=20"])
 def test_every_element_is_written(spec):
     with buffers_of_nan():
-        found = outcome("triton", spec, **padded(3, 35))
+        found = outcome("triton", spec, **padded(3, 33), heads=1)
     assert all(torch.isfinite(x).all() for x in found.values())
 
 
 @pytest.mark.parametrize("spec", ["kerple_log", "fire"])
 def test_memory_grows_linearly(spec, monkeypatch):
     """No buffer comes near n² numbers, forward or backward, for a learned bias."""
-    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 64, "BLOCK_N": 32})
+    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 64, "BLOCK_N": 64})
     n = 200
     if DEVICE == "cuda":  # block sizes are measured at the first call, with memory of its own
         outcome("triton", spec, n, rows=1, heads=1)
