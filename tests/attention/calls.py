@@ -31,7 +31,7 @@ def lively(spec: str, heads: int = H, width: int = D, length: int = 320) -> Enco
     """An encoding whose learned parameters all matter."""
     torch.manual_seed(0)
     encoding = build(spec, heads, heads * width, length).to(DEVICE)
-    size = 0.02 if spec.startswith("clex") else 0.2  # of which its differential equation would overflow
+    size = 0.02 if spec.startswith(("clex", "floater")) else 0.2  # differential equations overflow soon
     for parameter in encoding.parameters():
         parameter += size * torch.randn_like(parameter)
     return encoding

@@ -45,20 +45,20 @@ def padding_on_both_sides(n: int) -> dict:
 
 # lengths of less than a block, of several and ragged ones, in each way in which a call may differ
 CALLS = {
-    "one token": {"n": 1, "tolerance": 2e-5},
-    "short": {"n": 7, "tolerance": 2e-5},
-    "long": {"n": 301, "tolerance": 2e-5},
-    "dropout": {"n": 301, "dropout": 0.3, "tolerance": 2e-5},
-    "padding": padding_on_both_sides(140) | {"tolerance": 2e-5},
-    "padding and dropout": padded(131) | {"dropout": 0.3, "tolerance": 2e-5},
-    "gaps": skipping(45) | {"tolerance": 2e-5},
-    "gaps of unknown spacing": skipping(45, step=None) | {"tolerance": 2e-5},
-    "one query": padded(1, 150) | {"tolerance": 2e-5},
-    "last queries": {"n": 140, "m": 150, "tolerance": 2e-5},
-    "documents": in_documents(301) | {"tolerance": 1e-4},
-    "bf16": {"n": 131, "dtype": torch.bfloat16, "tolerance": 0.02},
-    "padding in bf16": padded(131) | {"dtype": torch.bfloat16, "tolerance": 0.02},
-    "documents in bf16": in_documents(37) | {"dtype": torch.bfloat16, "tolerance": 3e-2},
+    "one token": {"n": 1},
+    "short": {"n": 7},
+    "long": {"n": 301},
+    "dropout": {"n": 301, "dropout": 0.3},
+    "padding": padding_on_both_sides(140),
+    "padding and dropout": padded(131) | {"dropout": 0.3},
+    "gaps": skipping(45),
+    "gaps of unknown spacing": skipping(45, step=None),
+    "one query": padded(1, 150),
+    "last queries": {"n": 140, "m": 150},
+    "documents": in_documents(301),
+    "bf16": {"n": 131, "dtype": torch.bfloat16},
+    "padding in bf16": padded(131) | {"dtype": torch.bfloat16},
+    "documents in bf16": in_documents(37) | {"dtype": torch.bfloat16},
 }
 
 
@@ -74,7 +74,9 @@ def small_blocks(monkeypatch):
 def test_equals_the_reference(spec, call, small_blocks):
     if "documents" in call and capabilities(spec)["reads_length"]:
         pytest.skip("documents do not share rows")
-    compare("sdpa", spec, **CALLS[call])
+    # the gradient of FIRE's last layer sums over all pairs terms that cancel
+    tolerance = 0.03 if "bf16" in call else 1e-4 if spec.startswith("fire") or call == "documents" else 2e-5
+    compare("sdpa", spec, tolerance, **CALLS[call])
 
 
 @pytest.mark.parametrize("spec", ["alibi", "kerple_log", "fire"])
@@ -82,8 +84,7 @@ def test_many_blocks(spec, monkeypatch):
     """523 rows span three blocks of the Toeplitz path and, with small blocks, five of the general one."""
     monkeypatch.setattr(SDPA, "PAIR_ELEMENTS", 1)
     for call in ({"n": 523}, padded(523)):
-        # the gradient of FIRE's last layer sums over all pairs terms that cancel: float32 leaves errors of up to 2.4e-5
-        compare("sdpa", spec, 5e-5, **call, dropout=0.1)
+        compare("sdpa", spec, 1e-4 if spec == "fire" else 2e-5, **call, dropout=0.1)
 
 
 @pytest.mark.parametrize("spec", ["kerple_log", "kerple_power", "t5_bias:init_std=1"])
