@@ -182,7 +182,7 @@ def decoder_with(task, spec: str, **changes):
 
 
 # of 150 positions where an encoding knows no more than it was trained with
-SPECS = [f"{s}:max_positions=150" if s in ("learned", "tupe") else s for s in representatives()]
+SPECS = [f"{s}:max_positions=150" if s in ("learned", "tupe") else s for s in representatives() if s != "forgetting"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -491,6 +491,7 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
         (lambda: use_encoding(neox(), "rope", share="layer"), "can only be shared by: model"),
         (lambda: use_encoding(neox(), build("alibi", 8, 32)), "is for 8 heads"),
         (lambda: use_encoding(neox(), build("alibi", 4, 32), share="layer"), "give its spec"),
+        (lambda: use_encoding(neox(), "forgetting"), "reads a layer's input"),
         (lambda: use_encoding(neox(), "nope", positions="interpolate:ratio=0.5"), "reads no positions"),
         (lambda: use_encoding(neox(), "learned", positions="interpolate:ratio=0.5"), "whole positions only"),
         (lambda: use_encoding(neox(), "alibi", backend="fast"), "fast"),

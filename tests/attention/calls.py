@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,14 +24,15 @@ from fairseq_rpe.encodings import Encoding, build
 
 B, H, D = 2, 2, 32
 Result = dict[str, Tensor]
+Made = Callable[[str], tuple[Tensor, Form]]  # of a device: a tensor that is learned, and a form that is made of it
 INPUTS = ("out", "q", "k", "v")
 
 
 @torch.no_grad()
-def lively(spec: str, heads: int = H, width: int = D, length: int = 320) -> Encoding:
+def lively(spec: str, heads: int = H, width: int = D, length: int = 320, device: str = DEVICE) -> Encoding:
     """An encoding whose learned parameters all matter."""
     torch.manual_seed(0)
-    encoding = build(spec, heads, heads * width, length).to(DEVICE)
+    encoding = build(spec, heads, heads * width, length).to(device)
     size = 0.02 if spec.startswith(("clex", "floater")) else 0.2  # differential equations overflow soon
     for parameter in encoding.parameters():
         parameter += size * torch.randn_like(parameter)
@@ -39,7 +41,7 @@ def lively(spec: str, heads: int = H, width: int = D, length: int = 320) -> Enco
 
 def outcome(
     backend: str,
-    spec: str | Callable[[], tuple[Tensor, Form]],
+    spec: str | Made,
     n: int,
     m: int | None = None,
     *,
@@ -52,29 +54,29 @@ def outcome(
     padding: Tensor | None = None,
     documents: Tensor | None = None,
     grads: bool = True,
+    device: str = DEVICE,
 ) -> Result:
-    """The output, and the gradients of q, k, v and of what is learned, by name.
-
-    ``spec`` may be a function that returns a tensor that is learned and a form that is made of it.
-    """
+    """The output, and the gradients of q, k, v and of what is learned, by name."""
     m, last_query = m or n, None
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     q, k, v = (drawn(rows, heads, length, width).requires_grad_(grads) for length in (n, m, m))
     x, cotangent = drawn(rows, m, heads * width), drawn(rows, heads, n, width)
-    pos = pos or Positions.arange(n, m, device=DEVICE)
+    pos = Positions.arange(n, m) if pos is None else pos
+    pos = replace(pos, q=pos.q.to(device), k=pos.k.to(device))
+    padding = None if padding is None else padding.to(device)
     if documents is not None:
-        pos, last_query = separated(documents)
+        pos, last_query = separated(documents.to(device))
     with torch.set_grad_enabled(grads):
         if callable(spec):
-            learned, form = spec()
+            learned, form = spec(device)
             leaves = {"table": learned}
             plan = Plan(pos, form, padding, backend=BACKENDS[backend], last_query=last_query)
         else:
-            encoding = lively(spec, heads, width)
+            encoding = lively(spec, heads, width, device=device)
             leaves = {name: p for name, p in encoding.named_parameters() if p.requires_grad}
             plan = plan_of(encoding, pos, padding, BACKENDS[backend], last_query=last_query)
         torch.manual_seed(2)
@@ -112,19 +114,19 @@ def assert_rounded(expected: Result, found: Result, spread: float = 1e-3, learne
         assert not rounded or error.abs().max() <= 2 * torch.finfo(a.dtype).eps * max(1.0, scale), name
 
 
-def compare(backend: str, spec: Any, tolerance: float = 2e-5, **call: Any) -> Result:
+def compare(backend: str, spec: str | Made, tolerance: float = 2e-5, **call: Any) -> Result:
     """Assert that a backend gives what the reference gives; returns what it gives."""
     found = outcome(backend, spec, **call)
     assert_same(outcome("reference", spec, **call), found, tolerance)
     return found
 
 
-# Arguments of ``outcome``
+# Arguments of ``outcome``, which moves them to its device
 
 
 def left_padding(m: int, pads: int = 3, rows: int = B) -> Tensor:
     """The first row begins with pads."""
-    padding = torch.zeros(rows, m, dtype=torch.bool, device=DEVICE)
+    padding = torch.zeros(rows, m, dtype=torch.bool)
     padding[0, :pads] = True
     return padding
 
@@ -144,13 +146,13 @@ def in_documents(n: int) -> dict[str, Any]:
 
 def numbered(lengths: list[list[int]]) -> Tensor:
     rows = [[number for number, length in enumerate(row) for _ in range(length)] for row in lengths]
-    return torch.tensor(rows, device=DEVICE)
+    return torch.tensor(rows)
 
 
 def skipping(n: int, m: int | None = None, step: float | None = 1.0, start: float = 0.0) -> dict[str, Any]:
     """Positions of each row with gaps; ``step`` None: as if their spacing were unknown."""
     generator = torch.Generator().manual_seed(3)
-    at = torch.randint(1, 4, (B, m or n), generator=generator).cumsum(1).to(DEVICE).float() + start
+    at = torch.randint(1, 4, (B, m or n), generator=generator).cumsum(1).float() + start
     return {"n": n, "m": m, "pos": Positions(at[:, -n:], at, step, contiguous=False)}
 
 
@@ -160,12 +162,12 @@ def warped(n: int, m: int | None = None) -> Positions:
     return Positions(at[:, -n:], at, None, False)
 
 
-def table(columns: int, origin: int = 0, step: float = 1.0) -> Callable[[], tuple[Tensor, Form]]:
+def table(columns: int, origin: int = 0, step: float = 1.0) -> Made:
     """A learned table of any length and origin."""
 
-    def make() -> tuple[Tensor, Form]:
+    def make(device: str) -> tuple[Tensor, Form]:
         torch.manual_seed(7)
-        learned = torch.randn(H, columns).to(DEVICE).requires_grad_()
+        learned = torch.randn(H, columns).to(device).requires_grad_()
         return learned, Toeplitz(learned, origin, step)
 
     return make

@@ -18,26 +18,15 @@ X = torch.randn(B, H, N, D)
 ROWS = torch.randn(B, N, H * D)
 
 
-def sparse(x: torch.Tensor) -> torch.Tensor:
-    return x.to_sparse()
+def quietly(change):
+    """The same without torch's warnings that a kind of tensor is new or old."""
 
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return change(x)
 
-def compressed(x: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return x.reshape(-1, x.shape[-1]).to_sparse_csr()
-
-
-def quantised(x: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
-
-
-def nested(x: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.nested.nested_tensor(list(x.float()))
+    return changed
 
 
 CHANGED = {
@@ -51,10 +40,10 @@ CHANGED = {
     "float8_e5m2": lambda x: x.to(torch.float8_e5m2),
     "complex": lambda x: x.to(torch.complex64),
     "meta": lambda x: x.to("meta"),
-    "sparse": sparse,
-    "compressed": compressed,
-    "quantised": quantised,
-    "nested": nested,
+    "sparse": lambda x: x.to_sparse(),
+    "compressed": quietly(lambda x: x.reshape(-1, x.shape[-1]).to_sparse_csr()),
+    "quantised": quietly(lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)),
+    "nested": quietly(lambda x: torch.nested.nested_tensor(list(x.float()))),
     "flat": lambda x: x.flatten(),
     "none of it": lambda x: x[:0],
 }

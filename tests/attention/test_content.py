@@ -20,7 +20,7 @@ B, H, D = 2, 4, 8
 
 @pytest.mark.parametrize("spec", CONTENT_SPECS)
 def test_padding_in_the_middle_of_a_row_changes_nothing(spec):
-    n, encoding = 40, lively(spec, H, D)
+    n, encoding = 40, lively(spec, H, D, device="cpu")
     padding = torch.zeros(B, n, dtype=torch.bool)
     padding[0, :3], padding[1, 15:25] = True, True
     torch.manual_seed(1)
@@ -38,7 +38,7 @@ def test_padding_in_the_middle_of_a_row_changes_nothing(spec):
 
 @pytest.mark.parametrize("spec", CONTENT_SPECS)
 def test_the_module_decodes_what_it_reads_at_once(spec):
-    layer = RelativeAttention(H * D, H, lively(spec, H, D, length=20))
+    layer = RelativeAttention(H * D, H, lively(spec, H, D, 20, "cpu"))
     with torch.no_grad():
         x = torch.randn(B, 29, H * D)
         whole, cache = layer(x), layer.new_cache()

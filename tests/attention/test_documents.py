@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from calls import B, D, H, assert_same, in_documents, lively, numbered
+from calls import B, D, H, assert_same, lively, numbered
 from conftest import DEVICE, VOCABULARY, make_model
 from specs import representatives
 
@@ -37,7 +37,7 @@ def test_attention_is_that_of_each_document_alone(spec):
     encoding, n, generator = lively(spec), 37, torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(B, H, n, D, generator=generator).to(DEVICE) for _ in range(3))
     notes = encoding.note(torch.randn(B, n, H * D, generator=generator).to(DEVICE)) if encoding.notes else None
-    found = attend(q, k, v, encoding, documents=numbered(LENGTHS), notes=notes, backend="reference")
+    found = attend(q, k, v, encoding, documents=numbered(LENGTHS).to(DEVICE), notes=notes, backend="reference")
     for row, tokens in parts(LENGTHS):
         at = row, slice(None), tokens
         own = None if notes is None else notes[at]
@@ -62,7 +62,7 @@ def test_a_model_reads_each_document_as_if_it_were_alone(task, spec):
         found = torch.autograd.grad((out * weights).sum(), list(model.parameters()), allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
 
-    logits = model(tokens, documents=numbered([[5, 1, 20, 11], [30, 3, 4]]).cpu())[0]
+    logits = model(tokens, documents=numbered([[5, 1, 20, 11], [30, 3, 4]]))[0]
     together, apart = gradients(logits, cotangent), [torch.zeros_like(p) for p in model.parameters()]
     for at in parts([[5, 1, 20, 11], [30, 3]]):
         alone = model(tokens[at])[0]
@@ -76,7 +76,7 @@ def test_a_model_reads_each_document_as_if_it_were_alone(task, spec):
 
 
 def test_documents_are_a_kind_of_call_of_their_own():
-    pos, last_query = separated(in_documents(37)["documents"])
+    pos, last_query = separated(numbered(LENGTHS).to(DEVICE))
     q = torch.zeros(B, H, 37, D, device=DEVICE)
     plan = plan_of(lively("alibi"), pos, None, BACKENDS["sdpa"], last_query=last_query)
     plain = plan_of(lively("alibi"), Positions.arange(37, device=DEVICE), None, BACKENDS["sdpa"])

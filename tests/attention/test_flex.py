@@ -57,9 +57,9 @@ def test_equals_the_reference(spec, call):
     compare("flex", spec, rounding, **call, grads=False)
 
 
-def dense():
+def dense(device):
     torch.manual_seed(0)
-    made = torch.randn(B, H, 131, 131, device=DEVICE, requires_grad=True)
+    made = torch.randn(B, H, 131, 131).to(device).requires_grad_()
     return made, Dense(made.transpose(2, 3))
 
 
@@ -112,7 +112,7 @@ def test_distances_at_warped_positions(spec):
 
 @ON_CPU
 def test_functions_that_no_gpu_compiles():
-    def learned():
+    def learned(device):
         number = torch.tensor(0.1, requires_grad=True)
         return number, Pair(
             lambda i, j, w: (w * (i[:, :, None] - j[:, None]))[:, None].expand(-1, H, -1, -1), (number,)
@@ -153,7 +153,7 @@ def inputs(n):
 
 
 def test_rows_that_see_nothing_give_zero():
-    padding, pos = left_padding(37, 5), Positions.arange(37, device=DEVICE)
+    padding, pos = left_padding(37, 5).to(DEVICE), Positions.arange(37, device=DEVICE)
     padding[1] = True
     out = flex(*inputs(37), Plan(pos, build("alibi", H, H * D).to(DEVICE).form(pos), padding))
     assert not out[0, :, :5].any() and not out[1].any() and out[0, :, 5:].abs().amin() > 0

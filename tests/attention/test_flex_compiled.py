@@ -76,4 +76,4 @@ def test_equals_the_reference(spec, kind):
 @pytest.mark.release
 def test_matrix():
     bias = torch.randn(1, H, 150, 150)
-    compare("flex", lambda: (bias, Dense(bias)), n=150, padding=left_padding(150), grads=False)
+    compare("flex", lambda device: (bias, Dense(bias)), n=150, padding=left_padding(150), grads=False)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import assert_same, compare, outcome, padded
+from calls import assert_same, padded
 from conftest import VOCABULARY, make_model
 from specs import LONGER
+from test_sdpa import compare, outcome
 
 from fairseq_rpe import attend, build
 from fairseq_rpe.analysis.speed import Setting, measure
@@ -17,7 +18,6 @@ from fairseq_rpe.attention.calibration import Calibrator
 from fairseq_rpe.attention.layer import carry_out, plan_of
 from fairseq_rpe.attention.nearby import ROWS
 from fairseq_rpe.core import Positions, Region, UserError
-from fairseq_rpe.evaluation.probe import Field
 from fairseq_rpe.evaluation.windows import Windows, score, why_not_cached
 
 H, D = 2, 16
@@ -46,7 +46,7 @@ def qkv(n: int) -> list[torch.Tensor]:
 
 def compare_both(spec: str, tolerance: float = 2e-5, **call) -> None:
     """With gradients and, where nothing needs one, in the other way without."""
-    found = compare("sdpa", spec, tolerance, **call, width=D)
+    found = compare(spec, tolerance, **call, width=D)
     if "dropout" not in call:
         again = outcome("sdpa", spec, **call, width=D, grads=False)
         assert_same({"out": found["out"]}, again, tolerance)
@@ -161,28 +161,6 @@ def test_auto_measures_nothing_where_one_backend_serves():
     plan = plan_of(build("rerope:window=4", H, H * D), Positions.arange(9), None, BACKENDS["sdpa"])
     never = Calibrator(BACKENDS, applies=lambda q: pytest.fail("nothing to choose"))
     assert never.choice(q, k, v, plan) is None
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("spec", ["dual_chunk:chunk=6,cap=9", "streaming_llm:sinks=2,recent=5"])
-def test_a_receptive_field_is_that_of_the_reference(task, spec):
-    """Rows in pieces against the whole matrix of weights; first tokens far away count."""
-    model, x, rows = make_model(task, spec), tokens(2, 24), 5
-    model.decoder.attend = BACKENDS["sdpa"]
-    found: list[torch.Tensor] = []
-
-    def attend(q, k, v, plan, dropout=0.0):
-        found.append(reference(q, k, torch.eye(24).expand(*k.shape[:3], 24), plan))
-        return sdpa(q, k, v, plan)
-
-    with Field(model.decoder, 24, rows, [0.5]) as field:
-        plain = logits(model, x)
-    model.decoder.attend = attend
-    assert torch.equal(logits(model, x), plain)
-    for layer, weights in zip(field.layers, found, strict=True):
-        by_distance = [weights[:, :, i, : i + 1].flip(2).mean(0) for i in range(19, 24)]  # (heads, i + 1) each
-        wanted = sum(torch.nn.functional.pad(x, (0, 24 - x.shape[1])) for x in by_distance) / rows
-        torch.testing.assert_close(layer.mass.float(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", ["rerope:window=4", "lm_infinite:sinks=2,window=4"])

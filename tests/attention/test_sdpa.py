@@ -2,7 +2,9 @@
 
 import importlib
 import math
+from functools import partial
 
+import calls
 import pytest
 import torch
 from calls import (
@@ -10,10 +12,8 @@ from calls import (
     Largest,
     assert_same,
     buffers_of_nan,
-    compare,
     in_documents,
     left_padding,
-    outcome,
     padded,
     skipping,
     table,
@@ -29,6 +29,8 @@ from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
 B, H, D = 2, 4, 16
+outcome = partial(calls.outcome, device="cpu")
+compare = partial(calls.compare, "sdpa", device="cpu")
 SDPA = importlib.import_module("fairseq_rpe.attention.sdpa")
 # one of each combination of capabilities, and of each other form that scores of the tokens have
 SPECS = [*representatives(), "window:window=5", "fire:exact=true", "transformer_xl", "huang:method=3,max_distance=7"]
@@ -39,7 +41,7 @@ def padding_on_both_sides(n: int) -> dict:
     """Row 0 begins with three pads, row 1 ends with two and has others in its middle."""
     padding = left_padding(n)
     padding[1, n - 2 :], padding[1, n // 3 : n // 3 + 10] = True, True
-    pos, hidden = counted(padding.cpu(), n, False)
+    pos, hidden = counted(padding, n, False)
     return {"n": n, "pos": pos, "padding": hidden}
 
 
@@ -76,7 +78,7 @@ def test_equals_the_reference(spec, call, small_blocks):
         pytest.skip("documents do not share rows")
     # the gradient of FIRE's last layer sums over all pairs terms that cancel
     tolerance = 0.03 if "bf16" in call else 1e-4 if spec.startswith("fire") or call == "documents" else 2e-5
-    compare("sdpa", spec, tolerance, **CALLS[call])
+    compare(spec, tolerance, **CALLS[call])
 
 
 @pytest.mark.parametrize("spec", ["alibi", "kerple_log", "fire"])
@@ -84,7 +86,7 @@ def test_many_blocks(spec, monkeypatch):
     """523 rows span three blocks of the Toeplitz path and, with small blocks, five of the general one."""
     monkeypatch.setattr(SDPA, "PAIR_ELEMENTS", 1)
     for call in ({"n": 523}, padded(523)):
-        compare("sdpa", spec, 1e-4 if spec == "fire" else 2e-5, **call, dropout=0.1)
+        compare(spec, 1e-4 if spec == "fire" else 2e-5, **call, dropout=0.1)
 
 
 @pytest.mark.parametrize("spec", ["kerple_log", "kerple_power", "t5_bias:init_std=1"])
@@ -100,16 +102,16 @@ def test_gradients_of_a_table_in_bf16(spec, dropout):
 @pytest.mark.parametrize("columns", [5, 12])
 def test_tables_of_other_lengths_and_steps(columns, call):
     """Beyond its end a table repeats its last column; tokens half a position apart share one, two by two."""
-    compare("sdpa", table(columns), **call)
+    compare(table(columns), **call)
 
 
 def test_dense_form_and_float64():
-    def dense():
+    def dense(device):
         torch.manual_seed(0)
         bias = torch.randn(B, 2, 33, 33, dtype=torch.float64, requires_grad=True)
         return bias, Dense(bias)
 
-    compare("sdpa", dense, 1e-10, n=33, dtype=torch.float64)
+    compare(dense, 1e-10, n=33, dtype=torch.float64)
 
 
 def test_reference_is_the_formula():
@@ -189,7 +191,7 @@ def test_far_keys_apart(spec, dtype, tolerance, monkeypatch):
 
     monkeypatch.setattr(blocks, "flash", flash)
     monkeypatch.setattr(blocks, "FAR_ROWS", 512)
-    compare("sdpa", spec, tolerance, n=1101, dtype=dtype)
+    compare(spec, tolerance, n=1101, dtype=dtype)
     near = [(256, 256), (256, 512)]
     assert sorted(set(calls)) == sorted({*near, (512, 512), (77, 77), (77, 1024)})
 
@@ -198,13 +200,13 @@ def test_far_keys_that_a_table_hides(monkeypatch):
     """No query sees further than 100 tokens, nor distances 3 and 5: queries that see nothing of the far keys."""
     monkeypatch.setattr(blocks, "FAR_ROWS", 512)
 
-    def holes():
-        made, _ = table(1101)()
+    def holes(device):
+        made, _ = table(1101)(device)
         hidden = torch.zeros_like(made, dtype=torch.bool)
         hidden[:, 100:] = hidden[:, [3, 5]] = True
         return made, Toeplitz(made.masked_fill(hidden, -math.inf))
 
-    compare("sdpa", holes, n=1101)
+    compare(holes, n=1101)
 
 
 # Documents that share rows
@@ -223,7 +225,7 @@ def test_long_rows_are_computed_document_by_document(spec, monkeypatch):
 
 @pytest.mark.parametrize("n", [37, 301])
 def test_dropout_of_documents_is_the_references(n):
-    compare("sdpa", "alibi", 3e-5, **in_documents(n), dropout=0.3)
+    compare("alibi", 3e-5, **in_documents(n), dropout=0.3)
 
 
 def test_a_factor_for_each_distance_makes_no_products_for_each_element():
@@ -235,4 +237,4 @@ def test_a_factor_for_each_distance_makes_no_products_for_each_element():
 
 def test_warped_positions():
     for spec in ("alibi", "kerple_log", "fire"):
-        compare("sdpa", spec, n=45, pos=warped(45))
+        compare(spec, n=45, pos=warped(45))

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from calls import INPUTS, assert_same, compare, outcome, table
+from calls import INPUTS, assert_same, table
 from test_curve import trained
+from test_sdpa import compare, outcome
 
 from fairseq_rpe.attention import curve, sdpa, short
 from fairseq_rpe.attention.curve import CurveBias, last_row
@@ -25,7 +26,7 @@ def test_short_texts(spec, dropout, monkeypatch):
     for elements, lengths in ((1 << 18, (2, 61, 128, 129)), (5 * 61**2, (61,)), (1, (61, 128))):
         monkeypatch.setattr(short, "ELEMENTS", elements)
         for n in lengths:
-            compare("sdpa", spec, n=n, dropout=dropout, rows=3, **SIZES)
+            compare(spec, n=n, dropout=dropout, rows=3, **SIZES)
     a, b = (outcome(x, spec, 61, dtype=torch.bfloat16, dropout=dropout, **SIZES) for x in ("reference", "sdpa"))
     assert_same(a, b, 0.02)
     for name in a.keys() - set(INPUTS):
@@ -50,12 +51,12 @@ def test_short_texts_in_bfloat16_have_gradients_of_float32(spec):
 def test_a_short_table_that_hides_keys(learned):
     """Query 0 sees nothing; with a gradient of the table and without."""
 
-    def holes():
-        made, _ = table(37)()
+    def holes(device):
+        made, _ = table(37)(device)
         hidden = made.index_fill(1, torch.tensor([0, 3, 5]), -math.inf)
         return made, Toeplitz(hidden if learned else hidden.detach())
 
-    found = compare("sdpa", holes, n=37)
+    found = compare(holes, n=37)
     assert not found["out"][:, :, 0].any() and ("table" in found) == learned
 
 

@@ -48,7 +48,7 @@ CALLS = [
         pytest.param(table(columns, origin), {"n": 20, "rows": 1}, id=f"table {columns} from {origin}")
         for columns, origin in ((5, 0), (20, 3), (50, 3))
     ),
-    pytest.param(table(50, 0, 0.5), {"n": 33, "rows": 1}, id="two columns per token"),
+    pytest.param(table(50, 0, 0.5), {"n": 17}, id="two columns per token"),
     pytest.param("kerple_log", skipping(33, start=0.25), id="gaps"),
     pytest.param(table(40, 2), skipping(3, 33) | {"padding": left_padding(33, 2)}, id="gaps with padding"),
 ]
@@ -267,9 +267,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
         biased = Plan(Positions.arange(4), Toeplitz(torch.zeros(H, 4, device="cuda")))
         for plan in (Plan(Positions.arange(4)), biased):
             assert refusal(q, q, q, plan) is None and refusal(last, q, q, plan) is None
-        assert "dropout" in refusal(q, q, q, biased, 0.1)
         assert "not 20" in refusal(odd, odd, odd, biased)
-        assert "straight pieces, which this is not" in refusal(q, q, q, Plan(Positions.arange(4), Pair(lambda i, j: i)))
         monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: False)
         assert "compute capability 8.0" in refusal(q, q, q, biased)
 

@@ -27,7 +27,7 @@ CALLS = [
     (FIRE, {"n": 1, "rows": 1}),
     (FIRE, {"n": 2, "rows": 1}),
     (FIRE, {"n": 1, "m": 36, "rows": 1}),
-    (FIRE, {"n": 5, "m": 41, "rows": 1}),
+    (FIRE, {"n": 5, "m": 41}),
     (FIRE, padded(19)),
     (FIRE, in_documents(37)),
     (FIRE, padded(1, 36)),
