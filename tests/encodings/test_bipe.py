@@ -11,7 +11,7 @@ from conftest import make_model, save_checkpoint
 from numeric import softmax
 from refusal import refused
 
-from fairseq_rpe import RelativeAttention, attend
+from fairseq_rpe import attend
 from fairseq_rpe.analysis.convergence import DEPENDS, DIVERGES, verdict
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
@@ -124,18 +124,6 @@ def test_without_tokens_or_dictionary(spec):
     for wrong in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(5, dtype=torch.int64)):
         with refused(r"tokens are int64 ids \(batch, 5\)"):
             Positions(torch.zeros(1, 5), torch.zeros(1, 5), tokens=wrong)
-
-
-@pytest.mark.parametrize("spec", ["bipe", "bipe:inter=alibi,factor=2"])
-def test_a_layer_that_is_given_tokens_decodes(spec):
-    torch.manual_seed(0)
-    layer = RelativeAttention(8, 2, build(spec, 2, 8, symbols=SYMBOLS)).eval()
-    ids, x = torch.randint(9, (2, 11)), torch.randn(2, 11, 8)
-    with torch.no_grad():
-        whole, cache = layer(x, positions=at(ids, dtype=torch.float32)), layer.new_cache()
-        at_step = [at(ids[:, : i + 1], 1, dtype=torch.float32) for i in range(11)]
-        steps = [layer(x[:, i : i + 1], cache, positions=at_step[i]) for i in range(11)]
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_a_checkpoint_alone_brings_its_symbols(tmp_path):

@@ -15,6 +15,7 @@ from specs import ALL_SPECS, CONTENT_SPECS
 from fairseq_rpe import RelativeAttention, attend
 from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import Encoding, build, contract, load_module
+from fairseq_rpe.encodings.base import registry
 
 SYMBOLS = ["<s>", "</s>", ".", *map(str, range(20))]
 HEAD = """import math
@@ -250,39 +251,26 @@ def test_it_is_checked_once_for_its_options_and_changes_nothing(tmp_path, monkey
 
 
 def test_random_states_and_the_encoding_stay_as_they_are(tmp_path):
-    lines = ("torch.rand(1), random.random(), numpy.random.rand(1)", "self.seen = d")
-    body = own(
-        "DistanceBias",
-        "def setup(self):",
-        "    self.a, self.seen = torch.nn.Parameter(torch.ones(self.heads, 1)), None",
-        "def bias(self, d):",
-        "    import random, numpy",
-        *(f"    {line}" for line in lines),
-        "    return -self.a.to(d) * d",
-    )
+    drawn = ("import random, numpy", "torch.rand(1), random.random(), numpy.random.rand(1)", "self.seen = d")
+    body = hook("DistanceBias", "bias(self, d)", *drawn, "return -self.a.to(d) * d") + LEARNS.partition("\n")[2]
     name = load(tmp_path, body)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     with torch.inference_mode():
         encoding = build(name, 4, 64)
     after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
-    assert encoding.training and encoding.seen is None and encoding.a.grad is None
+    assert encoding.training and not hasattr(encoding, "seen") and encoding.a.grad is None
 
 
 def test_an_encoding_that_was_built_by_hand_is_checked_by_attention(tmp_path):
-    from fairseq_rpe.encodings.base import registry
-
     cls = registry.get(load(tmp_path, NO_HEADS))
     q = torch.randn(3, 1, 4, 7, 16)
-    with pytest.raises(UserError, match=r"Mine.bias returned \(64,\), expected \(4, 64\)"):
-        attend(*q, cls(cls.Config(), 4, 64))
-    with pytest.raises(UserError, match=r"Mine.bias returned \(64,\), expected \(4, 64\)"):
-        RelativeAttention(64, 4, cls(cls.Config(), 4, 64))
+    for use in (lambda made: attend(*q, made), lambda made: RelativeAttention(64, 4, made)):
+        with pytest.raises(UserError, match=r"Mine.bias returned \(64,\), expected \(4, 64\)"):
+            use(cls(cls.Config(), 4, 64))
 
 
 def test_parameters_in_float64_meet_positions_in_float64(tmp_path):
-    from fairseq_rpe.encodings.base import registry
-
     cls = registry.get(load(tmp_path, LEARNS + method("bias(self, d)", "-self.a * d")))
     contract.check_contract(cls(cls.Config(), 4, 64).double())
 

@@ -30,13 +30,9 @@ def tokens_of(n: int, batch: int = 2) -> torch.Tensor:
 
 
 def sample_of(tokens: torch.Tensor) -> dict:
-    inputs = tokens[:, :-1]
+    inputs, target = tokens[:, :-1], tokens[:, 1:].contiguous()
     lengths = torch.full((len(tokens),), inputs.shape[1])
-    return {
-        "net_input": {"src_tokens": inputs, "src_lengths": lengths},
-        "target": tokens[:, 1:].contiguous(),
-        "ntokens": inputs.numel(),
-    }
+    return {"net_input": {"src_tokens": inputs, "src_lengths": lengths}, "target": target, "ntokens": inputs.numel()}
 
 
 @pytest.mark.parametrize("spec", representatives())

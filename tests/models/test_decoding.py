@@ -79,9 +79,8 @@ def cached_keys(model, state):
 
 
 def raw_keys(model, x):
-    layer = model.decoder.layers[0]
-    found = []
-    hook = layer.self_attn.k_proj.register_forward_hook(lambda module, given, out: found.append(out))
+    found: list = []
+    hook = model.decoder.layers[0].self_attn.k_proj.register_forward_hook(lambda module, given, out: found.append(out))
     with torch.no_grad():
         logits(model, x)
     hook.remove()
@@ -120,9 +119,8 @@ def test_a_rotation_of_ones_own_is_turned_on_read(task):
 @pytest.mark.parametrize("copied", [dict, copy.deepcopy])
 def test_a_copied_state_is_continued_in_two_ways(task, spec, copied):
     model = make_model(task, spec)
-    one, other = tokens(2, 23), tokens(2, 23, seed=1)
+    one, other, state = tokens(2, 23), tokens(2, 23, seed=1), {}
     other[:, :9] = one[:, :9]
-    state: dict = {}
     fed(model, one, state, (7, 1, 1))
     twin = copied(state)
     steps = {"one": [], "other": []}
@@ -137,9 +135,8 @@ def test_a_copied_state_is_continued_in_two_ways(task, spec, copied):
 def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):
     """As when guessed tokens are taken back: what had been behind the cut is not seen, and not overwritten either."""
     model = make_model(task, "rope")
-    x, other = tokens(2, 23), tokens(2, 23, seed=1)
+    x, other, state = tokens(2, 23), tokens(2, 23, seed=1), {}
     other[:, :10] = x[:, :10]
-    state: dict = {}
     fed(model, x, state, (10, 1, 1, 1))
     before = cached_keys(model, state)
     kept = before.clone()
@@ -147,9 +144,8 @@ def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):
         cache = layer.self_attn._get_input_buffer(state)
         layer.self_attn._set_input_buffer(state, {name: part[:, :, :10] for name, part in cache.items()})
     with torch.no_grad():
-        torch.testing.assert_close(
-            fed(model, other, state, (1, 1, 11), 10), logits(model, other)[:, 10:], rtol=1e-5, atol=1e-5
-        )
+        wanted = logits(model, other)[:, 10:]
+    torch.testing.assert_close(fed(model, other, state, (1, 1, 11), 10), wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(before, kept)
 
 

@@ -51,8 +51,7 @@ def test_equals_stock_fairseq(task):
 
 @pytest.mark.parametrize("spec", [*representatives("adds_bias", "rotates", "embeds", "scores", "remap"), *READERS])
 def test_padding_in_the_middle_is_not_counted(task, spec):
-    model = make_model(task, spec)
-    row = tokens(1, 12)
+    model, row = make_model(task, spec), tokens(1, 12)
     holed = torch.cat([row[:, :5], torch.full((1, 3), PAD), row[:, 5:]], 1)
     with torch.no_grad():
         got = logits(model, holed)[0]
@@ -71,8 +70,7 @@ def test_activation_checkpoints_of_encodings_that_layers_share_otherwise(task, s
 
 @pytest.mark.parametrize("spec", ["kerple_log", "fire", "rope", "xpos"])
 def test_autocast(task, spec):
-    model = make_model(task, spec).train()
-    x = tokens(2, 65)
+    model, x = make_model(task, spec).train(), tokens(2, 65)
     exact = logits(model, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = logits(model, x)
@@ -95,9 +93,8 @@ def test_sharing(task):
 
 
 def test_layerdrop_keeps_each_layers_own_encoding(task):
-    model = make_model(task, "kerple_log", rpe_share="layer", decoder_layerdrop=0.5).train()
+    model, seen = make_model(task, "kerple_log", rpe_share="layer", decoder_layerdrop=0.5).train(), set()
     torch.manual_seed(0)
-    seen = set()
     for _ in range(12):
         model.zero_grad()
         logits(model, tokens(1, 9)).sum().backward()
