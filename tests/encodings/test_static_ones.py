@@ -33,15 +33,13 @@ def built(spec: str, heads: int, width: int, length: int | None = None, **more):
 def test_tisa_is_its_equation(heads, n, width):
     made, p = built("tisa:kernels=3", heads, width)
     a, b, c = (p[name] for name in ("amplitudes", "sharpness", "offsets"))
-    expected = np.zeros((heads, n))
-    for h in range(heads):
-        for d in range(n):
-            expected[h, d] = sum(a[r, h] * math.exp(-abs(b[r, h]) * (c[r, h] + d) ** 2) for r in range(3))
+    d = np.arange(n)
+    expected = (a[..., None] * np.exp(-np.abs(b[..., None]) * (c[..., None] + d) ** 2)).sum(0)
     np.testing.assert_allclose(made.profile(n).numpy(), expected, rtol=1e-12)
     free = Positions(*[torch.arange(n).double()[None] / 3] * 2, None, False)
     got = block(made.form(free), free)[0, :, -1].flip(-1).detach().numpy()
-    a, b, c = (p[name][..., None] for name in ("amplitudes", "sharpness", "offsets"))
-    np.testing.assert_allclose(got, (a * np.exp(-np.abs(b) * (c + np.arange(n) / 3) ** 2)).sum(0))
+    expected = (a[..., None] * np.exp(-np.abs(b[..., None]) * (c[..., None] + d / 3) ** 2)).sum(0)
+    np.testing.assert_allclose(got, expected)
 
 
 def test_tisa_start():
@@ -79,12 +77,10 @@ def tupe_in_numpy(p, heads: int, width: int, n: int, norm: bool, relative: bool)
     for h in range(heads):
         cut = slice(h * size, (h + 1) * size)
         found[h] = both[:, :width][:, cut] @ both[:, width:][:, cut].T / math.sqrt(2 * size)
-        if relative:
-            for i in range(n):
-                for j in range(i + 1):
-                    d = i - j
-                    far = 16 + int(math.log(max(d, 1) / 16) / math.log(128 / 16) * 16) if d >= 16 else d
-                    found[h, i, j] += p["relative"][min(far, 31), h]
+    if relative:
+        for i, j in zip(*np.tril_indices(n), strict=True):
+            far = 16 + int(math.log(max(i - j, 1) / 16) / math.log(128 / 16) * 16) if i - j >= 16 else i - j
+            found[:, i, j] += p["relative"][min(far, 31)]
     return found
 
 
@@ -128,23 +124,15 @@ def test_complex_is_its_equation(rows, n, width, frequencies):
     ids = torch.randint(9, (rows, n))
     at = torch.arange(n).double()[None]
     got = made.embed(x, Positions(at, at, tokens=ids)).detach().numpy()
-    for b in range(rows):
-        for t in range(n):
-            omega = p["frequencies"][ids[b, t]] if frequencies == "word" else p["frequencies"]
-            z = (x[b, t, : width // 2] + 1j * x[b, t, width // 2 :]).numpy()
-            turned = np.abs(z) * np.exp(1j * (np.angle(z) + omega * t))
-            np.testing.assert_allclose(got[b, t], np.concatenate([turned.real, turned.imag]), rtol=1e-9, atol=1e-12)
+    omega = p["frequencies"][ids.numpy()] if frequencies == "word" else p["frequencies"]  # (rows, n, pairs) or (pairs,)
+    z = (x[..., : width // 2] + 1j * x[..., width // 2 :]).numpy() * np.exp(1j * omega * np.arange(n)[:, None])
+    np.testing.assert_allclose(got, np.concatenate([z.real, z.imag], -1), rtol=1e-9, atol=1e-12)
 
 
-def test_complex_start():
-    fresh = build("complex", 2, 8, symbols="abc")
-    assert fresh.frequencies.shape == (3, 4)
-    for row in fresh.frequencies:
-        assert row.tolist() == pytest.approx([10000 ** (-2 * c / 8) for c in range(4)])
-
-
-def test_complex_gradients_reach_the_words_that_are_there():
+def test_complex_start_and_gradients_of_the_words_that_are_there():
     made = build("complex", 2, 8, symbols="abcd")
+    start = torch.tensor([10000 ** (-2 * c / 8) for c in range(4)])
+    torch.testing.assert_close(made.frequencies.detach(), start.expand(4, -1))
     pos = Positions(torch.arange(3.0)[None], torch.arange(3.0)[None], tokens=torch.tensor([[1, 1, 3]]))
     made.embed(torch.randn(1, 3, 8), pos).square().mul(torch.arange(8)).sum().backward()
     assert made.frequencies.grad.abs().sum(1).ne(0).tolist() == [False, True, False, True]
