@@ -61,6 +61,11 @@ def test_irregular_positions_equal_the_formula(spec):
         Positions(at.bfloat16(), at.bfloat16())
 
 
+def test_an_encoding_leaves_alone_what_it_does_not_change():
+    alibi, x, pos = build("alibi", 4, 32), torch.randn(1, 4, 5, 8), Positions.arange(5)
+    assert alibi.rotate(x, pos.q, pos) is alibi.value(x, pos) is alibi.embed(x, pos) is x
+
+
 def test_half_precision_keeps_parameters_and_bias():
     for spec in ("kerple_log", "t5_bias", "fire"):
         encoding = build(spec, heads=4, width=32)

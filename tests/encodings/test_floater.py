@@ -61,6 +61,7 @@ def test_attention_is_its_equation(rows, n, heads):
     a, b, c = (x.numpy() + split[None, :, i].transpose(0, 2, 1, 3) for i, x in enumerate((q, k, v)))
     logits = np.where(np.tril(np.ones((n, n))) > 0, a @ b.swapaxes(-1, -2) / 2, -np.inf)
     expected = softmax(logits) @ c
+    np.testing.assert_allclose(made.rotate(q, exact(n).q, exact(n)).detach().numpy(), a, rtol=1e-8)
     got = attend(q, k, v, made, positions=exact(n))
     np.testing.assert_allclose(got.detach().numpy(), expected, rtol=1e-8, atol=1e-10)
 

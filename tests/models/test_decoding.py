@@ -145,8 +145,11 @@ def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):
         layer.self_attn._set_input_buffer(state, {name: part[:, :, :10] for name, part in cache.items()})
     with torch.no_grad():
         wanted = logits(model, other)[:, 10:]
+    twin, order = copy.deepcopy(state), torch.tensor([1, 0])
+    model.decoder.reorder_incremental_state_scripting(twin, order)
     torch.testing.assert_close(fed(model, other, state, (1, 1, 11), 10), wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(before, kept)
+    torch.testing.assert_close(fed(model, other[order], twin, (13,), 10), wanted[order], rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_reach_what_is_behind(task):
