@@ -146,6 +146,7 @@ def _run(module: str, words: list[str]) -> int:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            fairseq_rpe.compat.overrides.clear()  # flags of this program replace no settings in a later one
 
 
 @contextlib.contextmanager

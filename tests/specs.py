@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from fairseq_rpe.core import Positions
+from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build, names
 from fairseq_rpe.encodings.base import Encoding
 from fairseq_rpe.encodings.doors import Doors
@@ -103,9 +103,20 @@ def _form_of_scores(encoding: Encoding) -> str:
     return type(encoding.scores(heads, heads, Positions.arange(3), encoding.note(x))).__name__
 
 
+def _form(encoding: Encoding) -> str:
+    """The class of the bias that positions decide, and whether it hides keys; empty without one."""
+    pos = Positions.arange(40)
+    form = None if encoding.reads_tokens or encoding.positions == "none" else encoding.form(pos)
+    if form is None:
+        return ""
+    hides = torch.isneginf(block(form, pos).tril()).any()
+    return type(form).__name__ + (" that hides keys" if hides else "")
+
+
 # the capabilities of an encoding, by which the code that uses it takes different paths
 CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
     "adds_bias": lambda encoding: encoding.adds_bias,
+    "form": lambda encoding: _form(encoding),
     "rotates": lambda encoding: encoding.rotates,
     "changes_values": lambda encoding: encoding.changes_values,
     "embeds": lambda encoding: encoding.embeds,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from refusal import refused
 
-from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import Rotary, option, register
 from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
 
@@ -65,9 +65,8 @@ def test_what_is_open_is_the_models(spec, trained, expected):
     ],
 )
 def test_contradictions(spec, trained, words):
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(words):
         complete_for_checkpoint(spec, trained)
-    assert "\n" not in str(caught.value)
 
 
 def test_encodings_of_ones_own_are_asked_by_the_options_that_they_have():
@@ -81,5 +80,5 @@ def test_encodings_of_ones_own_are_asked_by_the_options_that_they_have():
             rotary_fraction: float = option(1.0, "part", above=0, maximum=1)
 
     assert complete_for_checkpoint("mine_rotates", HALF) == "mine_rotates:base=500000,rotary_fraction=0.5"
-    with pytest.raises(UserError, match="has no option interleaved"):
+    with refused("has no option interleaved"):
         complete_for_checkpoint("mine_rotates", "rope:interleaved=true")

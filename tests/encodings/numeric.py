@@ -1,0 +1,35 @@
+"""What several tests of encodings need: tensors in float64, attention pair by pair in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fairseq_rpe.core import Positions
+
+
+def exact(n: int, m: int | None = None) -> Positions:
+    return Positions.arange(n, m, dtype=torch.float64)
+
+
+def vectors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def scores(encoding, q: torch.Tensor, k: torch.Tensor, pos: Positions) -> torch.Tensor:
+    """Products of turned queries and keys, not scaled."""
+    with torch.no_grad():
+        return encoding.rotate(q, pos.q, pos).double() @ encoding.rotate(k, pos.k, pos, key=True).double().mT
+
+
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """(n, D) by (n, P), the pair (s, s + P) as a complex number; the rest as it is."""
+    pairs = angles.shape[1]
+    z = (x[:, :pairs] + 1j * x[:, pairs : 2 * pairs]) * np.exp(1j * angles)
+    return np.concatenate([z.real, z.imag, x[:, 2 * pairs :]], 1)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
