@@ -200,8 +200,8 @@ def cycle() -> dict:
 
 def many_layers(state: dict) -> None:
     """One large layer, and as many empty ones as a small file can name."""
-    state["cfg"]["model"].update(decoder_layers=5000)
-    for n in range(2, 5000):
+    state["cfg"]["model"].update(decoder_layers=500)
+    for n in range(2, 500):
         state["model"][f"decoder.layers.{n}.fc1.bias"] = torch.zeros(1)
 
 
@@ -307,7 +307,7 @@ OWN = {  # of encodings: commands that restore them say so; accuracy looks at th
     "int-table": (whole_numbers, "table is of int64, the model's of float32"),
 }
 WHOLE = {  # of the whole model: what builds it says so
-    "layers-named": (many_layers, "its settings say 5000 layers of width 32 and 64, its weights are"),
+    "layers-named": (many_layers, "its settings say 500 layers of width 32 and 64, its weights are"),
     "layers-of-nothing": (lambda s: s.update(model={"x": torch.zeros(9)}), "its settings say 2 layers of width 32"),
     "base-layers": (setting(base_layers=10**9), "say base_layers=1000000000, its weights 37 tensors"),
 }

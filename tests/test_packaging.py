@@ -43,7 +43,7 @@ def test_the_metadata_name_every_file_of_the_package(monkeypatch):
     """The cheap part of what the archives show before a release."""
     monkeypatch.chdir(ROOT)
     about = run_setup("setup.py", stop_after="init")
-    assert (about.metadata.version, about.metadata.license) == (__version__, "MIT") and about.python_requires == ">=3.11"
+    assert (about.get_version(), about.get_license(), about.python_requires) == (__version__, "MIT", ">=3.11")
     assert not any("fairseq" in line for line in about.install_requires) and "fairseq" in about.extras_require
     here = {path.relative_to(ROOT) for path in (ROOT / "fairseq_rpe").rglob("*") if path.is_file()}
     packages = {Path(*name.split(".")) for name in about.packages}
