@@ -2,7 +2,7 @@
 
 A row of ``CASES`` is a command, an arrow, and a text that its line must hold. Checks that several commands share have
 their kinds of bad input with one command, mostly ``eval``, and one row for the others: ``+eval|erf --out x`` stands for
-the good lines of ``eval`` and ``erf`` in ``GOOD``, each with ``--out x``.
+the good lines of ``eval`` and ``erf`` in ``GOOD``, each with ``--out x``; ``trf|erf x`` for two plain commands.
 ``{good}``, ``{data}`` and the files of ``{zoo}`` are made by ``fill_zoo``; a command runs in an empty folder, ``{here}``.
 Every command must end with status 2, exactly one line ``error: …`` on standard error, and an empty folder.
 """
@@ -183,13 +183,11 @@ CASES = r"""
 eval {zoo}/absent.pt {data} --lengths 64  -> checkpoint absent.pt does not exist
 eval {long} {data} --lengths 64  -> too long a name
 eval {good}:{good} {data} --lengths 64  -> checkpoint good.pt:good.pt does not exist
-sliding {zoo}/absent.pt {data}  -> checkpoint absent.pt does not exist
+sliding|erf {zoo}/absent.pt {data}  -> checkpoint absent.pt does not exist
 sliding {good} {good} {data}  -> a checkpoint is named twice: leave one out
-erf {zoo}/absent.pt {data}  -> checkpoint absent.pt does not exist
 accuracy {zoo}/absent.pt  -> checkpoint absent.pt does not exist
 accuracy {good}  -> good.pt was not trained on an algorithmic task: fairseq-rpe eval is for
-verdict --checkpoint {zoo}/absent.pt  -> checkpoint absent.pt does not exist
-figures --checkpoint {zoo}/absent.pt  -> checkpoint absent.pt does not exist
+verdict|figures --checkpoint {zoo}/absent.pt  -> checkpoint absent.pt does not exist
 # binarised data
 eval {good} {zoo}/absent --lengths 64  -> data folder absent does not exist: make one, e.g. with fairseq-rpe
 eval {good} {zoo}/folder --lengths 64  -> folder has no dict.txt: it is not a binarised data folder with test
@@ -219,13 +217,8 @@ sweep {zoo}/folder_bin --encodings alibi --out {here}/s --lengths 64  -> folder_
 +eval --subset ''  -> '' is not the name of a split
 +eval --subset ../test  -> '../test' is not the name of a split
 # specs
-+eval --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
-verdict typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
-trf typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
-fire-fit typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
-profile typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
-figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
-+train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
++eval|train --rpe typ1  -> unknown encoding 'typ1' (did you mean 'type1'?); known: alibi, bipe
+verdict|trf|fire-fit|profile|figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +sweep --encodings typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 +eval|train --rpe ''  -> --rpe: is empty: write name or name:key=value,key=value
 +eval --rpe alibi:x=1  -> 'alibi' has no option 'x'; its options and defaults: none
@@ -234,8 +227,7 @@ figures typ1  -> unknown encoding 'typ1' (did you mean 'type1'?)
 profile window:window=99999999999999999999999  -> option 'window' of 'window' must be at most 1000000000, not
 profile t5_bias:buckets=1000000  -> option 'buckets' of 't5_bias' must be at most 65536
 profile fire:hidden_width=9  -> 'fire' has no option 'hidden_width' (did you mean 'hidden'?); its
-+eval --positions wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
-+sliding --positions wrap  -> unknown position transform 'wrap'
++eval|sliding --positions wrap  -> unknown position transform 'wrap' (did you mean 'warp'?); known: cape
 +train --positions-train wrap  -> unknown position transform 'wrap'
 +eval --positions interpolate:ratio=0  -> option 'ratio' of 'interpolate' must be more than 0 and at most 1, not
 +eval --positions interpolate:ratio=1/0  -> option 'ratio' of 'interpolate' wants a number or auto, not '1/0'
@@ -282,10 +274,8 @@ prepare-known nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext
 +erf --epsilon nan  -> --epsilon nan is not between 0 and 1: it is the part of the attention
 +erf --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' gives a number twice
 # verdict, trf, fire-fit, profile
-verdict  -> give either SPEC…, or --formula, or --checkpoint
-trf  -> give either SPEC…, or --formula, or --checkpoint
-+formula alibi  -> give either SPEC…, or --formula, or --checkpoint
-+learned alibi  -> give either SPEC…, or --formula, or --checkpoint
+verdict|trf  -> give either SPEC…, or --formula, or --checkpoint
++formula|learned alibi  -> give either SPEC…, or --formula, or --checkpoint
 +learned --heads 3  -> --heads applies to a SPEC
 +formula --head-width 3  -> --head-width applies to a SPEC
 verdict --formula ''  -> the formula is empty: give an expression in n, for example -2*log(n+1)
@@ -317,7 +307,6 @@ figures --sweep {zoo}/sweep --data {zoo}/absent  -> sweep holds no finished run 
 +figures --data {data}  -> --data is for the empirical receptive field of checkpoints: give
 +drawn --query 99999999  -> --query 99999999 is out of range: choose positions with --query
 +drawn --layers 0  -> --layers: all layers of
-+drawn --length 64  -> --checkpoint is drawn by itself
 +drawn --seed 1  -> --checkpoint is drawn by itself
 +figures --query 3  -> --query and --layers are for one checkpoint: give --checkpoint FILE too
 # bench
@@ -413,8 +402,8 @@ def cases() -> list[pytest.param]:
     for line in CASES.strip().splitlines():
         command, arrow, words = line.rpartition("  -> ")
         first, _, rest = command.partition(" ")
-        names = first[1:].split("|") if first.startswith("+") else []
-        lines = [f"{GOOD[name]} {rest}" for name in names] or [command]
+        starts = [GOOD[name] for name in first[1:].split("|")] if first.startswith("+") else first.split("|")
+        lines = [f"{start} {rest}".strip() for start in starts]
         found += [pytest.param(one, words, id=one) for one in lines if arrow]
     return found
 
@@ -458,7 +447,7 @@ def test_every_number_has_its_range():
                 action.type and action.type("x")
             except argparse.ArgumentTypeError as error:
                 words = str(error).partition("'x' is not ")[2]
-                if "number" in words:
+                if words.startswith(("a number", "a whole number")):
                     seen.add(option)
                     assert words == ELSEWHERE.get(f"{command} {option}", wanted.get(option)), (command, option)
             except ValueError:  # int and float themselves

@@ -36,7 +36,6 @@ class Mine(DistanceBias):
         return -d.expand(self.heads, -1)
 """
 TRAINING = ("--rpe-module", "mine.py", "--tokens", "32", "--batch-sentences", "4", "--updates", "2", "--device", "cpu")
-LAST = "out/runs/mine-seed1/checkpoints/checkpoint_last.pt"
 SMALL = ("--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation")
 
 
@@ -65,34 +64,34 @@ def start(folder: Path, *words: object, **environment: str) -> subprocess.Comple
     return run(sys.executable, folder.parent / "start.py", *words, env={**os.environ, **environment})
 
 
-def sweep(corpus: Path, *more: str) -> list[object]:
-    return ["sweep", corpus, "--encodings", "mine", "--out", "out", "--lengths", "64", *TRAINING, *more, *SMALL]
-
-
 def test_the_sentinels_are_imported_where_the_path_is_not_safe(hostile):
     subprocess.run([sys.executable, "-c", "import json"], check=True)
     assert imported(hostile) == "json\n"
 
 
-def test_a_sweep_its_two_processes_and_evaluations(hostile, corpus, tmp_path):
-    """The user's own module is loaded in every process; two processes train as one with two accumulated batches."""
+def test_training_in_two_processes(hostile, corpus, tmp_path):
+    """The user's own module is loaded in each; two processes train as one with two accumulated batches."""
     (hostile / "mine.py").write_text(MINE)
-    start(hostile, *sweep(corpus, "--nproc", "2"))
-    assert (hostile / "out/results.csv").exists() and imported(hostile) == ""
+    start(hostile, "train", corpus, "--rpe", "mine", *TRAINING, "--nproc", "2", "--save-dir", "out", *SMALL)
     alone = ["train", corpus, "--rpe", "mine", *TRAINING, "--update-freq", "2", "--save-dir", tmp_path / "alone"]
     run_here(*alone, *SMALL)
-    assert_equal_models(hostile / LAST, tmp_path / "alone/checkpoint_last.pt")
+    assert imported(hostile) == ""
+    assert_equal_models(hostile / "out/checkpoint_last.pt", tmp_path / "alone/checkpoint_last.pt")
 
 
 @pytest.mark.release
-def test_slurm_jobs_and_extend(hostile, corpus, tmp_path):
+def test_sweeps_slurm_jobs_and_extend(hostile, corpus, tmp_path):
     pytest.importorskip("submitit", reason="needs the extra slurm")
     (hostile / "mine.py").write_text(MINE)
-    start(hostile, *sweep(corpus, "--launcher", "slurm"), **fake_slurm.install(tmp_path / "programs"))
-    assert (hostile / "out/results.csv").exists() and imported(hostile) == ""
-    extend = ["extend", LAST, corpus, "--tokens", "64", "--updates", "2", "--out", "longer", "--rpe-module", "mine.py"]
+    sweep = ("sweep", corpus, "--encodings", "mine", "--lengths", "64", *TRAINING)
+    start(hostile, *sweep, "--out", "out", *SMALL)
+    slurm = fake_slurm.install(tmp_path / "programs")
+    start(hostile, *sweep, "--out", "queued", "--launcher", "slurm", *SMALL, **slurm)
+    last = "out/runs/mine-seed1/checkpoints/checkpoint_last.pt"
+    extend = ["extend", last, corpus, "--tokens", "64", "--updates", "2", "--out", "longer", "--rpe-module", "mine.py"]
     start(hostile, *extend, "--device", "cpu", "--batch-sentences", "2")
-    assert (hostile / "longer/results.csv").exists() and imported(hostile) == ""
+    assert all((hostile / name / "results.csv").exists() for name in ("out", "queued", "longer"))
+    assert imported(hostile) == ""
 
 
 def test_two_modules_alone_name_the_interpreter():

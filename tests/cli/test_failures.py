@@ -143,7 +143,7 @@ def test_places_that_cannot_be_written_are_found_before_any_work(bad_files, tmp_
         if words != "is a folder":
             words = "is a file, not a folder" if words in ("is a device", "a pipe") else words
             with pytest.raises(errors.UserError, match=f"^--dest .*{words}"):
-                files.check_folder(path / ("x" * 300) if "name" in words else path, flag="--dest")
+                files.check_folder(path.with_name("x" * 300) if "name" in words else path, flag="--dest")
     with pytest.raises(errors.UserError, match=f"^--out .*{tmp_path.name} is a folder"):
         files.check_folder(tmp_path.parent, [tmp_path.name])
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
