@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import checkpoint_with
+from conftest import checkpoint_with, error_of
 
 from fairseq_rpe.cli.main import build_parser, main
 from fairseq_rpe.cli.options import decay, fraction, heads, integer, least, positive_float, positive_int, rate
@@ -437,6 +437,12 @@ def test_one_line_and_nothing_left(zoo, tmp_path, monkeypatch, capsys, command, 
     shown = line.replace(f"{zoo}/", "").replace(str(tmp_path), "HERE")
     assert words in shown, shown
     assert len(shown) < 500 and not any(tmp_path.iterdir()) and files_in(zoo) == before
+
+
+@pytest.mark.parametrize(("dest", "more"), [("d", ("--name", "\udcff")), ("\udcff", ())])
+def test_a_name_of_questions_that_is_not_utf_8_is_refused(dest, more, zoo, tmp_path, capsys):
+    words = ("--train", zoo / "text", "--valid", zoo / "text", "--vocab-from", zoo / "data", "--dest", tmp_path / dest)
+    assert r"--name '\udcff' is not UTF-8" in error_of(capsys, "prepare-answers", *words, *more)
 
 
 def test_every_number_has_its_range():
