@@ -70,13 +70,8 @@ def model_args(rpe: str, arch: str = "transformer_rpe_lm_tiny", **changes) -> Na
     """What fairseq's parser would hand to build_model, at a size that a test affords."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
-    small = {
-        "tokens_per_sample": 64,
-        "decoder_embed_dim": 32,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_embed_dim": 64,
-    }
-    args = Namespace(**{"rpe": rpe, "dropout": 0.0, **small, **changes})
+    small = {"tokens_per_sample": 64, "decoder_embed_dim": 32, "decoder_attention_heads": 4}
+    args = Namespace(**{"rpe": rpe, "dropout": 0.0, "decoder_ffn_embed_dim": 64, **small, **changes})
     ARCH_CONFIG_REGISTRY[arch](args)
     return args
 
@@ -178,6 +173,24 @@ def run_here(*command: str | Path, ok: bool = True, processes: bool = False) -> 
     return done
 
 
+def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
+    """The one line in which a command refuses; nothing is on standard output."""
+    from fairseq_rpe.cli.main import main
+
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, (out, err)
+    return err
+
+
+def assert_equal_models(one: Path, two: Path) -> None:
+    """Two checkpoints have the same weights, bit for bit."""
+    first, second = (torch.load(path, weights_only=True)["model"] for path in (one, two))
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
 def command_words(line: str) -> list[str]:
     """The words of a printed command line that follow the program."""
     return shlex.split(line.partition(" fairseq_rpe.cli.main ")[2])
@@ -188,35 +201,12 @@ def fairseq_process(command: str, *flags: str | Path, **kwargs) -> subprocess.Co
     return run(sys.executable, "-m", f"fairseq_cli.{command}", *flags, **kwargs)
 
 
+PROGRAM = (sys.executable, "-m", "fairseq_rpe.cli.main")
 TRAIN_FLAGS = [
-    "--user-dir",
-    str(PACKAGE),
-    "--task",
-    "language_modeling",
-    "--arch",
-    "transformer_rpe_lm_tiny",
-    "--decoder-embed-dim",
-    "32",
-    "--decoder-ffn-embed-dim",
-    "64",
-    "--criterion",
-    "lm_cross_entropy",
-    "--tokens-per-sample",
-    "32",
-    "--batch-size",
-    "4",
-    "--optimizer",
-    "adam",
-    "--lr",
-    "0.003",
-    "--cpu",
-    "--no-epoch-checkpoints",
-    "--num-workers",
-    "0",
-    "--log-format",
-    "simple",
-    "--log-interval",
-    "1",
+    *("--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny"),
+    *("--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--criterion", "lm_cross_entropy"),
+    *("--tokens-per-sample", "32", "--batch-size", "4", "--optimizer", "adam", "--lr", "0.003", "--cpu"),
+    *("--no-epoch-checkpoints", "--num-workers", "0", "--log-format", "simple", "--log-interval", "1"),
 ]
 
 

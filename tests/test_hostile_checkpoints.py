@@ -1,49 +1,44 @@
-"""Checkpoints that are damaged, of something else or made to do harm: one line from every command, and nothing is run.
+"""Checkpoints that are damaged, of something else or made to do harm: one line, and nothing in them is run.
 
-A case is a line of ``FILES`` or ``STATES``: its name, what makes the file, what the line must say (a regular
-expression). Several commands meet each case, in an empty folder, with a value in the environment that must not show.
+A row of ``FILES`` or ``STATES``: its name, what makes the file, and what the line must say (a regular expression). The
+loader meets every row, every command a few, in an empty folder, with a value in the environment that must not show.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import re
 import shutil
 import signal
-import time
 import zipfile
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGE, checkpoint_with
+from conftest import PACKAGE, checkpoint_with, error_of, run_here
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from in_process import fairseq
 
-from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.core import checkpoint_file
+from fairseq_rpe.core.checkpoint_state import check_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import append_json_line, write_json
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.data.folder import digest
+from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import Request, plan
 
 CANARY = "canary-5e1f"
 PAYLOAD = "EXECUTED"
-SECONDS = 15  # on a busy machine; an idle one takes a tenth
-LOADED = {  # commands that look at a checkpoint
-    "eval": "eval {file} {data} --lengths 32 --device cpu",
-    "fairseq": "eval {file} {data} --lengths 32 --device cpu --engine fairseq",
-    "verdict": "verdict --checkpoint {file}",
-    "erf": "erf {file} {data} --device cpu --blocks 2",
-    "sliding": "sliding {file} {data} --device cpu",
-    "accuracy": "accuracy {file} --device cpu",
-}
-TURN = ("fairseq", "erf", "sliding", "accuracy")
-BUILT = ("eval", "fairseq", "erf", "sliding")  # those that build the whole model
+SECONDS = 120  # after which the whole test run ends; a case takes a hundredth of a second
 
 
 class Evil:
@@ -59,11 +54,6 @@ class Subclass(dict):
 # --- files that are none, by what is done to the bytes of a good one ---
 
 
-def members(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def pack(path: Path, parts: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> None:
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, content in parts.items():
@@ -74,7 +64,8 @@ def swap(part: str, content: bytes | None, method: int = zipfile.ZIP_STORED):
     """The same zip with another content of one part, or without it."""
 
     def make(path: Path) -> None:
-        parts = {n: (content if n.endswith(part) else c) for n, c in members(path).items()}
+        with zipfile.ZipFile(path) as archive:
+            parts = {n: content if n.endswith(part) else archive.read(n) for n in archive.namelist()}
         pack(path, {n: c for n, c in parts.items() if c is not None}, method)
 
     return make
@@ -90,7 +81,7 @@ def flipped(part: str):
     def make(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             [info] = [i for i in archive.infolist() if i.filename.endswith(part)]
-        content, whole = members(path)[info.filename], bytearray(path.read_bytes())
+            content, whole = archive.read(info), bytearray(path.read_bytes())
         whole[whole.index(content, info.header_offset) + len(content) - 1] ^= 1
         path.write_bytes(whole)
 
@@ -121,8 +112,8 @@ def overlapping(path: Path) -> None:
 
 
 def twice(path: Path) -> None:
-    pickled = next(n for n in members(path) if n.endswith("data.pkl"))
     with zipfile.ZipFile(path, "a") as archive:
+        pickled = next(n for n in archive.namelist() if n.endswith("data.pkl"))
         archive.writestr(pickled.upper(), b"cposix\nsystem\n.")
 
 
@@ -130,42 +121,25 @@ def legacy(content: object):
     return lambda path: torch.save(content, path, _use_new_zipfile_serialization=False)
 
 
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def link_to_itself(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def instead_of_file(make):
+    return lambda path: (path.unlink(), make(path))
 
 
 NONE = "is not a checkpoint, or damaged"
 FILES = {
     "absent": (Path.unlink, "does not exist"),
-    "folder": (folder, "is not a file"),
-    "pipe": (pipe, "is not a file"),
-    "loop": (link_to_itself, "is a link that leads back to itself"),
+    "folder": (instead_of_file(Path.mkdir), "is not a file"),
+    "pipe": (instead_of_file(os.mkfifo), "is not a file"),
+    "loop": (instead_of_file(lambda path: path.symlink_to(path)), "is a link that leads back to itself"),
     "empty": (rewrite(lambda b: b""), NONE + r" \(it is empty"),
     "text": (rewrite(lambda b: b"not a checkpoint\n"), NONE),
-    "garbage": (rewrite(lambda b: bytes(range(256)) * 20), NONE),
     "zeros": (rewrite(lambda b: bytes(len(b))), NONE),
-    "cut-half": (rewrite(lambda b: b[: len(b) // 2]), NONE),
     "cut-one-byte": (rewrite(lambda b: b[:-1]), NONE),
-    "cut-5000": (rewrite(lambda b: b[:5000]), NONE),
     "no-directory": (rewrite(lambda b: b[:-200] + bytes(200)), NONE),
     "prefixed": (rewrite(lambda b: b"#!/bin/sh\n" + b), NONE),
     "flip-weight": (flipped("/data/0"), r"the checksum of checkpoint/data/0 in it is wrong"),
-    "flip-last-weight": (flipped("/data/3"), r"the checksum of checkpoint/data/3 in it is wrong"),
     "flip-settings": (flipped("/data.pkl"), r"the checksum of checkpoint/data\.pkl in it is wrong"),
-    "flip-version": (flipped("/version"), r"the checksum of checkpoint/version in it is wrong"),
     "deflated": (swap("?", None, zipfile.ZIP_DEFLATED), "is compressed, which torch never does"),
-    "lzma": (swap("?", None, zipfile.ZIP_LZMA), "is compressed, which torch never does"),
     "bomb": (bomb, "is compressed, which torch never does"),
     "overlapping": (overlapping, "parts are larger than the file"),
     "two-pickles": (twice, "two parts of the same name"),
@@ -182,7 +156,6 @@ FILES = {
     "posix-pickle": (swap("/data.pkl", b"cposix\nsystem\n(S'touch EXECUTED'\ntR."), r"\(posix\.system\)"),
     "legacy-evil": (legacy({"model": Evil()}), r"more than weights and settings \(posix\.system\)"),
     "legacy-other": (legacy({"weights": 1}), "is not a fairseq checkpoint: it holds no model"),
-    "old-pickle": (rewrite(lambda b: pickle.dumps({"model": {}})), NONE),
     "evil-pickle": (rewrite(lambda b: pickle.dumps(Evil())), NONE),
 }
 
@@ -195,49 +168,28 @@ def setting(part: str = "model", **values):
 
 
 def weight(name: str, change):
-    def make(state: dict) -> None:
-        state["model"][name] = change(state["model"][name])
-
-    return make
+    return lambda state: state["model"].update({name: change(state["model"][name])})
 
 
 def put(**values):
     return lambda state: state.update(values)
 
 
-def without(*names: str):
-    return lambda state: [state.pop(name) for name in names] and None
-
-
-def drop(part: str, key: str):
-    return lambda state: state["cfg"][part].pop(key) and None
+def drop(key: str, *where: str):
+    return lambda state: (functools.reduce(dict.__getitem__, where, state).pop(key), None)[1]
 
 
 def more(name: str, tensor):
     return lambda state: state["model"].update({name: tensor})
 
 
-def instead(content: object):
-    return lambda state: content
-
-
 def all_weights(change):
     return lambda state: state.update(model={k: change(v) for k, v in state["model"].items()})
 
 
-def nested(depth: int) -> list:
-    found: list = []
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
-def laughs() -> list:
-    """A billion values in thirty lists."""
-    found: list = ["ha"]
-    for _ in range(30):
-        found = [found, found]
-    return found
+def wrapped(depth: int, times: int = 1) -> list:
+    """Lists in lists; with ``times`` = 2 a billion values in thirty of them."""
+    return functools.reduce(lambda inner, _: [inner] * times, range(depth), [])
 
 
 def cycle() -> dict:
@@ -248,9 +200,14 @@ def cycle() -> dict:
 
 def many_layers(state: dict) -> None:
     """One large layer, and as many empty ones as a small file can name."""
-    state["cfg"]["model"].update(decoder_layers=5000)
-    for n in range(2, 5000):
+    state["cfg"]["model"].update(decoder_layers=500)
+    for n in range(2, 500):
         state["model"][f"decoder.layers.{n}.fc1.bias"] = torch.zeros(1)
+
+
+def whole_numbers(state: dict) -> None:
+    state["cfg"]["model"].update(rpe="t5_bias")
+    state["model"]["decoder.encodings.0.table"] = torch.zeros(32, 4, dtype=torch.int64)
 
 
 def encodings(*names: str):
@@ -259,49 +216,26 @@ def encodings(*names: str):
 
 Q0, FC = "decoder.layers.0.self_attn.q_proj.weight", "decoder.layers.1.fc1.weight"
 STORED = torch.zeros(1).expand  # of any size, in four bytes
-RANGE = "not a whole number from"
 STATES = {
     # more than weights and settings
     "evil-model": (put(model=Evil()), r"more than weights and settings \(posix\.system\)"),
-    "evil-setting": (setting(rpe=Evil()), r"more than weights and settings \(posix\.system\)"),
     "evil-extra": (put(extra_state=Evil()), r"more than weights and settings \(posix\.system\)"),
     "evil-eval": (put(task_state=Subclass()), r"more than weights and settings"),
-    "path": (setting(data=Path("/etc")), "more than weights and settings"),
     # of something else
-    "list": (instead([1, 2]), "is not a fairseq checkpoint"),
-    "tensor": (instead(torch.zeros(3)), "is not a fairseq checkpoint"),
-    "number": (instead(7), "is not a fairseq checkpoint"),
-    "empty-table": (instead({}), "is not a fairseq checkpoint: it holds no model"),
+    "list": (lambda s: [1, 2], "is not a fairseq checkpoint"),
+    "tensor": (lambda s: torch.zeros(3), "is not a fairseq checkpoint"),
+    "empty-table": (lambda s: {}, "is not a fairseq checkpoint: it holds no model"),
     "bare-weights": (lambda s: s["model"], "is not a fairseq checkpoint: it holds no model"),
-    "no-cfg": (without("cfg"), "is not a fairseq checkpoint: it holds no settings"),
+    "no-cfg": (drop("cfg"), "is not a fairseq checkpoint: it holds no settings"),
     "cfg-none": (put(cfg=None), "is not a fairseq checkpoint: it holds no settings"),
     # fields of the wrong type
-    "cfg-list": (put(cfg=[1]), "its cfg is a list, not a table"),
-    "cfg-str": (put(cfg="x"), "its cfg is 'x', not a table"),
     "cfg-int-keys": (put(cfg={1: 2}), "its cfg is a dict, not a table"),
     "model-settings-str": (lambda s: s["cfg"].update(model="x"), r"its cfg\.model is 'x', not a table"),
-    "model-settings-list": (lambda s: s["cfg"].update(model=[1]), r"its cfg\.model is a list, not a table"),
     "task-settings-str": (lambda s: s["cfg"].update(task="x"), r"its cfg\.task is 'x', not a table"),
-    "task-settings-int": (lambda s: s["cfg"].update(task=7), r"its cfg\.task is 7, not a table"),
-    "args-str": (put(args="x"), "its args is 'x', not a table"),
     "args-dict": (put(args={"arch": "x"}), "its args is a dict, not a table"),
     "model-none": (put(model=None), "its model is a NoneType, not a table of weights"),
-    "model-list": (put(model=[torch.zeros(2)]), "its model is a list, not a table of weights"),
-    "model-int-keys": (put(model={0: torch.zeros(2)}), "its model is a dict, not a table of weights by name"),
     "model-number": (more("decoder.version", 7), r"its weight decoder\.version is 7, not a tensor"),
     "model-text": (more("x", "text"), "its weight x is 'text', not a tensor"),
-    "length-text": (setting(rpe_train_length="x"), rf"its model\.rpe_train_length is 'x', {RANGE}"),
-    "length-huge": (setting(rpe_train_length=10**13), rf"its model\.rpe_train_length is 10000000000000, {RANGE}"),
-    "length-negative": (setting(rpe_train_length=-1), RANGE),
-    "length-list": (setting(rpe_train_length=[64]), RANGE),
-    "length-float": (setting(rpe_train_length=64.5), RANGE),
-    "length-bool": (setting(rpe_train_length=True), RANGE),
-    "tokens-text": (setting("task", tokens_per_sample="x"), r"its task\.tokens_per_sample is 'x'"),
-    "size-text": (setting("task", output_dictionary_size="x"), r"its task\.output_dictionary_size is 'x'"),
-    "layers-text": (setting(decoder_layers="2"), r"its model\.decoder_layers is '2'"),
-    "heads-zero": (setting(decoder_attention_heads=0), r"its model\.decoder_attention_heads is 0"),
-    "heads-huge": (setting(decoder_attention_heads=10**9), r"decoder_attention_heads is 1000000000"),
-    "width-text": (setting(decoder_embed_dim="wide"), r"its model\.decoder_embed_dim is 'wide'"),
     "long-number": (setting(seed_of_mine=10**5000), "more than weights and settings"),
     "digits": (setting(seed_of_mine=10**300), "a number of more than 63 bits"),
     "setting-tensor": (setting(dropout=torch.zeros(1)), r"its cfg\.model\.dropout is a Tensor, not a plain value"),
@@ -313,32 +247,21 @@ STATES = {
     "optimizer-text": (put(last_optimizer_state="x"), "its last_optimizer_state is 'x', not a table"),
     # the environment
     "env": (setting(rpe="${oc.env:CANARY}"), r"its cfg\.model\.rpe is '\$\{oc\.env:CANARY\}', to be filled in from"),
-    "env-arch": (setting(arch="${oc.env:CANARY}"), r"its cfg\.model\.arch is '\$\{oc"),
-    "env-name": (setting(_name="${oc.env:CANARY}"), r"its cfg\.model\._name is '\$\{oc"),
-    "env-share": (setting(rpe_share="${oc.env:CANARY,layer}"), r"its cfg\.model\.rpe_share is '\$\{oc"),
     "env-within": (setting(positions_train="warp:alpha=${oc.env:CANARY}"), r"its cfg\.model\.positions_train is"),
     "env-deep": (setting("task", x=[{"y": ["${oc.env:CANARY}"]}]), r"its cfg\.task\.x\.y is '\$\{oc"),
     "env-key": (setting("task", **{"${oc.env:CANARY}": 1}), r"'\$\{oc\.env:CANARY\}'"),
-    "env-common": (setting("common", user_dir="${oc.env:CANARY}"), r"its cfg\.common\.user_dir is"),
     "env-args": (put(args=Namespace(arch="${oc.env:CANARY}")), r"its args\.arch is '\$\{oc"),
     "reference": (setting(rpe="${task.data}"), r"its cfg\.model\.rpe is '\$\{task\.data\}'"),
     "reference-escaped": (setting(rpe=r"\${task.data}"), r"its cfg\.model\.rpe is"),
-    "yaml": (setting(rpe="${oc.decode:${oc.env:CANARY}}"), r"its cfg\.model\.rpe is"),
     # numbers of another kind
-    "int8": (
-        all_weights(lambda w: w.to(torch.int8)),
-        r"its weight decoder\.\S+ is of int8, not of floating-point numbers",
-    ),
-    "int8-one": (weight(FC, lambda w: w.to(torch.int8)), rf"its weight {FC} is of int8"),
+    "int8": (all_weights(lambda w: w.to(torch.int8)), r"its weight decoder\.\S+ is of int8, not of floating-point"),
     "int64": (weight(FC, lambda w: w.to(torch.int64)), rf"its weight {FC} is of int64"),
     "bool": (weight(Q0, lambda w: w > 0), rf"its weight {Q0} is of bool"),
     "complex": (weight(Q0, lambda w: w.to(torch.complex64)), rf"its weight {Q0} is of complex64"),
-    "float8": (weight(Q0, lambda w: w.to(torch.float8_e5m2)), rf"its weight {Q0} is of float8_e5m2"),
     "sparse": (weight(Q0, lambda w: w.to_sparse()), rf"its weight {Q0} is of sparse_coo"),
     "meta": (weight(Q0, lambda w: w.to("meta")), rf"its weight {Q0} is"),
     "quantised": (weight(Q0, lambda w: torch.quantize_per_tensor(w, 1.0, 0, torch.qint8)), rf"its weight {Q0} is of"),
     # sizes
-    "layers-huge": (setting(decoder_layers=10**9), r"its model\.decoder_layers is 1000000000, not a whole number"),
     "layers-many": (setting(decoder_layers=90_000), "say decoder_layers=90000, its weights 2 layers"),
     "layers-fewer": (setting(decoder_layers=1), "say decoder_layers=1, its weights 2 layers"),
     "layer-far": (more("decoder.layers.999999999.x", torch.zeros(1)), "say decoder_layers=2, its weights 3 layers"),
@@ -353,10 +276,23 @@ STATES = {
     "encodings-many": (encodings("0.x", "1.x", "2.x"), "say decoder_layers=2, its weights 3 encodings"),
     "expanded": (more("x", STORED(10**12)), "its weight x is larger than what the file holds"),
     "same-often": (lambda s: s["model"].update({f"x{n}": s["model"][FC] for n in range(2000)}), "than the file"),
-    "nested": (setting(x=nested(300)), "more settings, or deeper ones, than any training has"),
-    "laughs": (setting(x=laughs()), "more settings, or deeper ones, than any training has"),
+    "nested": (setting(x=wrapped(300)), "more settings, or deeper ones, than any training has"),
+    "laughs": (setting(x=wrapped(30, times=2)), "more settings, or deeper ones, than any training has"),
     "cycle": (setting(x=cycle()), "more settings, or deeper ones, than any training has"),
-    "settings-many": (setting(x=list(range(200_000))), "more settings, or deeper ones, than any training has"),
+}
+MOST = 2**31 - 1
+SIZES = {  # beyond their ranges, and of other types
+    "model.rpe_train_length": ("x", -1, MOST + 1, [64], 64.5, True),
+    "model.decoder_layers": ("2", 0, 100_001),
+    "model.decoder_attention_heads": (0, 4097),
+    "model.decoder_embed_dim": ("wide", 0, 2**20 + 1),
+    "model.decoder_ffn_embed_dim": (0, 2**24 + 1),
+    "model.decoder_input_dim": (0, 2**20 + 1),
+    "model.decoder_output_dim": (0, 2**20 + 1),
+    "model.max_target_positions": (-1, MOST + 1),
+    "model.rpe_inspect_every": (-1, MOST + 1),
+    "task.tokens_per_sample": ("x", -1, MOST + 1),
+    "task.output_dictionary_size": ("x", -2, MOST + 1),
 }
 OWN = {  # of encodings: commands that restore them say so; accuracy looks at the task first
     "table": (setting(rpe="learned:max_positions=2000000000"), "holds other parameters than|2000000000"),
@@ -368,24 +304,13 @@ OWN = {  # of encodings: commands that restore them say so; accuracy looks at th
     "unknown-spec": (setting(rpe="$(touch EXECUTED)"), "unknown encoding|is not key=value"),
     "number-spec": (setting(rpe=7), "unknown encoding '7'"),
     "heads-odd": (setting(decoder_attention_heads=5), "5 heads do not divide"),
-    "int-table": (lambda s: (encodings("0.table")(s), setting(rpe="t5_bias")(s),
-        s["model"].update({"decoder.encodings.0.table": torch.zeros(32, 4, dtype=torch.int64)})) and None,
-        "table is of int64, the model's of float32"),
-}  # fmt: skip
+    "int-table": (whole_numbers, "table is of int64, the model's of float32"),
+}
 WHOLE = {  # of the whole model: what builds it says so
-    "layers-named": (many_layers, "its settings say 5000 layers of width 32 and 64, its weights are"),
+    "layers-named": (many_layers, "its settings say 500 layers of width 32 and 64, its weights are"),
     "layers-of-nothing": (lambda s: s.update(model={"x": torch.zeros(9)}), "its settings say 2 layers of width 32"),
     "base-layers": (setting(base_layers=10**9), "say base_layers=1000000000, its weights 37 tensors"),
 }
-
-
-def cases(files: dict, always, in_turn=()) -> list:
-    """Every file with the commands that always meet it, and with one of the others."""
-    found = []
-    for number, name in enumerate(files):
-        commands = [*always, *([in_turn[number % len(in_turn)]] if in_turn else [])]
-        found += [pytest.param(command, *files[name], id=f"{command}-{name}") for command in commands]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -394,35 +319,51 @@ def good(state, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """An empty folder to run in, a canary in the environment."""
+def here(tmp_path, monkeypatch) -> Iterator[Path]:
+    """An empty folder to run in, which stays empty; a canary in the environment."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CANARY", CANARY)
-    return folder
-
-
-def refused(capsys, here: Path, command: str, words: str) -> None:
-    """The command ends with one line that says ``words``, soon, and leaves nothing behind."""
-    capsys.readouterr()
-    start = time.monotonic()
-    signal.alarm(2 * SECONDS)  # ends the whole test run, but it ends
-    code = main(command.split())
+    signal.alarm(SECONDS)
+    yield folder
     signal.alarm(0)
-    took = time.monotonic() - start
-    out, err = capsys.readouterr()
-    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
-    assert re.search(words, err), err
-    assert "Traceback" not in err and "weights_only" not in err and CANARY not in err and len(err) < 700, err
-    assert list(here.iterdir()) == [] and took < SECONDS, took
+    assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("command", "make", "words"), cases(FILES, ("eval", "verdict"), TURN))
-def test_files_that_are_no_checkpoints(command, make, words, good, corpus, here, tmp_path, capsys):
+def check_line(said: str, words: str) -> None:
+    assert re.search(words, said), said
+    assert CANARY not in said and "weights_only" not in said and said.strip().count("\n") == 0 and len(said) < 700, said
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_checkpoints(name, good, here, tmp_path):
     file = Path(shutil.copyfile(good, tmp_path / "bad.pt"))
+    make, words = FILES[name]
     make(file)
-    refused(capsys, here, LOADED[command].format(file=file, data=corpus), words)
+    with pytest.raises(UserError) as caught:
+        checkpoints.load(file)
+    check_line(str(caught.value), words)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(some.data())
+def test_a_file_that_is_cut_or_has_a_wrong_bit_is_refused_or_holds_the_same(good, tmp_path_factory, data):
+    whole = bytearray(good.read_bytes())
+    if data.draw(some.booleans(), "cut"):
+        del whole[data.draw(some.integers(0, len(whole) - 1), "length") :]
+    else:  # a date in the zip's directory has no checksum
+        whole[data.draw(some.integers(0, len(whole) - 1), "place")] ^= 1 << data.draw(some.integers(0, 7), "bit")
+    file = tmp_path_factory.mktemp("damaged") / "bad.pt"
+    file.write_bytes(whole)
+    try:
+        found = checkpoints.load(file)
+    except UserError as error:
+        check_line(str(error), "bad.pt")
+        return
+    known = checkpoints.load(good)
+    assert found.model == known.model and found.weights.keys() == known.weights.keys()
+    assert all(torch.equal(found.weights[name], known.weights[name]) for name in known.weights)
 
 
 def saved(state: dict, change, file: Path) -> Path:
@@ -432,20 +373,49 @@ def saved(state: dict, change, file: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("command", "change", "words"),
-    [
-        *cases(STATES, ("eval", "verdict"), TURN),
-        *cases(OWN, ("eval", "verdict"), BUILT[1:]),
-        *cases(WHOLE, BUILT[:2], BUILT[2:]),
-    ],
-)
-def test_contents_that_no_training_leaves(command, change, words, good, corpus, here, tmp_path, capsys):
+@pytest.mark.parametrize("name", [*STATES, *OWN, *WHOLE])
+def test_contents_that_no_training_leaves(name, good, here, tmp_path):
+    change, words = {**STATES, **OWN, **WHOLE}[name]
     file = saved(torch.load(good), change, tmp_path / "bad.pt")
-    refused(capsys, here, LOADED[command].format(file=file, data=corpus), words)
+    with pytest.raises(UserError) as caught:
+        checkpoint = checkpoints.load(file)
+        assert name not in STATES
+        checkpoint.learned() if name in OWN else check_size(checkpoint)
+    check_line(str(caught.value), words)
 
 
-@pytest.mark.parametrize("name", ["env", "evil-model", "int8", "width", "model-none", "encoding-far", "laughs"])
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SIZES.items() for value in values])
+def test_sizes_out_of_their_range(name, value, good, tmp_path):
+    part, _, key = name.partition(".")
+    file = saved(torch.load(good), setting(part, **{key: value}), tmp_path / "bad.pt")
+    with pytest.raises(UserError, match=rf"its {part}\.{key} is .*, not a whole number from -?\d+ to \d+"):
+        checkpoints.load(file)
+
+
+LOADED = {  # commands that look at a checkpoint, and of what is refused the kinds that each looks for by itself
+    "eval {file} {data} --lengths 32 --device cpu": ("env", "layers-named", "int-table", "flip-weight"),
+    "eval {file} {data} --lengths 32 --engine fairseq": ("env", "layers-named", "int-table", "flip-weight"),
+    "verdict --checkpoint {file}": ("env", "int-table", "flip-weight"),
+    "erf {file} {data} --device cpu --blocks 2": ("env", "layers-named", "int-table"),
+    "sliding {file} {data} --device cpu": ("env", "layers-named", "int-table"),
+    "accuracy {file} --device cpu": ("env", "flip-weight"),
+    "figures --checkpoint {file} --query 4": ("env", "int-table"),
+    "extend {file} {data} --tokens 64 --out x": ("env", "flip-weight"),
+    "train {data} --rpe alibi --finetune-from {file} --save-dir x --tokens 32 --device cpu": ("env", "layers-named"),
+}
+
+
+@pytest.mark.parametrize(("command", "name"), [(command, name) for command, names in LOADED.items() for name in names])
+def test_every_command_looks_before_it_builds(command, name, good, corpus, here, tmp_path, capsys):
+    make, words = {**FILES, **STATES, **OWN, **WHOLE}[name]
+    if name in FILES:
+        make(file := Path(shutil.copyfile(good, tmp_path / "bad.pt")))
+    else:
+        file = saved(torch.load(good), make, tmp_path / "bad.pt")
+    check_line(error_of(capsys, *command.format(file=file, data=corpus).split()), words)
+
+
+@pytest.mark.parametrize("name", ["env", "evil-model", "model-none"])
 def test_a_training_goes_on_from_no_such_file(name, good, corpus, here, tmp_path, capsys):
     """Refused before fairseq starts; the folder stays as it was."""
     runs = tmp_path / "run"
@@ -456,47 +426,46 @@ def test_a_training_goes_on_from_no_such_file(name, good, corpus, here, tmp_path
     change, words = STATES[name]
     last = saved(torch.load(good), change, runs / "checkpoint_last.pt")
     before = {path.name: path.read_bytes() for path in runs.iterdir()}
-    refused(capsys, here, command, words)
+    check_line(error_of(capsys, *command.split()), words)
     assert last.exists() and before == {p.name: p.read_bytes() for p in runs.iterdir() if p.name != ".lock"}
 
 
 @pytest.mark.parametrize("command", ["figures --sweep {}", "report {}"])
-@pytest.mark.parametrize("name", ["env", "evil-model", "int8", "width", "encoding-far"])
+@pytest.mark.parametrize("name", ["env", "evil-model"])
 def test_pages_and_figures_of_sweeps_with_such_files(command, name, good, here, tmp_path, capsys):
     sweep = tmp_path / "sweep"
     place = sweep / "runs" / "alibi-seed1"
     write_json(place / "checkpoints" / "run.json", {"finished": {"checkpoint": "c"}})
-    write_json(
-        sweep / "sweep.json", {"settings": {"tokens": 32, "subset": "test"}, "encodings": ["alibi"], "seeds": [1]}
-    )
+    settings = {"tokens": 32, "subset": "test"}
+    write_json(sweep / "sweep.json", {"settings": settings, "encodings": ["alibi"], "seeds": [1]})
     for length in (32, 64):
         row = {"checkpoint": "c", "subset": "test", "length": length, "loss_base2": 1.0, "tokens": 99, "ppl": 2.0}
         append_json_line(place / "eval.jsonl", row)
     change, words = STATES[name]
     saved(torch.load(good), change, place / "checkpoints" / "checkpoint_last.pt")
-    refused(capsys, here, command.format(sweep), words)
+    check_line(error_of(capsys, *command.format(sweep).split()), words)
 
 
 GOOD = {  # what was good stays good
     "same": lambda s: None,
     "half": all_weights(lambda w: w.half()),
     "double": all_weights(lambda w: w.double()),
-    "no-seed": drop("model", "rpe_seed"),
-    "no-length": drop("model", "rpe_train_length"),
-    "no-vocabulary": drop("model", "rpe_vocabulary"),
-    "no-dtype": drop("model", "compute_dtype"),
-    "no-task-state": without("task_state"),
-    "no-optimizer": without("last_optimizer_state"),
+    "no-seed": drop("rpe_seed", "cfg", "model"),
+    "no-length": drop("rpe_train_length", "cfg", "model"),
+    "no-vocabulary": drop("rpe_vocabulary", "cfg", "model"),
+    "no-dtype": drop("compute_dtype", "cfg", "model"),
+    "no-task-state": drop("task_state"),
+    "no-optimizer": drop("last_optimizer_state"),
     "table-namespace": lambda s: s["cfg"].update(model=Namespace(**s["cfg"]["model"])),
     "infinite": setting(x=float("inf")),
 }
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_good_checkpoints_stay_good(name, good, corpus, here, tmp_path, capsys):
+def test_good_checkpoints_stay_good(name, good, corpus, here, tmp_path):
     file = saved(torch.load(good), GOOD[name], tmp_path / "good.pt")
-    for command in ("verdict", "eval", "fairseq"):
-        assert main(LOADED[command].format(file=file, data=corpus).split()) == 0, (command, capsys.readouterr().err)
+    for engine in ("fast", "fairseq"):
+        run_here("eval", file, corpus, "--lengths", 32, "--device", "cpu", "--engine", engine)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -508,10 +477,10 @@ def test_old_checkpoints_with_parsed_arguments(zipped, state, corpus, here, tmp_
     weights = {k: v for k, v in state["model"].items() if not k.startswith("decoder.encodings.")}
     old = {**state, "cfg": None, "args": args, "model": weights}
     torch.save(old, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
-    command = LOADED["fairseq"].format(file=tmp_path / "old.pt", data=corpus)
-    assert main(command.split()) == 0, capsys.readouterr().err
+    command = ("eval", tmp_path / "old.pt", corpus, "--lengths", 32, "--device", "cpu")
+    run_here(*command, "--engine", "fairseq")
     words = r"old\.pt is not of this plugin \(its model is 'transformer_lm'\): .*--engine fairseq"
-    refused(capsys, here, LOADED["eval"].format(file=tmp_path / "old.pt", data=corpus), words)
+    check_line(error_of(capsys, *command), words)
 
 
 def test_fairseq_eval_lm_says_the_same(good, corpus, here, tmp_path):
@@ -521,7 +490,7 @@ def test_fairseq_eval_lm_says_the_same(good, corpus, here, tmp_path):
     flags = ["--user-dir", PACKAGE, "--path", file, "--task", "language_modeling", "--cpu"]
     done = fairseq("eval_lm", corpus, *flags, ok=False, environment=environment)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "Traceback" not in done.stderr and list(here.iterdir()) == []
+    assert done.returncode == 1 and "Traceback" not in done.stderr
     assert last == f"error: checkpoint {file} is refused: it holds more than weights and settings (posix.system)"
 
 

@@ -51,6 +51,9 @@ class AnswerOptions:
             for flag, given in (("--from", self.local is not None), ("--no-counts", not self.counts)):
                 if given:
                     raise UserError(f"{flag} is for known sets and none is named: leave it out")
+            name = self.name or self.dest.name
+            if any("\ud800" <= letter <= "\udfff" for letter in name):  # bytes of a name that are no UTF-8
+                raise UserError(f"--name {name!r} is not UTF-8, so the folder could not be read: give another")
         elif self.name or self.metrics:
             flag = "--name" if self.name else "--metric"
             raise UserError(f"{flag} is for questions of your own files, a known set has its own: leave it out")

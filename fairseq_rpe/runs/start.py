@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from fairseq_rpe.core import checkpoint_file
-from fairseq_rpe.core.checkpoint_state import check_vocabulary
+from fairseq_rpe.core.checkpoint_state import check_size, check_vocabulary
 from fairseq_rpe.core.errors import DEBUG, UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.data.folder import read_dictionary
@@ -34,6 +34,7 @@ def check(request: Request, plan: Plan) -> None:
     if request.finetune_from is not None:
         checkpoint_file.check(request.finetune_from)
         first = checkpoints.load(request.finetune_from)
+        check_size(first)
         if request.data is not None:
             check_vocabulary(first, read_dictionary(request.data / "dict.txt"), request.data)
         trained = first.encodings[:STANDING_LAYERS]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 
 import pytest
+from conftest import error_of
 
 from fairseq_rpe.analysis import speed
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.cli.main import main
+from fairseq_rpe.core import UserError
 
 SMALL = ["--heads", "2", "--head-width", "32", "--repeats", "1", "--device", "cpu"]
 
@@ -29,11 +31,8 @@ def test_every_encoding_and_backend_at_every_length(tmp_path, capsys):
     expected = {(e, b) for e in ("nope", "alibi", "fire") for b in ("reference", "sdpa")} | {(speed.LIMIT, "sdpa")}
     assert cells == {(*key, kind, n) for key in expected for kind in ("forward", "training") for n in ("17", "32")}
     for row in rows:
-        limit = next(
-            r
-            for r in rows
-            if r["encoding"] == speed.LIMIT and r["pass"] == row["pass"] and r["length"] == row["length"]
-        )
+        same = [r for r in rows if (r["pass"], r["length"]) == (row["pass"], row["length"])]
+        [limit] = [r for r in same if r["encoding"] == speed.LIMIT]
         assert 0 < float(row["least_ms"]) <= float(row["milliseconds"]) <= float(row["most_ms"])
         assert float(row["ratio"]) == pytest.approx(float(row["milliseconds"]) / float(limit["milliseconds"]), rel=0.1)
     assert (tmp_path / "bench.md").read_text().strip() in said and "no bias, milliseconds" in said
@@ -64,12 +63,11 @@ def test_what_does_not_fit_is_named_and_left_out(tmp_path, capsys, monkeypatch):
     assert [r["backend"] for r in rows_of(tmp_path)[1]] == ["sdpa", "sdpa"]
 
 
+def refuses(*_):
+    raise UserError("not today: use sdpa")
+
+
 def test_what_a_backend_refuses_is_named_and_left_out(capsys, monkeypatch):
-    from fairseq_rpe.core import UserError
-
-    def refuses(*_):
-        raise UserError("not today: use sdpa")
-
     monkeypatch.setitem(BACKENDS, "sometimes", refuses)
     names = ["--encodings", "alibi kerple_log", "--passes", "forward", "--backends", "sdpa sometimes flex"]
     assert main(["bench", "--lengths", "16,17", *names, *SMALL]) == 0
@@ -85,13 +83,20 @@ def test_what_a_backend_refuses_is_named_and_left_out(capsys, monkeypatch):
         (["--encodings", "rope"], "'rope' has no bias"),
         (["--encodings", "alibbi"], "did you mean 'alibi'"),
         (["--encodings", ""], "at least one"),
-        (["--out", __file__], "is a file"),
+        (["--model", "tiny", "--heads", "2"], "--heads goes not with --model: leave it out"),
+        (["--model", "tiny", "--head-width", "2"], "--head-width goes not with --model: leave it out"),
+        (["--model", "tiny", "--passes", "both"], "--passes goes not with --model"),
+        (["--shared", "fire"], "--shared goes only with --model"),
+        (["--vocabulary", "9"], "--vocabulary goes only with --model"),
+        (["--model", "huge"], "invalid choice: 'huge'"),
+        (["--model", "tiny", "--backends", "sdpb"], "unknown 'sdpb'; known: auto, reference, sdpa"),
+        (["--model", "tiny", "--encodings", "alibbi"], "did you mean 'alibi'"),
+        (["--model", "tiny", "--encodings", ""], "at least one"),
+        (["--model", "tiny", "--encodings", "rope", "--shared", "t5_bias:buckets=1"], "buckets"),
     ],
 )
 def test_bad_input(flags, words, capsys):
-    assert main(["bench", "--lengths", "16", *SMALL, *flags]) == 2
-    error = capsys.readouterr().err
-    assert words in error and len(error.splitlines()) == 1
+    assert words in error_of(capsys, "bench", "--lengths", "16", "--device", "cpu", *flags)
 
 
 # Whole models
@@ -140,17 +145,11 @@ def test_models_are_the_real_ones_with_one_set_of_weights(monkeypatch):
     assert [len(m.decoder.encodings) for m in made] == [1, 1, 2, 2, 1, 1]
     assert len({m.decoder.embed_tokens.weight.data_ptr() for m in made}) == 1
     assert len({m.decoder.layers[1].fc1.weight.data_ptr() for m in made}) == 1
-    assert (
-        made[2].decoder.encodings[0].mlp[0].weight.data_ptr() != made[4].decoder.encodings[0].mlp[0].weight.data_ptr()
-    )
+    one, other = (made[n].decoder.encodings[0].mlp[0].weight.data_ptr() for n in (2, 4))
+    assert one != other
 
 
 def test_a_model_that_a_backend_refuses_is_left_out(tmp_path, capsys, monkeypatch):
-    from fairseq_rpe.core import UserError
-
-    def refuses(*_):
-        raise UserError("not today: use sdpa")
-
     monkeypatch.setitem(BACKENDS, "sometimes", refuses)
     assert models(tmp_path, "--lengths", "9", "--encodings", "alibi", "--backends", "auto sometimes") == 0
     assert "left out, alibi, sometimes: not today" in capsys.readouterr().err
@@ -163,26 +162,6 @@ def test_a_model_that_a_backend_refuses_is_left_out(tmp_path, capsys, monkeypatc
 def test_models_in_half_precision(tmp_path, dtype):
     assert models(tmp_path, "--lengths", "9", "--encodings", "rope fire", "--dtype", dtype) == 0
     assert f", {dtype}, " in rows_of(tmp_path)[0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--model", "tiny", "--heads", "2"], "--heads goes not with --model: leave it out"),
-        (["--model", "tiny", "--passes", "both"], "--passes goes not with --model"),
-        (["--shared", "fire"], "--shared goes only with --model"),
-        (["--vocabulary", "9"], "--vocabulary goes only with --model"),
-        (["--model", "huge"], "invalid choice: 'huge'"),
-        (["--model", "tiny", "--backends", "sdpb"], "unknown 'sdpb'; known: auto, reference, sdpa"),
-        (["--model", "tiny", "--encodings", "alibbi"], "did you mean 'alibi'"),
-        (["--model", "tiny", "--encodings", ""], "at least one"),
-        (["--model", "tiny", "--encodings", "rope", "--shared", "t5_bias:buckets=1"], "buckets"),
-    ],
-)
-def test_bad_input_for_models(flags, words, capsys):
-    assert main(["bench", "--lengths", "16", "--device", "cpu", *flags]) == 2
-    error = capsys.readouterr().err
-    assert words in error and len(error.splitlines()) == 1
 
 
 def test_bars_are_the_means():

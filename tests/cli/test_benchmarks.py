@@ -41,6 +41,7 @@ def call(module, monkeypatch, *arguments):
     return module.main()
 
 
+@pytest.mark.release
 def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     def run(*more):
         command = [sys.executable, str(SCRIPT), *flags(tmp_path, "Pair", "96"), *more]
@@ -78,6 +79,7 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     assert other.returncode == 2 and "--fresh starts over" in other.stderr and len(other.stderr.splitlines()) == 1
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_way_agrees_with_the_reference(forms, backward):
     ways = forms.ways

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
-from conftest import PACKAGE, run, run_here
+from conftest import PACKAGE, assert_equal_models, run, run_here
 
 from fairseq_rpe.core import child_processes, devices
 from fairseq_rpe.runs import processes
@@ -35,6 +35,7 @@ class Mine(DistanceBias):
     def bias(self, d):
         return -d.expand(self.heads, -1)
 """
+TRAINING = ("--rpe-module", "mine.py", "--tokens", "32", "--batch-sentences", "4", "--updates", "2", "--device", "cpu")
 SMALL = ("--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation")
 
 
@@ -63,43 +64,49 @@ def start(folder: Path, *words: object, **environment: str) -> subprocess.Comple
     return run(sys.executable, folder.parent / "start.py", *words, env={**os.environ, **environment})
 
 
-def sweep(corpus: Path, *more: str) -> list[object]:
-    base = ["sweep", corpus, "--encodings", "mine", "--rpe-module", "mine.py", "--out", "out", "--tokens", "32"]
-    return [*base, "--batch-sentences", "4", "--updates", "2", "--lengths", "64", "--device", "cpu", *more, *SMALL]
-
-
 def test_the_sentinels_are_imported_where_the_path_is_not_safe(hostile):
     subprocess.run([sys.executable, "-c", "import json"], check=True)
     assert imported(hostile) == "json\n"
 
 
-def test_a_sweep_its_trainings_torchrun_and_evaluations_and_extend(hostile, corpus):
-    """The user's own module, named relative to the current folder, is loaded in every one of them."""
+def test_training_in_two_processes(hostile, corpus, tmp_path):
+    """The user's own module is loaded in each; two processes train as one with two accumulated batches."""
     (hostile / "mine.py").write_text(MINE)
-    start(hostile, *sweep(corpus, "--nproc", "2"))
+    start(hostile, "train", corpus, "--rpe", "mine", *TRAINING, "--nproc", "2", "--save-dir", "out", *SMALL)
+    alone = ["train", corpus, "--rpe", "mine", *TRAINING, "--update-freq", "2", "--save-dir", tmp_path / "alone"]
+    run_here(*alone, *SMALL)
+    assert imported(hostile) == ""
+    assert_equal_models(hostile / "out/checkpoint_last.pt", tmp_path / "alone/checkpoint_last.pt")
+
+
+@pytest.mark.release
+def test_sweeps_slurm_jobs_and_extend(hostile, corpus, tmp_path):
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    (hostile / "mine.py").write_text(MINE)
+    sweep = ("sweep", corpus, "--encodings", "mine", "--lengths", "64", *TRAINING)
+    start(hostile, *sweep, "--out", "out", *SMALL)
+    slurm = fake_slurm.install(tmp_path / "programs")
+    start(hostile, *sweep, "--out", "queued", "--launcher", "slurm", *SMALL, **slurm)
     last = "out/runs/mine-seed1/checkpoints/checkpoint_last.pt"
     extend = ["extend", last, corpus, "--tokens", "64", "--updates", "2", "--out", "longer", "--rpe-module", "mine.py"]
     start(hostile, *extend, "--device", "cpu", "--batch-sentences", "2")
-    assert (hostile / "out/results.csv").exists() and (hostile / "longer/results.csv").exists()
+    assert all((hostile / name / "results.csv").exists() for name in ("out", "queued", "longer"))
     assert imported(hostile) == ""
 
 
-def test_slurm_jobs(hostile, corpus, tmp_path):
-    pytest.importorskip("submitit", reason="needs the extra slurm")
-    (hostile / "mine.py").write_text(MINE)
-    start(hostile, *sweep(corpus, "--launcher", "slurm"), **fake_slurm.install(tmp_path / "programs"))
-    assert (hostile / "out/results.csv").exists()
-    assert imported(hostile) == ""
+def test_two_modules_alone_name_the_interpreter():
+    """All else starts Python with the commands of ``child_processes``, which have a safe path."""
+    code = {path: re.sub("#.*", "", path.read_text()) for path in PACKAGE.rglob("*.py")}
+    naming = {path.relative_to(PACKAGE).as_posix() for path, text in code.items() if "sys.executable" in text}
+    assert naming == {"core/child_processes.py", "core/devices.py"}
 
 
 def test_workers_of_prepare(hostile, tmp_path):
-    texts = tmp_path / "texts"
-    texts.mkdir()
+    (tmp_path / "texts").mkdir()
     for number in range(40):
-        (texts / f"{number}.txt").write_text(f"the {number}th text\n" * 20)
-    start(hostile, "prepare", texts, "--dest", "made", "--tokenizer", "words", "--workers", "2")
-    assert (hostile / "made/corpus.json").exists()
-    assert imported(hostile) == ""
+        (tmp_path / f"texts/{number}.txt").write_text(f"the {number}th text\n" * 20)
+    start(hostile, "prepare", tmp_path / "texts", "--dest", "made", "--tokenizer", "words", "--workers", "2")
+    assert (hostile / "made/corpus.json").exists() and imported(hostile) == ""
 
 
 def test_the_question_for_gpus(hostile, monkeypatch):

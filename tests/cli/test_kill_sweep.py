@@ -52,6 +52,7 @@ def call(script, monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str, kind: 
     return script.main()
 
 
+@pytest.mark.release
 def test_kills_are_counted_compared_and_not_done_again(script, tmp_path, monkeypatch, capsys):
     out = tmp_path / "kills"
     assert call(script, monkeypatch, out, "--kills", "4") == 0
@@ -68,6 +69,7 @@ def test_kills_are_counted_compared_and_not_done_again(script, tmp_path, monkeyp
     assert caught.value.code == 2 and "kills of other settings" in capsys.readouterr().err
 
 
+@pytest.mark.release
 def test_what_differs_is_told(script, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"steps: steps differs; kept: "):
         (tmp_path / "out").mkdir()

@@ -17,10 +17,7 @@ from fairseq_rpe.cli.options import by_arch, make_ready, words
         ("alibi, rope", ("alibi", "rope")),
         ("alibi,rope", ("alibi", "rope")),
         ("alibi , rope,", ("alibi", "rope")),
-        (
-            "type1:form=paper, rope:scaling=linear,factor=4 nope",
-            ("type1:form=paper", "rope:scaling=linear,factor=4", "nope"),
-        ),
+        ("type1:form=paper, rope:base=5,factor=4 nope", ("type1:form=paper", "rope:base=5,factor=4", "nope")),
         ("alibi,rope:scaling=linear,factor=4, t5_bias", ("alibi", "rope:scaling=linear,factor=4", "t5_bias")),
         (" , ", ()),
     ],

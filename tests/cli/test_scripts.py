@@ -15,14 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
-CORPORA = {
-    "prepare_text": "[prepare]",
-    **{
-        f"prepare_{name}": f"[prepare-known][{name}]"
-        for name in ("wikitext103", "books", "github", "wikibook", "c4", "arxiv", "openwebtext2")
-    },
-}
-THIN = ("train", "eval", "sweep", "report", "sensitivity", "sliding")
+KNOWN = ("wikitext103", "books", "github", "wikibook", "c4", "arxiv", "openwebtext2")
+THIN = {name: f"[{name}]" for name in ("train", "eval", "sweep", "report", "sensitivity", "sliding")}
+THIN |= {"prepare_text": "[prepare]", **{f"prepare_{name}": f"[prepare-known][{name}]" for name in KNOWN}}
 
 # Stands for Python: answers what set-up asks, makes a pretended environment, and notes every pip call.
 FAKE_PYTHON = r"""#!/usr/bin/env bash
@@ -78,7 +73,7 @@ def calls(root: Path) -> list[str]:
 
 def test_every_script_is_executable_and_passes_shellcheck():
     names = {p.stem for p in SCRIPTS}
-    assert {"setup", "test", "quickstart", "docs", "prepare_stdlib", *THIN, *CORPORA} <= names
+    assert {"setup", "test", "quickstart", "docs", "prepare_stdlib", *THIN} <= names
     for script in [*SCRIPTS, ROOT / ".ci/run"]:
         assert script.stat().st_mode & stat.S_IXUSR, script
         assert script.read_text().startswith("#!/usr/bin/env bash\n"), script
@@ -168,13 +163,7 @@ def test_setup_on_another_platform_is_one_line(copy, tmp_path):
 @pytest.mark.parametrize("name", THIN)
 def test_thin_scripts_pass_every_argument_on(name, copy):
     done = call(copy / "scripts" / f"{name}.sh", "a b", "", "--x=*", "--", "-y")
-    assert done.stdout == f"[{name}][a b][][--x=*][--][-y]", done.stderr
-
-
-@pytest.mark.parametrize("name", CORPORA)
-def test_scripts_of_corpora_pass_every_argument_on(name, copy):
-    done = call(copy / "scripts" / f"{name}.sh", "--from", "a b", "")
-    assert done.stdout == f"{CORPORA[name]}[--from][a b][]", done.stderr
+    assert done.stdout == f"{THIN[name]}[a b][][--x=*][--][-y]", done.stderr
 
 
 def test_word_level_wikitext_is_its_first_argument(copy):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_here
+from conftest import run, run_here
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis import selftest
@@ -34,9 +33,8 @@ def test_every_encoding_is_right_and_told(tmp_path):
     done = run_selftest("--backends", "sdpa", "--out", tmp_path)
     told = json.loads((tmp_path / "selftest.json").read_text())
     cells = told["cells"]
-    assert (
-        told["complete"] and told["machine"]["torch"] == torch.__version__ and told["fairseq_rpe"] and "commit" in told
-    )
+    assert told["complete"] and told["machine"]["torch"] == torch.__version__
+    assert told["fairseq_rpe"] and "commit" in told
     assert {cell["encoding"] for cell in cells} == set(encodings.names())
     assert [cell["case"] for cell in cells[:5]] == list(selftest.CASES)
     states = {cell["case"]: {c["state"] for c in cells if c["case"] == cell["case"]} for cell in cells}
@@ -100,9 +98,7 @@ def test_wrong_options_are_one_line(words, said):
 
 
 def report(*words, **environment):
-    done = subprocess.run(
-        ["bash", SCRIPT, *words], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
-    )
+    done = run("bash", SCRIPT, *words, ok=False, env={**os.environ, **environment})
     return done.returncode, done.stdout, done.stderr
 
 

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("material", reason="needs the extra check")
 pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra check")
 
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("core", "encodings", "positions", "attention")
 

@@ -26,14 +26,16 @@ import signal
 import stat
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import in_process
 
 GOOD = ("refused", "accepted", "takes long")
 BAD = ("refused good", "traceback", "internal error", "not one line", "hang", "left behind", "refused late")
@@ -60,50 +62,24 @@ class _LongEnough(BaseException):
 
 
 class Children:
-    """Stands in for ``processes.spawn``: what would be another process runs in this one, to its end."""
+    """Runs in this process what commands start as others; of a training no more updates than are looked at."""
 
     def __init__(self) -> None:
         self.updates = 0
         self.several = False
 
-    def spawn(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log: IO[bytes] | int | None = None,
-        keep_open: Sequence[int] = (),
-        errors: int | None = None,
-    ) -> _Child:
-        place = list(command).index("-m")
-        module, arguments = command[place + 1], list(command[place + 2 :])
-        if module == "torch.distributed.run":
+    def spawn(self, command: Sequence[str], *rest: Any, **more: Any) -> Any:
+        if "torch.distributed.run" in command:
             self.several = True
             raise _LongEnough
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            code = self._train(arguments) if module.endswith("launch") else self._command(arguments)
-        said = text.getvalue().encode(errors="replace")
-        if hasattr(log, "write"):
-            log.write(said)  # type: ignore[union-attr]
-            return _Child(code, None)
-        return _Child(code, said)
+        return in_process.spawn(command, *rest, **more)
 
-    @staticmethod
-    def _command(arguments: list[str]) -> int:
-        from fairseq_rpe.cli.main import main
-
-        return main(arguments)
-
-    def _train(self, arguments: list[str]) -> int:
-        import traceback
-
-        from fairseq.logging import progress_bar
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
         from fairseq.trainer import Trainer
-        from fairseq_cli.train import cli_main
 
-        from fairseq_rpe.core.errors import UserError
+        from fairseq_rpe.runs import processes
 
-        progress_bar._tensorboard_writers = {}  # of the process that this one stands for
         real, own = Trainer.train_step, self
 
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,51 +89,8 @@ class Children:
             own.updates += 1
             return result
 
-        handler = logging.StreamHandler(sys.stdout)
-        form = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
-        handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
-        root, level = logging.getLogger(), logging.getLogger().level
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
-        try:
-            with mock.patch.object(sys, "argv", ["train", *arguments]), mock.patch.object(Trainer, "train_step", step):
-                cli_main()
-            return 0
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except SystemExit as error:
-            if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
-            return error.code if isinstance(error.code, int) else 1
-        except Exception:
-            traceback.print_exc()
-            return 1
-        finally:
-            root.removeHandler(handler)
-            root.setLevel(level)
-
-
-class _Child:
-    """A process that has ended, as ``subprocess.Popen`` shows it."""
-
-    def __init__(self, code: int, said: bytes | None) -> None:
-        self.returncode, self.pid, self.stderr = code, 0, None
-        self.stdout: IO[bytes] | None = None
-        if said is not None:
-            read, write = os.pipe()
-            self.stdout = os.fdopen(read, "rb")
-            threading.Thread(target=_write, args=(write, said), daemon=True).start()
-
-    def poll(self) -> int:
-        return self.returncode
-
-    wait = poll
-
-
-def _write(handle: int, said: bytes) -> None:
-    with contextlib.suppress(OSError), os.fdopen(handle, "wb") as file:
-        file.write(said)
+        with mock.patch.object(Trainer, "train_step", step), mock.patch.object(processes, "spawn", self.spawn):
+            yield
 
 
 Snapshot = dict[str, tuple[int, int, int]]
@@ -222,7 +155,6 @@ def _copy(source: Path, target: Path) -> None:
 def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verdict:
     """Run a command line in this process, and say how it ended."""
     from fairseq_rpe.cli.main import main
-    from fairseq_rpe.runs import processes
 
     children, out, err = Children(), io.StringIO(), io.StringIO()
     before, ended, code = snapshot(place.fixtures), False, None
@@ -235,7 +167,7 @@ def judge(words: list[str], invalid: bool, place: Place, seconds: float) -> Verd
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
-        with mock.patch.object(processes, "spawn", children.spawn), _quiet(out, err), contextlib.chdir(place.here):
+        with children.replaced(), _quiet(out, err), contextlib.chdir(place.here):
             code = main(words)
         ended = True
     except (_Hang, KeyboardInterrupt):
@@ -364,11 +296,10 @@ def _fill(fixtures: Path) -> None:
     from odd_fixtures import fill
 
     from fairseq_rpe.cli.main import main
-    from fairseq_rpe.runs import processes
 
     def run(line: list[str]) -> None:
         out, err = io.StringIO(), io.StringIO()
-        with mock.patch.object(processes, "spawn", Children().spawn), _quiet(out, err):
+        with Children().replaced(), _quiet(out, err):
             code = main(line)
         if code:
             sys.exit(f"{shlex.join(line)} failed: {err.getvalue()[-2000:]}")
