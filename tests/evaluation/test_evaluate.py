@@ -427,12 +427,8 @@ REFUSALS = [
     ("learned", {}, "--engine fairseq", "beyond the 32 positions"),
     ("alibi", {}, "--rpe alibbi", "did you mean 'alibi'"),
     ("alibi", {}, "--rpe dual_chunk", "was with 'alibi'"),
-    ("alibi", {}, "--max-tokens 63", "--max-tokens 63 is less than length 64"),
     ("rope:base=500", {}, "--rpe rerope:base=10000", "give base=500"),
     ("rope:base=500", {}, "--rpe longrope:base=10000 --engine fairseq", "give base=500"),
-    ("alibi", {}, "--attention-prune 0", "0 < EPS < 1"),
-    ("alibi", {}, "--attention-prune 1e-4 --engine fairseq", "--attention-prune goes with --engine fast"),
-    ("alibi", {}, "--attention-backend sdpa --engine fairseq", "--attention-backend goes with --engine fast"),
     ("alibi", {}, "--attention-backend sdap", "did you mean 'sdpa'"),
     ("alibi", {}, "--attention-prune 1e-4 --attention-backend flex", "prunes on the backends sdpa and triton"),
     ("alibi", {}, "--attention-prune 1e-4 --rpe nope", "cannot be pruned"),
@@ -441,7 +437,6 @@ REFUSALS = [
     ("alibi", {}, "--separate-documents --positions interpolate", "--blocks document"),
     ("rope:scaling=dynamic_ntk,original_length=32", {}, "--separate-documents", "--blocks document"),
     ("alibi", {}, "--blocks document --lengths 128", "has [0-9]+ tokens, less than one block of 128"),
-    ("alibi", {}, "--lengths 999", "less than one block of 999"),
 ]
 
 

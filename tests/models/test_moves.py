@@ -78,15 +78,16 @@ def test_interpolation_divides_the_angle(task):
     torch.testing.assert_close(logits(moved, x), logits(scaled, x), rtol=1e-5, atol=1e-5)
 
 
-def test_padding_changes_nothing_under_per_row_interpolation(task):
-    model = make_model(task, "rope", positions_eval="interpolate:train=10")
+@pytest.mark.parametrize("moved_by", ["interpolate:train=10", "randomized:max=500"])
+def test_padding_and_other_rows_change_nothing(task, moved_by):
+    """Ratios follow from a row's length, draws from its tokens: alone, beside another row, or padded at either end."""
+    model = make_model(task, "rope", positions_eval=moved_by)
     row, other = tokens(1, 15), tokens(1, 19, seed=1)
     pads = torch.full((1, 4), PAD)
-    with torch.no_grad():
-        alone = logits(model, row)[0]
-        for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
-            got = logits(model, torch.cat([padded, other]))[0, real]
-            torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
+    alone = logits(model, row)[0]
+    for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
+        got = logits(model, torch.cat([padded, other]))[0, real]
+        torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
 
 
 def draw(moves: Moves, update: int, training: bool = True) -> list[float]:
@@ -111,17 +112,10 @@ def test_draws_follow_seed_update_batch_and_rank():
     assert draw(evaluation, 3, training=False) == draw(evaluation, 9, training=False)
 
 
-def test_in_evaluation_every_row_has_a_draw_of_its_own(task):
-    """It follows from the row's tokens: alone, beside another one, or padded at either end."""
-    model = make_model(task, "rope", positions_eval="randomized:max=500")
-    row, other = tokens(1, 15), tokens(1, 19, seed=1)
-    pads = torch.full((1, 4), PAD)
-    alone = logits(model, row)[0]
-    for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
-        got = logits(model, torch.cat([padded, other]))[0, real]
-        torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
-    moves, plain, lengths = model.decoder.moves, Positions.arange(19), torch.tensor([19, 19, 19])
-    rows = [other[0], tokens(1, 19, seed=2)[0], other[0]]
+def test_in_evaluation_every_row_has_a_draw_that_follows_from_its_tokens():
+    moves = Moves("identity", "randomized:max=500", 64, 1, 0)
+    plain, lengths = Positions.arange(19), torch.tensor([19, 19, 19])
+    rows = [tokens(1, 19, seed)[0] for seed in (1, 2, 1)]
     first, second, again = moves(plain, lengths, False, False, rows).k
     assert torch.equal(first, again) and not torch.equal(first, second) and (second.diff() > 0).all()
     moves.draw = 1
