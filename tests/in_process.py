@@ -167,12 +167,16 @@ def _registries_restored() -> Iterator[None]:
             compat.overrides.clear()
 
 
+class _Handler(logging.StreamHandler):
+    """Writes the log of a run; a child of this run, which runs in the same process, has one of its own."""
+
+
 @contextlib.contextmanager
 def _log_on_stdout() -> Iterator[None]:
-    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    root, handler = logging.getLogger(), _Handler(sys.stdout)
     handler.setFormatter(logging.Formatter(_LOG_FORMAT, "%Y-%m-%d %H:%M:%S"))
     level, before = root.level, list(root.handlers)
-    root.addHandler(handler)
+    root.handlers[:] = [other for other in before if not isinstance(other, _Handler)] + [handler]
     root.setLevel(logging.INFO)
     try:
         yield

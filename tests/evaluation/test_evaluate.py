@@ -267,12 +267,15 @@ def test_pruned_evaluation(state, corpus, tmp_path):
 def test_the_backend_of_an_evaluation(state, text, tmp_path, monkeypatch):
     """Kernels in place of the checkpoint's backend, pruned as well; what they refuse is one line."""
     pytest.importorskip("triton", reason="needs the package triton")
+    from fairseq_rpe.attention import prune
     from fairseq_rpe.attention.triton import autograd, tuning
 
-    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 32, "BLOCK_N": 32})
+    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 16, "BLOCK_N": 16})
+    for module in (prune, autograd):
+        monkeypatch.setattr(module, "BLOCK", 32)  # keys that are left out together
     decided, decide = [], autograd.left_out
     monkeypatch.setattr(autograd, "left_out", lambda *rest: decided.append(decide(*rest)) or decided[-1])
-    command = ("eval", checkpoint_with(state, tmp_path, decoder_attention_heads=1), text, "--lengths", 100)
+    command = ("eval", checkpoint_with(state, tmp_path, decoder_attention_heads=1), text, "--lengths", 101)
     [plain] = rows_of(*command)
     [kernels] = rows_of(*command, "--attention-backend", "triton")
     assert kernels["loss_base2"] == pytest.approx(plain["loss_base2"], rel=1e-5) and not decided
