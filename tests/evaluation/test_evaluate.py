@@ -270,7 +270,7 @@ def test_the_backend_of_an_evaluation(state, text, tmp_path, monkeypatch):
     from fairseq_rpe.attention import prune
     from fairseq_rpe.attention.triton import autograd, tuning
 
-    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 16, "BLOCK_N": 16})
+    monkeypatch.setattr(tuning, "INTERPRETER_SIZES", {"BLOCK_M": 32, "BLOCK_N": 32})
     for module in (prune, autograd):
         monkeypatch.setattr(module, "BLOCK", 32)  # keys that are left out together
     decided, decide = [], autograd.left_out
