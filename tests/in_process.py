@@ -125,7 +125,8 @@ def _run(module: str, words: list[str]) -> int:
     program = importlib.import_module(module)
     fairseq_rpe.compat.apply()  # repairs the modules that are loaded by now, as --user-dir does
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with mock.patch.object(sys, "argv", [module, *words]), _log_on_stdout(), mock.patch.dict(os.environ):
+    argv = mock.patch.object(sys, "argv", [module, *words])
+    with argv, _log_on_stdout(), _registries_restored(), mock.patch.dict(os.environ):
         try:
             if module == "fairseq_rpe.cli.main":
                 return program.main(words)
@@ -150,16 +151,38 @@ def _run(module: str, words: list[str]) -> int:
 
 
 @contextlib.contextmanager
+def _registries_restored() -> Iterator[None]:
+    """Afterwards forget what the run registers, as with ``--rpe-module``, and the settings that its flags replace."""
+    from fairseq_rpe import algorithms, compat, encodings, positions
+
+    registries = [room.base.registry for room in (algorithms, encodings, positions)]
+    for registry in registries:
+        registry.names()  # entry points of other packages register when names are first needed
+    changed = [*(mock.patch.dict(registry._table) for registry in registries), mock.patch.dict(encodings._loaded)]
+    with contextlib.ExitStack() as stack:
+        for patch in changed:
+            stack.enter_context(patch)
+        try:
+            yield
+        finally:
+            compat.overrides.clear()
+
+
+class _Handler(logging.StreamHandler):
+    """Writes the log of a run; a child of this run, which runs in the same process, has one of its own."""
+
+
+@contextlib.contextmanager
 def _log_on_stdout() -> Iterator[None]:
-    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    root, handler = logging.getLogger(), _Handler(sys.stdout)
     handler.setFormatter(logging.Formatter(_LOG_FORMAT, "%Y-%m-%d %H:%M:%S"))
-    level = root.level
-    root.addHandler(handler)
+    level, before = root.level, list(root.handlers)
+    root.handlers[:] = [other for other in before if not isinstance(other, _Handler)] + [handler]
     root.setLevel(logging.INFO)
     try:
         yield
     finally:
-        root.removeHandler(handler)
+        root.handlers[:] = before  # hydra replaces them
         root.setLevel(level)
 
 

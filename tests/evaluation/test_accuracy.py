@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import run, run_here
+from measuring import refusal, rows_of, without_seconds
 
 from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
 from fairseq_rpe.evaluation.answers import interpolated
@@ -57,12 +56,16 @@ squeezed = {{ copy = 12.34 }}
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> tuple[Path, Path, subprocess.CompletedProcess]:
-    """The folder of a finished sweep of a recipe, the recipe's file, and what the sweep said."""
-    folder = tmp_path_factory.mktemp("accuracy")
-    recipe = folder / "two.toml"
-    recipe.write_text(RECIPE)
-    return folder / "out", recipe, run_here(*sweep_command(folder / "out", recipe))
+def swept(made_once, tmp_path_factory) -> tuple[Path, Path, str]:
+    """The folder of a finished sweep of a recipe, the recipe's file, and the sweep's standard output."""
+
+    def fill(folder: Path) -> None:
+        (folder / "two.toml").write_text(RECIPE)
+        (folder / "said.txt").write_text(run_here(*sweep_command(folder / "out", folder / "two.toml")).stdout)
+
+    made = made_once("accuracy", fill)
+    out = Path(shutil.copytree(made / "out", tmp_path_factory.mktemp("accuracy") / "out"))
+    return out, made / "two.toml", (made / "said.txt").read_text().replace(str(made / "out"), str(out))
 
 
 def sweep_command(out: Path, recipe: Path, *more: str) -> list[str]:
@@ -73,25 +76,6 @@ def sweep_command(out: Path, recipe: Path, *more: str) -> list[str]:
 def checkpoint(swept) -> Path:
     (found,) = (swept[0] / "runs").glob("*/checkpoints/checkpoint_last.pt")
     return found
-
-
-def error_of(capsys, *argv: object) -> str:
-    """Run a command that must fail with exactly one line; returns it."""
-    capsys.readouterr()
-    try:
-        code = main([str(a) for a in argv])
-    except SystemExit as stop:
-        pytest.fail(f"argparse ended it with code {stop.code}: {capsys.readouterr().err}")
-    out, err = capsys.readouterr()
-    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, err
-    return err
-
-
-def measure(capsys, *argv: object) -> list[dict]:
-    """The rows that ``accuracy`` prints."""
-    capsys.readouterr()
-    assert main(["accuracy", *(str(a) for a in argv), "--device", "cpu", "--json"]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +113,9 @@ def right_answers(loaded, n: int, transform: str) -> int:
 # accuracy
 
 
-def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path, capsys):
-    out = tmp_path / "deep" / "rows.jsonl"
-    rows = measure(capsys, checkpoint, "--out", out)  # every line that it prints is a row
+def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path):
+    command = ("accuracy", checkpoint, "--out", out := tmp_path / "deep" / "rows.jsonl")
+    rows = rows_of(*command)  # every line that it prints is a row
     assert rows == files.read_json_lines(out)
     assert [row["length"] for row in rows] == sorted(COUNTS) == list(range(2, LONGEST + 1))
     assert {row["length"]: row["examples"] for row in rows} == COUNTS and sum(COUNTS.values()) == 60
@@ -142,27 +126,24 @@ def test_every_example_is_asked_once_and_nothing_is_redone(checkpoint, tmp_path,
         assert row["checkpoint"] == files.file_digest(checkpoint)
 
     whole, before = out.read_bytes(), out.stat().st_mtime_ns
-    assert measure(capsys, checkpoint, "--out", out) == rows
-    assert (out.read_bytes(), out.stat().st_mtime_ns) == (whole, before)
-    backwards = measure(capsys, checkpoint, "--out", out, "--lengths", "9,2")
-    assert backwards == [rows[-1], rows[0]] and out.read_bytes() == whole
+    assert rows_of(*command) == rows and (out.read_bytes(), out.stat().st_mtime_ns) == (whole, before)
+    assert rows_of(*command, "--lengths", "9,2") == [rows[-1], rows[0]] and out.read_bytes() == whole
 
     # killed before the last three numbers of items
     out.write_bytes(b"".join(whole.splitlines(keepends=True)[:-3]))
-    again = measure(capsys, checkpoint, "--out", out)
+    again = rows_of(*command)
     assert again[:-3] == rows[:-3] and files.read_json_lines(out) == again
-    for new, old in zip(again[-3:], rows[-3:], strict=True):
-        assert {**new, "seconds": 0} == {**old, "seconds": 0}
+    assert without_seconds(again) == without_seconds(rows)
 
     # another measurement is added, none is taken for another
-    more = measure(capsys, checkpoint, "--out", out, "--positions", "interpolate", "--lengths", "2")
+    more = rows_of(*command, "--positions", "interpolate", "--lengths", "2")
     assert files.read_json_lines(out) == [*again, *more] and more[0]["positions"] == "interpolate"
 
 
-def test_right_answers_are_those_of_full_forward_passes(checkpoint, loaded, capsys):
+def test_right_answers_are_those_of_full_forward_passes(checkpoint, loaded):
     """Without a cache and one by one, with the ratio M/L written out."""
     for flags in ([], ["--positions", "interpolate"]):
-        rows = measure(capsys, checkpoint, *flags, "--batch-size", "4")
+        rows = rows_of("accuracy", checkpoint, *flags, "--batch-size", "4")
         for row in rows:
             n = row["length"]
             ratio = f"interpolate:ratio={M}/{n}" if flags and n > M else "identity"
@@ -170,20 +151,14 @@ def test_right_answers_are_those_of_full_forward_passes(checkpoint, loaded, caps
         assert 0 < sum(row["right"] for row in rows) < 60
 
 
-def test_interpolation_has_one_ratio_for_each_number_of_items(checkpoint, capsys):
-    plain = measure(capsys, checkpoint)
-    for unit, ratio in (("items", lambda n: M / n), ("tokens", lambda n: (2 * M + 2) / (2 * n + 2))):
-        rows = measure(capsys, checkpoint, "--positions", "interpolate", "--unit", unit)
-        for row, own in zip(rows, plain, strict=True):
-            assert (row["unit"], row["positions"]) == (unit, "interpolate")
-            if row["length"] <= M:
-                assert row["transform"] == "identity" and row["right"] == own["right"]
-            else:
-                name, _, value = row["transform"].partition(":ratio=")
-                assert name == "interpolate" and float(value) == pytest.approx(ratio(row["length"]), rel=1e-12)
-    for spec in ("interpolate:ratio=1/2", "interpolate:train=5", "offset:by=2", "randomized:max=99"):
-        (row,) = measure(capsys, checkpoint, "--positions", spec, "--lengths", "7")
-        assert row["transform"] == row["positions"] == spec
+def test_interpolation_has_one_ratio_for_each_number_of_items(checkpoint):
+    for unit, ratio in (("items", M / 7), ("tokens", (2 * M + 2) / (2 * 7 + 2))):
+        short, row = rows_of("accuracy", checkpoint, "--positions", "interpolate", "--unit", unit, "--lengths", "3,7")
+        assert (row["unit"], row["positions"], short["transform"]) == (unit, "interpolate", "identity")
+        name, _, value = row["transform"].partition(":ratio=")
+        assert name == "interpolate" and float(value) == pytest.approx(ratio, rel=1e-12)
+    (row,) = rows_of("accuracy", checkpoint, "--positions", "interpolate:ratio=1/2", "--lengths", 7)
+    assert row["transform"] == row["positions"] == "interpolate:ratio=1/2"
 
 
 @pytest.mark.parametrize(
@@ -204,165 +179,145 @@ def test_automatic_ratio_is_written_out(spec, trained, length, expected):
     positions.build(expected, 10)
 
 
-def test_random_positions_are_drawn_alike_every_time(checkpoint, capsys):
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    flags = ["--positions", "randomized:times=3", "--lengths", "2,3,4,9"]
-    one, two = ([{**row, "seconds": 0} for row in measure(capsys, checkpoint, *flags)] for _ in range(2))
-    assert one == two and all(row["transform"] == "randomized:times=3" for row in one)
-    torch.manual_seed(0)
-    assert torch.rand(1) == expected
-    assert {row["draws"] for row in one} == {1} and "draws" not in measure(capsys, checkpoint, "--lengths", "2")[0]
-
-
-def test_random_positions_are_drawn_for_each_example(checkpoint, capsys, monkeypatch):
-    """As many draws as examples, and no matter which of them are answered together."""
-    made = []
+def test_random_positions_are_drawn_for_each_example(checkpoint, monkeypatch):
+    """As many draws as examples, the same every time, no matter which of them are answered together."""
+    drawn = []
     whole = positions.freeze_rows
 
     def spy(transform, lengths, generators):
         frozen = whole(transform, lengths, generators)
-        made.extend(tuple(row) for row in frozen.moved.k.tolist())
+        drawn.extend(tuple(row) for row in frozen.moved.k.tolist())
         return frozen
 
     monkeypatch.setattr(positions, "freeze_rows", spy)
-    flags = ["--positions", "randomized:times=3", "--lengths", "9"]
-    (together,) = measure(capsys, checkpoint, *flags)
-    first = sorted(made)
-    assert len(first) == together["examples"] == len(set(first)) > 2
-    made.clear()
-    (apart,) = measure(capsys, checkpoint, *flags, "--batch-size", "2")
-    assert sorted(made) == first and apart["right"] == together["right"]
+    command = ("accuracy", checkpoint, "--positions", "randomized:times=3", "--lengths", 9)
+    rows = rows_of(*command)
+    first = sorted(drawn)
+    assert len(first) == rows[0]["examples"] == len(set(first)) > 2
+    assert rows[0]["draws"] == 1 and "draws" not in rows_of("accuracy", checkpoint, "--lengths", 2)[0]
+    for flags in ((), ("--batch-size", 2)):
+        drawn.clear()
+        assert without_seconds(rows_of(*command, *flags)) == without_seconds(rows) and sorted(drawn) == first
 
 
-def test_other_splits_and_encodings(checkpoint, capsys):
+def test_other_splits_and_encodings(checkpoint):
     for split, size in (("valid", 20), ("train", 400)):
-        rows = measure(capsys, checkpoint, "--split", split)
+        rows = rows_of("accuracy", checkpoint, "--split", split)
         assert [row["length"] for row in rows] == [2, 3] and {row["split"] for row in rows} == {split}
         assert sum(row["examples"] for row in rows) == size
-    (row,) = measure(capsys, checkpoint, "--rpe", "alibi", "--lengths", "3")
+    (row,) = rows_of("accuracy", checkpoint, "--rpe", "alibi", "--lengths", "3")
     assert row["rpe"] == "alibi" and row["encoding"] == "rope"
 
 
-def test_accuracy_refuses_in_one_line(checkpoint, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lengths 2,10", "the test split has no example of 10 items: leave it out"),
+        ("--lengths 1", "no example of 1 items"),
+        ("--split valid --lengths 4", "the valid split has no example of 4 items"),
+        ("--rpe rope:scaling=dynamic_ntk,original_length=8", "follows the length of the text.*--positions interpolate"),
+        ("--positions interpolat", "did you mean 'interpolate'"),
+        ("--rpe alibbi", "did you mean 'alibi'"),
+        ("--positions randomized:max=19 --lengths 2,9", "raise max to at least 20"),
+        ("--positions randomized:times=2", "raise times to at least 3"),
+        ("--rpe nope --positions interpolate", "'nope' reads no positions"),
+        ("--rpe t5_bias --positions interpolate", "accepts whole positions only"),
+        ("--rpe kerple_log", "does not fit this model"),
+    ],
+)
+def test_accuracy_refuses_in_one_line(checkpoint, tmp_path, flags, words):
     out = tmp_path / "rows.jsonl"
+    assert re.search(words, refusal("accuracy", checkpoint, "--out", out, *flags.split()))
+    assert not out.exists()  # nothing was measured before the refusal
 
-    def refused(*argv: str, at: Path = checkpoint) -> str:
-        said = error_of(capsys, "accuracy", at, "--out", out, "--device", "cpu", *argv)
-        assert not out.exists()  # nothing was measured before the refusal
-        return said
 
-    assert "the test split has no example of 10 items: leave it out" in refused("--lengths", "2,10")
-    assert "no example of 1 items" in refused("--lengths", "1")
-    assert "the valid split has no example of 4 items" in refused("--split", "valid", "--lengths", "4")
-    dynamic = refused("--rpe", "rope:scaling=dynamic_ntk,original_length=8")
-    assert "follows the length of the text" in dynamic and "--positions interpolate" in dynamic
-    assert "did you mean 'interpolate'" in refused("--positions", "interpolat")
-    assert "did you mean 'alibi'" in refused("--rpe", "alibbi")
-    assert "raise max to at least 20" in refused("--positions", "randomized:max=19", "--lengths", "2,9")
-    assert "raise times to at least 3" in refused("--positions", "randomized:times=2")
-    assert "'nope' reads no positions" in refused("--rpe", "nope", "--positions", "interpolate")
-    assert "accepts whole positions only" in refused("--rpe", "t5_bias", "--positions", "interpolate")
-    assert "does not fit this model" in refused("--rpe", "kerple_log")
-    assert "does not exist" in refused(at=tmp_path / "no.pt")
+def test_checkpoints_without_a_task_are_refused(tmp_path):
     text = {"cfg": {"task": {"_name": "language_modeling", "data": "x"}, "model": {"rpe": "rope"}}, "model": {}}
     for k, task in enumerate((text["cfg"]["task"], None)):
         torch.save({**text, "cfg": {**text["cfg"], "task": task}}, tmp_path / f"{k}.pt")
-        assert "was not trained on an algorithmic task: fairseq-rpe eval" in refused(at=tmp_path / f"{k}.pt")
+        assert "not trained on an algorithmic task: fairseq-rpe eval" in refusal("accuracy", tmp_path / f"{k}.pt")
 
 
 # train
 
 
-def test_train_goes_with_data_or_algorithm(tmp_path, capsys):
-    def refused(*argv: str) -> str:
-        return error_of(capsys, "train", *argv, "--rpe", "rope", "--save-dir", tmp_path / "run")
-
-    either = "either a DATA folder or --algorithm SPEC"
-    assert either in refused()
-    assert either in refused(str(tmp_path), "--algorithm", "copy")
-    assert "--tokens does not go with --algorithm" in refused("--algorithm", "copy", "--tokens", "64")
-    assert "did you mean 'reverse'" in refused("--algorithm", "revers")
-    assert "did you mean 'items'" in refused("--algorithm", "copy:itms=3")
+def test_train_goes_with_data_or_algorithm(tmp_path):
+    for flags, words in (
+        (["--algorithm", "revers"], "did you mean 'reverse'"),
+        (["--algorithm", "copy:itms=3"], "did you mean 'items'"),
+        (["--algorithm", TASK, "--positions-train", "warp:head=0.9,tail=0.5"], "add up to more than 1"),
+        (["--algorithm", TASK, "--positions-eval", "interpolat"], "did you mean 'interpolate'"),
+    ):
+        assert words in refusal("train", *flags, "--rpe", "rope", "--save-dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_linear_schedule_cannot_be_prolonged(swept, checkpoint, capsys):
+def test_linear_schedule_cannot_be_prolonged(checkpoint):
     same = ["train", "--algorithm", f"copy:alphabet=12,{TASK.split(':')[1].removesuffix(',alphabet=12')}"]
     same += ["--rpe", "rope", "--save-dir", str(checkpoint.parent), "--device", "cpu"]
     same += ["--batch-sentences", "32", "--lr", "0.01", "--warmup", "10"]
     before = {p: p.stat().st_mtime_ns for p in checkpoint.parent.iterdir()}
     for schedule in ([], ["--schedule", "linear"]):  # a task's default
-        assert main([*same, *schedule, "--updates", str(UPDATES), "--", *SMALL]) == 0
-        assert f"finished run of {UPDATES} updates" in capsys.readouterr().out
+        done = run_here(*same, *schedule, "--updates", str(UPDATES), "--", *SMALL)
+        assert f"finished run of {UPDATES} updates" in done.stdout
         for updates in (UPDATES + 10, UPDATES - 10):
-            said = error_of(capsys, *same, *schedule, "--updates", str(updates), "--", *SMALL)
+            said = refusal(*same, *schedule, "--updates", updates, "--", *SMALL)
             assert f"(last_update is {UPDATES} there, {updates} here)" in said
-    other = error_of(capsys, *same, "--schedule", "inverse_sqrt", "--updates", str(UPDATES), "--", *SMALL)
+    other = refusal(*same, "--schedule", "inverse_sqrt", "--updates", UPDATES, "--", *SMALL)
     assert "schedule is 'linear' there, None here" in other
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
 
-def test_train_command_of_a_task(tmp_path, capsys):
-    """What fairseq is told: the task in its normal spelling, no text flags, and a rate that ends at the last update."""
+def test_train_command_of_a_task(tmp_path):
+    """fairseq's flags: the task in its normal spelling, no text flags, and a rate that ends at the last update."""
     argv = ["train", "--algorithm", "copy:alphabet=100,items=5", "--rpe", "rope", "--save-dir", str(tmp_path / "x")]
-    assert main([*argv, "--updates", "77", "--device", "cpu", "--dry-run"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    for words in (
-        "--task rpe_algorithmic --algorithm copy:items=5 --criterion answer_cross_entropy",
-        "--lr-scheduler polynomial_decay --total-num-update 77",
-        "--max-update 77",
-    ):
-        assert words in line
+    (line,) = run_here(*argv, "--updates", "77", "--device", "cpu", "--dry-run").stdout.splitlines()
+    assert "--task rpe_algorithmic --algorithm copy:items=5 --criterion answer_cross_entropy" in line
+    assert "--lr-scheduler polynomial_decay --total-num-update 77" in line and "--max-update 77" in line
     assert "--tokens-per-sample" not in line and "inverse_sqrt" not in line and not (tmp_path / "x").exists()
-    assert main([*argv, "--schedule", "inverse_sqrt", "--device", "cpu", "--dry-run"]) == 0
-    line = capsys.readouterr().out
+    line = run_here(*argv, "--schedule", "inverse_sqrt", "--device", "cpu", "--dry-run").stdout
     assert "--lr-scheduler inverse_sqrt" in line and "total-num-update" not in line
 
 
-def test_a_table_is_printed(checkpoint, capsys):
-    rows = measure(capsys, checkpoint, "--lengths", "2,5")
-    assert main(["accuracy", str(checkpoint), "--lengths", "2,5", "--device", "cpu"]) == 0
-    head, *lines = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+def test_a_table_is_printed(checkpoint):
+    rows = rows_of("accuracy", checkpoint, "--lengths", "2,5")
+    done = run_here("accuracy", checkpoint, "--lengths", "2,5", "--device", "cpu")
+    head, *lines = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
     assert head == ["items", "exact %", "right", "examples", "seconds"]
     for line, row in zip(lines, rows, strict=True):
         assert line[:4] == [str(row["length"]), f"{100 * row['accuracy']:.1f}", str(row["right"]), str(row["examples"])]
 
 
-def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(checkpoint, capsys, monkeypatch):
+def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(checkpoint, monkeypatch):
     """With no minute to wait for, a line after each token."""
     from fairseq_rpe.core import progress
 
-    plain = measure(capsys, checkpoint, "--lengths", "2,5")
-    assert capsys.readouterr().err == ""
+    command = ("accuracy", checkpoint, "--lengths", "2,5", "--device", "cpu", "--json")
+    plain = run_here(*command)
+    assert plain.stderr == ""
     monkeypatch.setattr(progress, "SECONDS", 0.0)
-    assert main(["accuracy", str(checkpoint), "--lengths", "2,5", "--device", "cpu", "--json"]) == 0
-    told = capsys.readouterr()
-    rows = [json.loads(line) for line in told.out.splitlines()]
-    assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in plain]
+    done = run_here(*command)
+    rows, before = ([json.loads(line) for line in one.stdout.splitlines()] for one in (done, plain))
+    assert without_seconds(rows) == without_seconds(before)
     # an answer of copy is the items, as often as they are asked for, and the end of the sentence
     examples = {n: [e for e in build(TASK).examples("test") if e.length == n] for n in (2, 5)}
-    steps = [len(own) for own in examples.values() for _ in range(len(own[0].answer) + 1)]
-    lines = [line for line in told.err.splitlines() if " tokens" in line]
-    total = f"{sum(steps):,}"
-    assert len(lines) == len(steps)
+    steps = [len(same) for same in examples.values() for _ in range(len(same[0].answer) + 1)]
+    lines = [line for line in done.stderr.splitlines() if " tokens" in line]
     assert [line.split(": ", 1)[1].split(" tokens")[0] for line in lines] == [
-        f"{sum(steps[: k + 1]):,} of {total}" for k in range(len(steps))
+        f"{sum(steps[: k + 1]):,} of {sum(steps):,}" for k in range(len(steps))
     ]
     assert " left" in lines[0] and " left" not in lines[-1]
 
 
-def test_progress_is_a_bar_on_a_terminal_with_the_rows_above_it(checkpoint, capsys, monkeypatch):
+def test_progress_is_a_bar_on_a_terminal_with_the_rows_above_it(checkpoint, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    rows = measure(capsys, checkpoint, "--lengths", "2,3")
-    assert [row["length"] for row in rows] == [2, 3]
-    assert "\r" in terminal.getvalue() and " tokens/s" in terminal.getvalue()
+    monkeypatch.setattr(io, "StringIO", Terminal)
+    done = run_here("accuracy", checkpoint, "--lengths", "2,3", "--device", "cpu", "--json")
+    assert [json.loads(line)["length"] for line in done.stdout.splitlines()] == [2, 3]
+    assert "\r" in done.stderr and " tokens/s" in done.stderr
 
 
 # sweeps
@@ -374,7 +329,7 @@ def table_of(out: Path) -> list[dict]:
 
 
 def test_methods_that_differ_in_evaluation_share_the_training(swept, checkpoint):
-    out, _, done = swept
+    out, _, said = swept
     assert [p.name for p in (out / "runs").iterdir()] == [checkpoint.parents[1].name]
     log = (checkpoint.parents[1] / "train.log").read_text()
     assert log.count("| INFO | fairseq_cli.train | task: AlgorithmicTask") == 1
@@ -394,12 +349,16 @@ def test_methods_that_differ_in_evaluation_share_the_training(swept, checkpoint)
     assert rows[-1]["positions"].startswith("interpolate:ratio=0.333") and rows[0]["positions"] == "identity"
     for name in ("plain", "squeezed"):
         assert sum(int(r["examples"]) for r in rows if r["method"] == name) == 60
-    assert all(str(out / name) in done.stdout for name in ("accuracy.csv", "accuracy.png", "tensorboard"))
+    assert all(str(out / name) in said for name in ("accuracy.csv", "accuracy.png", "tensorboard"))
     assert any((out / "tensorboard").rglob("events*"))
+    assert (out / "accuracy.pdf").read_bytes().startswith(b"%PDF")
+    picture = (out / "accuracy.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert min(int.from_bytes(picture[16:20]), int.from_bytes(picture[20:24])) > 400
 
 
 def test_table_is_the_mean_over_the_numbers_of_items(swept):
-    out, _, done = swept
+    out, _, said = swept
     rows = table_of(out)
 
     def mean(name: str, first: int, last: int) -> str:
@@ -409,7 +368,7 @@ def test_table_is_the_mean_over_the_numbers_of_items(swept):
         return f"{100 * sum(kept) / len(kept):.1f}"
 
     text = (out / "accuracy.md").read_text()
-    assert text in done.stdout
+    assert text in said
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert cells[0] == ["task", "method", "trained", "beyond", "all", "published"]
     assert set("".join(cells[1])) <= set("-:")
@@ -421,33 +380,25 @@ def test_table_is_the_mean_over_the_numbers_of_items(swept):
     assert f"{TASK}: 2 … {M} items in training, up to {LONGEST} here" in text and "Published: made up" in text
 
 
-def test_figures_are_pictures(swept):
-    out = swept[0]
-    assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "accuracy.pdf").read_bytes().startswith(b"%PDF")
-    picture = (out / "accuracy.png").read_bytes()
-    assert min(int.from_bytes(picture[16:20]), int.from_bytes(picture[20:24])) > 400
-
-
 def snapshot(folder: Path) -> dict[Path, int]:
     derived = {"sweep.json", "accuracy.csv", "accuracy.md", ".lock"}
     return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name not in derived}
 
 
 def test_finished_sweep_is_not_redone_and_needs_no_torch(swept):
-    out, recipe, done = swept
+    out, recipe, said = swept
     before, tables = snapshot(out), [(out / n).read_text() for n in ("accuracy.csv", "accuracy.md", "sweep.json")]
     command = sweep_command(out, recipe)
     code = (
         "import sys\nfrom fairseq_rpe.cli.main import main\n"
         f"assert main({command!r}) == 0\nassert not {{'torch', 'fairseq', 'matplotlib'}} & set(sys.modules)"
     )
-    assert run(sys.executable, "-c", code).stdout == done.stdout
+    assert run(sys.executable, "-c", code).stdout == said
     assert snapshot(out) == before
     assert [(out / n).read_text() for n in ("accuracy.csv", "accuracy.md", "sweep.json")] == tables
 
 
-def test_lost_results_are_measured_again_without_training(swept, tmp_path, capsys):
+def test_lost_results_are_measured_again_without_training(swept, tmp_path):
     """A sweep that was killed while it evaluated: what is there is kept, the rest is measured."""
     out = tmp_path / "out"
     shutil.copytree(swept[0], out)
@@ -466,11 +417,10 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path, capsy
     results.write_text("".join(json.dumps(row) + "\n" for row in kept))
     (stage,) = work_left()
     assert stage.name == "evaluating" and stage.command[-2:] == ["--positions", "interpolate"]
-    assert main(stage.command[stage.command.index("accuracy") :]) == 0
-    capsys.readouterr()
+    run_here(*stage.command[stage.command.index("accuracy") :])
     again = files.read_json_lines(results)
     assert again[: len(kept)] == kept and work_left() == []
-    assert [{**r, "seconds": 0} for r in again] == [{**r, "seconds": 0} for r in whole]
+    assert without_seconds(again) == without_seconds(whole)
 
     results.unlink()
     assert [stage.name for stage in work_left()] == ["evaluating"] * 2
@@ -478,22 +428,15 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path, capsy
     assert [stage.name for stage in work_left()] == ["training", "evaluating", "evaluating"]
 
 
-def test_report_writes_the_same_tables(swept, tmp_path, capsys):
-    out = tmp_path / "out"
-    shutil.copytree(swept[0], out)
+def test_a_report_writes_the_same_tables_and_seeds_weigh_alike(swept, tmp_path):
+    """The second seed is made up from the first: all right where the first was measured."""
+    out = Path(shutil.copytree(swept[0], tmp_path / "out"))
     expected = {name: (out / name).read_text() for name in ("accuracy.csv", "accuracy.md")}
     for name in expected:
         (out / name).unlink()
-    assert main(["report", str(out)]) == 0
+    assert expected["accuracy.md"] in run_here("report", out).stdout
     assert {name: (out / name).read_text() for name in expected} == expected
-    assert expected["accuracy.md"] in capsys.readouterr().out
     assert not (out / "results.csv").exists()
-
-
-def test_seeds_weigh_alike_in_the_table(swept, tmp_path):
-    """A second seed, made up from the first: all right where the first was measured."""
-    out = tmp_path / "out"
-    shutil.copytree(swept[0], out)
     (folder,) = (out / "runs").iterdir()
     other = folder.with_name(folder.name.replace("-seed1", "-seed2"))
     shutil.copytree(folder, other)
@@ -507,7 +450,7 @@ def test_seeds_weigh_alike_in_the_table(swept, tmp_path):
     state = files.read_json(out / "sweep.json")
     files.write_json(out / "sweep.json", {**state, "seeds": [1, 2]})
     one = table_of(out)
-    assert main(["report", str(out)]) == 0
+    run_here("report", out)
     both = table_of(out)
     assert [r for r in both if r["seed"] == "1"] == one
     assert [r["accuracy"] for r in both if r["seed"] == "2"] == ["1.0"] * len(one)
@@ -516,10 +459,10 @@ def test_seeds_weigh_alike_in_the_table(swept, tmp_path):
     assert line.split("|")[5].strip() == f"{50 * (sum(values) / len(values) + 1):.1f}"
 
 
-def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path, capsys):
+def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path):
     _, recipe, _ = swept
-    assert main(sweep_command(tmp_path / "x", recipe, "--launcher", "dry-run", "--updates", "7", "--warmup", "2")) == 0
-    lines = capsys.readouterr().out.splitlines()
+    flags = ("--launcher", "dry-run", "--updates", "7", "--warmup", "2")
+    lines = run_here(*sweep_command(tmp_path / "x", recipe, *flags)).stdout.splitlines()
     assert [line.split("fairseq_rpe.cli.main ")[1].split()[0] for line in lines] == ["train", "accuracy", "accuracy"]
     assert f"--algorithm {TASK}" in lines[0] and "--updates 7 " in lines[0] and "--lr 0.01" in lines[0]
     assert lines[0].endswith("-- " + " ".join(SMALL))
@@ -528,62 +471,45 @@ def test_dry_run_prints_one_training_and_both_evaluations(swept, tmp_path, capsy
     assert not (tmp_path / "x").exists()
 
 
-def test_dry_run_of_encodings_by_tasks_and_seeds(tmp_path, capsys):
+def test_dry_run_of_encodings_by_tasks_and_seeds(tmp_path):
     argv = ["sweep", "--algorithms", f"{TASK} sort:test=50", "--encodings", "rope alibi", "--seeds", "1,2"]
     argv += ["--out", str(tmp_path / "x"), "--device", "cpu", "--launcher", "dry-run"]
-    assert main([*argv, "--lengths", "2,3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run_here(*argv, "--lengths", "2,3").stdout.splitlines()
     assert sum(" train " in line for line in lines) == sum(" accuracy " in line for line in lines) == 8
     assert len({line.split("--save-dir ")[1].split()[0] for line in lines if " train " in line}) == 8
     assert all("--lengths 2,3" in line for line in lines if " accuracy " in line)
 
 
-def test_sweep_refuses_in_one_line(swept, corpus, tmp_path, capsys):
+def test_another_sweep_in_the_folder_is_refused(swept, corpus, tmp_path):
     out, recipe, _ = swept
     before = snapshot(out)
-
-    def refused(*argv: object) -> str:
-        return error_of(capsys, "sweep", *argv, "--device", "cpu")
-
     text = ["--encodings", "rope", "--lengths", "64", "--tokens", "32", "--updates", "3"]
-    assert f"{out} holds another sweep" in refused(corpus, *text, "--out", out)
-    longer = UPDATES + 5
-    said = refused("--recipe", recipe, "--out", out, "--updates", longer)
-    assert f"is {UPDATES} there, {longer} here)" in said
-    kind = tmp_path / "kind"
-    kind.mkdir()
+    assert f"{out} holds another sweep" in refusal("sweep", corpus, *text, "--out", out)
+    said = refusal("sweep", "--recipe", recipe, "--out", out, "--updates", UPDATES + 5)
+    assert f"is {UPDATES} there, {UPDATES + 5} here)" in said
+    (kind := tmp_path / "kind").mkdir()
     state = files.read_json(out / "sweep.json")
     files.write_json(kind / "sweep.json", {k: v for k, v in state.items() if k != "algorithms"})
-    assert "holds a sweep of another kind" in refused("--recipe", recipe, "--out", kind)
+    assert "holds a sweep of another kind" in refusal("sweep", "--recipe", recipe, "--out", kind)
     moved = tmp_path / "moved.toml"
     moved.write_text(RECIPE.replace('positions_eval = "interpolate"', 'positions_eval = "offset:by=2"'))
-    assert "holds other positions for 'squeezed'" in refused("--recipe", moved, "--out", out)
-
-    fresh = ["--out", tmp_path / "x"]
-    either = "either a DATA folder or --algorithms"
-    assert either in refused("--encodings", "rope", "--lengths", "9", *fresh)
-    assert either in refused(corpus, "--algorithms", "copy", "--encodings", "rope", *fresh)
-    assert "either --encodings" in refused("--algorithms", "copy", *fresh)
-    own = ["--encodings", "rope", *fresh]
-    assert "--algorithms is empty" in refused("--algorithms", " ", *own)
-    assert "names one twice" in refused("--algorithms", "copy copy:items=20", *own)
-    assert "did you mean 'copy'" in refused("--algorithms", "coppy", *own)
-    assert "train, valid, test" in refused("--algorithms", "copy", "--subset", "tset", *own)
-    assert "--max-tokens does not go with --algorithms" in refused("--algorithms", "copy", "--max-tokens", "9", *own)
-    assert "--tokens does not go with --algorithm" in refused("--algorithms", "copy", "--tokens", "9", *own)
-    assert "raise alphabet" in refused("--algorithms", "copy:items=2,alphabet=2", *own)
-    assert not (tmp_path / "x").exists() and snapshot(out) == before
+    assert "holds other positions for 'squeezed'" in refusal("sweep", "--recipe", moved, "--out", out)
+    assert snapshot(out) == before
 
 
-def test_sweep_refuses_numbers_of_items_without_examples_before_training(tmp_path, capsys):
-    argv = ["sweep", "--algorithms", TASK, "--encodings", "rope", "--out", tmp_path / "x", "--device", "cpu"]
-    said = error_of(capsys, *argv, "--lengths", "2,10", "--launcher", "dry-run")
-    assert "10 items" in said and not os.path.exists(tmp_path / "x" / "runs")
-
-
-def test_a_wrong_position_transform_leaves_nothing_behind(tmp_path, capsys):
-    place = tmp_path / "run"
-    argv = ["train", "--algorithm", TASK, "--rpe", "rope", "--save-dir", place, "--device", "cpu"]
-    assert "add up to more than 1" in error_of(capsys, *argv, "--positions-train", "warp:head=0.9,tail=0.5")
-    assert "did you mean 'interpolate'" in error_of(capsys, *argv, "--positions-eval", "interpolat")
-    assert not place.exists()
+def test_sweep_refuses_in_one_line(corpus, tmp_path):
+    rope = ["--encodings", "rope"]
+    for flags, words in (
+        ([*rope, "--lengths", "9"], "either a DATA folder or --algorithms"),
+        ([corpus, "--algorithms", "copy", *rope], "either a DATA folder or --algorithms"),
+        (["--algorithms", "copy"], "either --encodings"),
+        (["--algorithms", " ", *rope], "--algorithms is empty"),
+        (["--algorithms", "copy copy:items=20", *rope], "names one twice"),
+        (["--algorithms", "copy", "--subset", "tset", *rope], "train, valid, test"),
+        (["--algorithms", "copy", "--max-tokens", "9", *rope], "--max-tokens does not go with --algorithms"),
+        (["--algorithms", "copy:items=2,alphabet=2", *rope], "raise alphabet"),
+    ):
+        assert words in refusal("sweep", *flags, "--out", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    flags = ["--algorithms", TASK, *rope, "--lengths", "2,10", "--launcher", "dry-run"]
+    assert "10 items" in refusal("sweep", *flags, "--out", tmp_path / "x") and not (tmp_path / "x" / "runs").exists()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import run_here
+from measuring import refusal, rows_of, without_seconds
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
 from fairseq_rpe.evaluation import answers
 from fairseq_rpe.sweeps import costs
@@ -22,16 +22,14 @@ GRID = [(n, depth) for n in (40, 80) for depth in (0.0, 0.5, 1.0)]
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> Path:
+def swept(made_once) -> Path:
     """A finished sweep of one short training."""
-    out = tmp_path_factory.mktemp("depths") / "out"
-    run_here(*command(out))
-    return out
+    return made_once("depths", lambda folder: run_here(*command(folder / "out"))) / "out"
 
 
 def command(out: Path, *more: str) -> list[str]:
     small = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
-    training = ["--updates", "4", "--batch-sentences", "8", "--device", "cpu"]
+    training = ["--updates", "2", "--batch-sentences", "8", "--device", "cpu"]
     return ["sweep", "--algorithms", TASK, "--encodings", "alibi", "--out", str(out), *training, *more, *small]
 
 
@@ -40,44 +38,36 @@ def checkpoint(swept) -> Path:
     return SweepFolder(swept).run_of(Method("alibi", "alibi"), 1, TASK).checkpoints.last
 
 
-def measure(capsys, *argv: object) -> list[dict]:
-    capsys.readouterr()
-    assert main(["accuracy", *map(str, argv), "--device", "cpu", "--json"]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def test_a_sweep_evaluates_every_length_and_depth(swept, checkpoint, capsys):
+def test_a_sweep_evaluates_every_length_and_depth(swept, checkpoint, tmp_path):
     (run,) = (swept / "runs").iterdir()
     rows = files.read_json_lines(run / "eval.jsonl")
     assert [(row["length"], row["depth"]) for row in rows] == GRID and {row["examples"] for row in rows} == {3}
     assert (swept / "depths.png").stat().st_size > 10_000 and "heat map" in run_here(*command(swept)).stdout
     # the default of the command is the same
-    out = run / "again.jsonl"
-    again = measure(capsys, checkpoint, "--out", out)
-    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in rows]
+    again = rows_of("accuracy", checkpoint, "--out", out := tmp_path / "again.jsonl")
+    assert without_seconds(again) == without_seconds(rows)
     # a killed one goes on where it was
     out.write_text("".join(json.dumps(row) + "\n" for row in again[:4]))
-    assert measure(capsys, checkpoint, "--out", out)[:4] == again[:4] and len(files.read_json_lines(out)) == 6
-    out.unlink()
+    assert rows_of("accuracy", checkpoint, "--out", out)[:4] == again[:4] and len(files.read_json_lines(out)) == 6
 
 
-def test_any_length_and_depth(checkpoint, capsys):
-    rows = measure(capsys, checkpoint, "--depths", "1,0.3", "--lengths", "57,80")
+def test_any_length_and_depth(checkpoint):
+    rows = rows_of("accuracy", checkpoint, "--depths", "1,0.3", "--lengths", "57,80")
     assert [(row["length"], row["depth"]) for row in rows] == [(57, 1.0), (57, 0.3), (80, 1.0), (80, 0.3)]
     # other splits draw their depths
-    whole = measure(capsys, checkpoint, "--split", "valid")
+    whole = rows_of("accuracy", checkpoint, "--split", "valid")
     counts = Counter(e.length for e in build(TASK).examples("valid"))
     assert {row["length"]: row["examples"] for row in whole} == counts and not any("depth" in row for row in whole)
 
 
-def test_right_answers_are_counted_at_their_depth(checkpoint, capsys, monkeypatch):
-    """A model that knows what stands in the first half, asked in batches that are smaller than a depth's examples."""
-    asked = []
+def test_right_answers_are_counted_at_their_depth(checkpoint, monkeypatch):
+    """A model that knows what stands in the first half, in batches that are smaller than a depth's examples."""
+    batches = []
 
     def half(model, prompts, steps, tick):
         words = ["<s>", "<pad>", "</s>", "<unk>", *build(TASK).words()]
         texts = [[words[t] for t in row] for row in prompts.tolist()]
-        asked.append(len(texts))
+        batches.append(len(texts))
         keys = []
         for text in texts:
             at = text.index("key") + 2
@@ -86,13 +76,13 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, capsys, monkeypatc
         return torch.tensor(keys)
 
     monkeypatch.setattr(answers, "continued", half)
-    rows = measure(capsys, checkpoint, "--lengths", "80", "--depths", "0,0.2,1")
-    assert [row["right"] for row in rows] == [3, 3, 0] and asked == [3, 3, 3]
-    # however many are asked for, long prompts are answered a few together
+    rows = rows_of("accuracy", checkpoint, "--lengths", 80, "--depths", "0,0.2,1")
+    assert [row["right"] for row in rows] == [3, 3, 0] and batches == [3, 3, 3]
+    # however many there may be, long prompts are answered a few together
     monkeypatch.setattr(answers, "_PAIRS", 2 * 80**2)
-    asked.clear()
-    assert [row["right"] for row in measure(capsys, checkpoint, "--lengths", "80", "--depths", "0")] == [3]
-    assert asked == [2, 1]
+    batches.clear()
+    assert [row["right"] for row in rows_of("accuracy", checkpoint, "--lengths", 80, "--depths", 0)] == [3]
+    assert batches == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -105,17 +95,12 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, capsys, monkeypatc
         ("--lengths 81", "not 81: leave it out"),
     ],
 )
-def test_refusals(flags, words, checkpoint, capsys):
-    capsys.readouterr()
-    assert main(["accuracy", str(checkpoint), *flags.split(), "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and words in err and err.count("\n") == 1
+def test_refusals(flags, words, checkpoint):
+    assert words in refusal("accuracy", checkpoint, *flags.split())
 
 
-def test_what_a_sweep_asks_for(tmp_path, capsys):
-    """Lengths that the test does not have are refused; a depth costs as many tokens as its examples have."""
-    assert main([*command(tmp_path, "--lengths", "40,99")]) == 2
-    said = capsys.readouterr().err
+def test_a_sweep_refuses_lengths_that_the_task_lacks_and_counts_the_tokens_of_a_depth(tmp_path):
+    said = refusal(*command(tmp_path, "--lengths", "40,99"))
     assert "has test examples of 31 to 80 tokens, not 99: leave it out of --lengths" in said
     task = build(TASK)
     assert task.share("test") == 3 and task.share("train") == 100 / 5

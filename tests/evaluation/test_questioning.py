@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TRAIN_FLAGS
+from conftest import TRAIN_FLAGS, run_here
+from measuring import EOS, PAD, refusal, rows_of, without_seconds
 from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
-from test_accuracy import error_of
 
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
 from fairseq_rpe.evaluation import questioning
 from fairseq_rpe.evaluation.distances import bands
@@ -22,7 +22,6 @@ from fairseq_rpe.questions.layout import fitted
 from fairseq_rpe.questions.metrics import Scored, score
 from fairseq_rpe.questions.question import Question
 
-EOS, PAD = 2, 1
 WRITTEN = 16  # tokens of an answer in prepared_folder
 WEATHER = [
     Question(f"w{i}", "Did it rain? ", (("yes", "no")[i % 2],), "It was grey. " * i, "", "", ("no", "yes"))
@@ -85,17 +84,6 @@ def model(checkpoint, data):
     return model.eval()
 
 
-def answer(capsys, *argv: object) -> list[dict]:
-    """The lines that ``answer`` prints."""
-    capsys.readouterr()
-    assert main(["answer", *(str(a) for a in argv), "--device", "cpu", "--json"]) == 0, capsys.readouterr().err
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def timeless(rows: list[dict]) -> list[dict]:
-    return [{**row, "seconds": 0} for row in rows]
-
-
 def read_by_model(data: Path, name: str, length: int, written: int = WRITTEN, cut: str = "end"):
     """Of each question of a set: its row, what is read of it, and how many tokens are left out."""
     rows = prepared.load(data).split("valid")
@@ -119,9 +107,8 @@ def by_one_pass(model, read: list[int], first: int) -> list[int]:
     return log_probs(model, read)[first:].argmax(-1).tolist()
 
 
-def test_answers_are_those_of_full_passes_and_scores_those_of_the_answers(
-    data, checkpoint, model, tmp_path, capsys, monkeypatch
-):
+def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, monkeypatch):
+    """And scores those of the answers."""
     written: dict[tuple[int, ...], list[int]] = {}
     real = questioning.greedy
 
@@ -133,7 +120,7 @@ def test_answers_are_those_of_full_passes_and_scores_those_of_the_answers(
     monkeypatch.setattr(questioning, "greedy", spy)
     out, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
     flags = ["--lengths", "80,180", "--sets", "mill", "--out", out, "--predictions", texts]
-    lines = answer(capsys, checkpoint, data, *flags)
+    lines = rows_of("answer", checkpoint, data, *flags)
     assert lines == files.read_json_lines(out) and [line["length"] for line in lines] == [80, 180]
     cut = []
     for line in lines:
@@ -153,35 +140,31 @@ def test_answers_are_those_of_full_passes_and_scores_those_of_the_answers(
         cut.append((line["cut_documents"], line["lost_tokens"]))
         assert cut[-1] == (sum(lost > 0 for _, _, lost in asked), sum(lost for _, _, lost in asked))
         assert line["empty"] == sum(not text for text in given.values())
-        assert (line["encoding"], line["suite"], line["subset"], line["transform"]) == (
-            "fire",
-            "own",
-            "valid",
-            "identity",
-        )
+        known = ("fire", "own", "valid", "identity")
+        assert tuple(line[name] for name in ("encoding", "suite", "subset", "transform")) == known
         assert line["checkpoint"] == files.file_digest(checkpoint) and line["data"] == prepared.digest(data)
         assert "length_penalty" not in line and (line["by"], line["beam"], line["cut"]) == ("generation", 1, "end")
     assert 11 > cut[0][0] > cut[1][0] > 0
 
     # known results are not computed again, and keep their answers
     before = out.read_bytes()
-    assert answer(capsys, checkpoint, data, *flags) == lines and out.read_bytes() == before
+    assert rows_of("answer", checkpoint, data, *flags) == lines and out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "texts"]
     # others are added: another end of the document, a beam
-    (start,) = answer(capsys, checkpoint, data, *flags[2:6], "--lengths", 80, "--cut", "start")
-    (wide,) = answer(capsys, checkpoint, data, *flags[2:6], "--lengths", 80, "--beam", 2)
+    (start,) = rows_of("answer", checkpoint, data, *flags[2:6], "--lengths", 80, "--cut", "start")
+    (wide,) = rows_of("answer", checkpoint, data, *flags[2:6], "--lengths", 80, "--beam", 2)
     assert start["lost_tokens"] == wide["lost_tokens"] == lines[0]["lost_tokens"]
     assert (start["cut"], wide["beam"], wide["length_penalty"]) == ("start", 2, 1.0)
     assert files.read_json_lines(out) == [*lines, start, wide]
 
 
-def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path, capsys):
+def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path):
     """Of questions whose distances are on record: eight groups from near to far, whatever their order in the file."""
     order = [5, 18, 0, 11, 3, 16, 9, 1, 14, 7, 12, 4, 17, 2, 10, 15, 6, 13, 8]
     asked = [replace(one, distance=10 * place) for one, place in zip(questions(19), order, strict=True)]
     folder = make_folder(tmp_path / "data", {"train": questions(2, start=30), "valid": asked}, metrics=("rouge1",))
     texts = tmp_path / "texts"
-    (line,) = answer(capsys, checkpoint, tmp_path / "data", "--lengths", 180, "--predictions", texts)
+    (line,) = rows_of("answer", checkpoint, tmp_path / "data", "--lengths", 180, "--predictions", texts)
     given = json.loads(written_at(texts, "made-180").read_text())
     near = sorted(asked, key=lambda one: one.distance)
     groups = [near[0:2], near[2:4], near[4:7], near[7:9], near[9:11], near[11:14], near[14:16], near[16:19]]
@@ -204,21 +187,21 @@ def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path, capsys):
     assert bands("em", items, [None, *range(18)]) == bands("matthews", items, list(range(19))) == ()
 
 
-def test_batches_change_nothing(data, checkpoint, tmp_path, capsys, monkeypatch):
+def test_batches_change_nothing(data, checkpoint, tmp_path, monkeypatch):
     found = []
     for rows, pairs, tokens in ((3, 256**3, 1 << 15), (256, 60**2 * 2, 1 << 15), (256, 256**3, 200), (1, 1, 1)):
         monkeypatch.setattr(questioning, "_ROWS", rows)
         monkeypatch.setattr(questioning, "_PAIRS", pairs)
         monkeypatch.setattr(questioning, "_TOKENS", tokens)
-        found.append(timeless(answer(capsys, checkpoint, data, "--lengths", "90")))
+        found.append(without_seconds(rows_of("answer", checkpoint, data, "--lengths", "90")))
     assert all(one == found[0] for one in found) and [row["set"] for row in found[0]] == ["mill", "weather"]
 
 
 @pytest.mark.parametrize(("by", "rows"), [("generation", 3), ("likelihood", 6)])  # two choices each
-def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkeypatch, by, rows):
+def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, by, rows):
     monkeypatch.setattr(questioning, "_ROWS", rows)
     flags = [checkpoint, data, "--lengths", "56,90", "--by", by, "--sets", "weather", "--predictions", tmp_path / "p"]
-    whole = answer(capsys, *flags, "--out", tmp_path / "whole.jsonl")
+    whole = rows_of("answer", *flags, "--out", tmp_path / "whole.jsonl")
     texts = written_at(tmp_path / "p", "weather-90").read_bytes()
     written_at(tmp_path / "p", "weather-90").unlink()
     out, real, asked = tmp_path / "rows.jsonl", questioning._answers, []
@@ -230,55 +213,57 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, capsys, monkey
         return real(model, key, rows, info, batch, tick)
 
     monkeypatch.setattr(questioning, "_answers", stopped)
-    capsys.readouterr()
-    assert main(["answer", *map(str, flags), "--out", str(out), "--device", "cpu", "--json"]) == 130
-    assert len(capsys.readouterr().out.splitlines()) == 1 == len(files.read_json_lines(out))
+    done = run_here("answer", *flags, "--out", out, "--device", "cpu", "--json", ok=False)
+    assert done.returncode == 130 and len(done.stdout.splitlines()) == 1 == len(files.read_json_lines(out))
     (kept,) = tmp_path.glob("rows.jsonl.weather-90-*.partial")
     assert len(kept.read_bytes().splitlines()) == 1
     with open(kept, "ab") as file:  # a kill while a line was written
         file.write(b'{"answers": {"w1": "y')
-    again = answer(capsys, *flags, "--out", out)
-    assert timeless(again) == timeless(whole) and timeless(files.read_json_lines(out)) == timeless(whole)
+    again = rows_of("answer", *flags, "--out", out)
+    assert again == files.read_json_lines(out) and without_seconds(again) == without_seconds(whole)
     assert sorted(asked) == sorted([*asked[:4], *asked[5:], asked[5]]) and asked[4] == asked[5] and len(asked) == 7
     assert written_at(tmp_path / "p", "weather-90").read_bytes() == texts
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "rows.jsonl", "whole.jsonl"]
 
 
-def test_a_table_is_printed(data, checkpoint, capsys):
-    argv = [checkpoint, data, "--lengths", "56", "--sets", "weather"]
-    (row,) = answer(capsys, *argv)
-    assert main(["answer", *map(str, argv), "--device", "cpu"]) == 0
-    head, line = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+def test_a_table_is_printed(data, checkpoint):
+    words = ("answer", checkpoint, data, "--lengths", "56", "--sets", "weather")
+    (row,) = rows_of(*words)
+    done = run_here(*words, "--device", "cpu")
+    head, line = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
     assert head == ["set", "length", "score %", "questions", "shortened", "seconds", "metrics %"]
     assert line[:4] == ["weather", "56", f"{row['score']:.2f}", str(row["questions"])]
     assert line[6] == ", ".join(f"{name} {value:.2f}" for name, value in row["metrics"].items())
 
 
-def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_path, capsys, monkeypatch):
+def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_path, monkeypatch):
     """What was answered is still there when there is room for the result."""
     out, real = tmp_path / "rows.jsonl", files.append_json_line
     monkeypatch.setattr(files, "append_json_line", lambda *_: (_ for _ in ()).throw(OSError(28, "full", str(out))))
-    argv = ["answer", str(checkpoint), str(data), "--lengths", "56", "--sets", "weather", "--out", str(out)]
-    assert main([*argv, "--device", "cpu", "--json"]) == 2
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 1 and "no space left" in said.err
+    words = ("answer", checkpoint, data, "--lengths", "56", "--sets", "weather", "--out", out)
+    done = run_here(*words, "--device", "cpu", "--json", ok=False)
+    assert done.returncode == 2 and len(done.stdout.splitlines()) == 1 and "no space left" in done.stderr
     monkeypatch.setattr(files, "append_json_line", real)
     monkeypatch.setattr(questioning, "_answers", None)
-    (row,) = answer(capsys, *argv[1:])
-    assert timeless([row]) == timeless([json.loads(said.out)]) and [p.name for p in tmp_path.iterdir()] == [out.name]
+    rows = rows_of(*words)
+    assert without_seconds(rows) == without_seconds([json.loads(done.stdout)])
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]
 
 
-def test_answers_of_different_questions_are_kept_apart(data, checkpoint, tmp_path, capsys):
-    """One folder takes the answers of both splits, ways to answer and lengths, each in a file of its own."""
-    for more in (["--lengths", "56"], ["--lengths", "90"], ["--lengths", "56", "--by", "likelihood"]):
-        answer(capsys, checkpoint, data, "--sets", "weather", "--predictions", tmp_path, *more)
-    assert sorted(p.name.split("-")[1] for p in tmp_path.iterdir()) == ["56", "56", "90"]
+def test_answers_of_different_questions_are_kept_apart(data, checkpoint, tmp_path):
+    """One folder takes the answers of all ways to answer and lengths, each in a file; a known result needs its own."""
+    words = ("answer", checkpoint, data, "--sets", "weather", "--out", tmp_path / "rows.jsonl")
+    for more in (["--lengths", "56,90"], ["--lengths", "56", "--by", "likelihood"]):
+        rows_of(*words, "--predictions", tmp_path / "p", *more)
+    assert sorted(p.name.split("-")[1] for p in (tmp_path / "p").iterdir()) == ["56", "56", "90"]
+    said = refusal(*words, "--lengths", 56, "--predictions", tmp_path / "other")
+    assert "has the result of weather at 56 tokens, and --predictions has not its answers" in said
 
 
-def test_the_likeliest_choice(data, checkpoint, model, tmp_path, capsys):
+def test_the_likeliest_choice(data, checkpoint, model, tmp_path):
     """By sums over the tokens of a choice and its end, of full passes."""
     flags = ["--sets", "weather", "--lengths", 40, "--by", "likelihood", "--predictions", tmp_path]
-    (line,) = answer(capsys, checkpoint, data, *flags)
+    (line,) = rows_of("answer", checkpoint, data, *flags)
     rows, asked = read_by_model(data, "weather", 40, 6)
     given = json.loads(written_at(tmp_path, "weather-40").read_text())
     items = []
@@ -295,61 +280,51 @@ def test_the_likeliest_choice(data, checkpoint, model, tmp_path, capsys):
     assert line["undefined"] == (["matthews"] if len(set(given.values())) == 1 else [])
 
 
-def test_other_positions_and_encodings(data, checkpoint, tmp_path, capsys):
+def test_other_positions_and_encodings(data, checkpoint, tmp_path):
     base = [checkpoint, data, "--sets", "weather"]
-    one, two = answer(capsys, *base, "--lengths", "24,64", "--positions", "interpolate")
+    one, two = rows_of("answer", *base, "--lengths", "24,64", "--positions", "interpolate")
     assert (one["transform"], two["transform"]) == ("identity", "interpolate:ratio=0.5")
     assert two["positions"] == "interpolate"
     flags = ["--lengths", 40, "--positions", "randomized:max=64"]
-    rows = [answer(capsys, *base, *flags)[0] for _ in range(2)]
-    assert timeless(rows[:1]) == timeless(rows[1:]) and rows[0]["draws"] == 1
-    (row,) = answer(capsys, *base, "--lengths", 40, "--rpe", "fire:exact=true", "--compute-dtype", "bf16")
+    rows = [rows_of("answer", *base, *flags)[0] for _ in range(2)]
+    assert without_seconds(rows[:1]) == without_seconds(rows[1:]) and rows[0]["draws"] == 1
+    (row,) = rows_of("answer", *base, "--lengths", 40, "--rpe", "fire:exact=true", "--compute-dtype", "bf16")
     assert (row["rpe"], row["encoding"], row["compute_dtype"]) == ("fire:exact=true", "fire", "bf16")
 
 
-def test_refusals_in_one_line(data, checkpoint, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "rows.jsonl"
+REFUSALS = [
+    ("--lengths 40 --sets mil", "--sets mil: .*did you mean 'mill'"),
+    ("--lengths 40 --sets mill,mill", "names a set twice"),
+    ("--lengths 40 --subset test", "--subset test: mill has no answers there, but in train, valid"),
+    ("--lengths 90 --subset train", "--subset train: weather has no answers there"),
+    ("--lengths 90,16", "16 tokens leave no room for a question: answers of mill take up to 16"),
+    ("--lengths 90,20 --sets mill", "question 'q8' of mill takes .* where 4 may be read: give a greater length"),
+    ("--lengths 90 --by likelihood --sets mill", "question 'q9' of mill has no choices .*use --by generation"),
+    ("--lengths 90 --by likelihood --beam 2", "--beam is of --by generation"),
+    ("--lengths 90 --length-penalty 1", "--length-penalty is of a beam"),
+    ("--lengths 90 --beam 2 --length-penalty 1e308", "--length-penalty 1e\\+308 is out of range: use 0 to 10"),
+    ("--lengths 40,90 --positions randomized:max=64 --sets weather", "raise max to at least 90"),
+]
 
-    def refused(*argv: object, of: Path = data, at: Path = checkpoint) -> str:
-        said = error_of(capsys, "answer", at, of, "--out", out, "--device", "cpu", *argv)
-        assert not out.exists() and not list(tmp_path.glob("*.partial"))
-        return said
 
-    assert "has no answers.json: make such a folder with fairseq-rpe prepare-answers" in refused(
-        "--lengths", 40, of=data.parent / "vocabulary"
-    )
-    assert "--sets mil: " in (said := refused("--lengths", 40, "--sets", "mil")) and "did you mean 'mill'" in said
-    assert "names a set twice" in refused("--lengths", 40, "--sets", "mill,mill")
-    assert "--subset test: mill has no answers there, but in train, valid" in refused(
-        "--lengths", 40, "--subset", "test"
-    )
-    assert "--subset train: weather has no answers there" in refused("--lengths", 90, "--subset", "train")
-    assert "16 tokens leave no room for a question: answers of mill take up to 16" in refused("--lengths", "90,16")
-    said = refused("--lengths", "90,20", "--sets", "mill")
-    assert "question 'q8' of mill takes " in said and " where 4 may be read: give a greater length" in said
-    said = refused("--lengths", 90, "--by", "likelihood", "--sets", "mill")
-    assert "question 'q9' of mill has no choices to compare: use --by generation" in said
-    assert "--beam is of --by generation" in refused("--lengths", 90, "--by", "likelihood", "--beam", 2)
-    assert "--length-penalty is of a beam" in refused("--lengths", 90, "--length-penalty", 1)
-    penalty = ("--beam", 2, "--length-penalty", "1e308")
-    assert "--length-penalty 1e+308 is out of range: use 0 to 10" in refused("--lengths", 90, *penalty)
-    assert "does not exist" in refused("--lengths", 90, at=tmp_path / "no.pt")
+@pytest.mark.parametrize(("flags", "words"), REFUSALS)
+def test_refusals_in_one_line(data, checkpoint, tmp_path, flags, words):
+    assert re.search(words, refusal("answer", checkpoint, data, "--out", tmp_path / "rows.jsonl", *flags.split()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused(data, checkpoint, tmp_path, monkeypatch):
     make_folder(tmp_path / "others", vocab=vocabulary(tmp_path / "vocabulary", size=290))
-    said = refused("--lengths", 90, of=tmp_path / "others")
-    assert "was trained with another vocabulary than" in said and "--vocab-from" in said
     rope = save_untrained(tmp_path / "rope/checkpoint.pt", data, "rope")
-    said = refused("--lengths", 90, "--rpe", "rope:scaling=dynamic_ntk,original_length=8", at=rope)
-    assert "follows the length of the text" in said
-    assert "raise max to at least 90" in refused(
-        "--lengths", "40,90", "--positions", "randomized:max=64", "--sets", "weather"
-    )
-    assert "--predictions" in refused("--lengths", 90, "--predictions", checkpoint)
-    monkeypatch.setitem(__import__("sys").modules, "rouge_score", None)
-    assert "needs rouge-score, which is not installed" in refused("--lengths", 90)
-
-
-def test_a_known_result_without_its_answers_is_not_passed_over(data, checkpoint, tmp_path, capsys):
-    flags = [checkpoint, data, "--lengths", 40, "--sets", "weather", "--out", tmp_path / "rows.jsonl"]
-    answer(capsys, *flags)
-    said = error_of(capsys, "answer", *flags, "--predictions", tmp_path / "p", "--device", "cpu")
-    assert "has the result of weather at 40 tokens, and --predictions has not its answers" in said
+    for words, reasons in (
+        ((checkpoint, data.parent / "vocabulary"), ["has no answers.json: ", "fairseq-rpe prepare-answers"]),
+        ((tmp_path / "no.pt", data), ["does not exist"]),
+        ((checkpoint, tmp_path / "others"), ["was trained with another vocabulary than", "--vocab-from"]),
+        ((rope, data, "--rpe", "rope:scaling=dynamic_ntk,original_length=8"), ["follows the length of the text"]),
+        ((checkpoint, data, "--predictions", checkpoint), ["--predictions"]),
+    ):
+        said = refusal("answer", *words, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
+        assert all(reason in said for reason in reasons), said
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    said = refusal("answer", checkpoint, data, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
+    assert "needs rouge-score, which is not installed" in said and not (tmp_path / "rows.jsonl").exists()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from conftest import run
 
 from fairseq_rpe import positions
 from fairseq_rpe.evaluation.reach import is_random, longest_row
 from fairseq_rpe.positions import registry
 
-SPECS = [
-    *positions.names(),
-    "randomized:times=3",
-    "randomized:max=77,per=row",
-    "randomized:max=none,times=2",
-    "pose:target=900,chunks=3",
-    "random_padding:max=80",
-    "warp:length=train",
-    "interpolate:ratio=1/4",
-]
+SPECS = [*positions.names(), "randomized:times=3", "randomized:max=77,per=row", "randomized:max=none,times=2"]
+SPECS += ["pose:target=900,chunks=3", "random_padding:max=80", "warp:length=train", "interpolate:ratio=1/4"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -35,5 +27,4 @@ def test_nothing_is_known_of_others(spec):
 
 
 def test_without_torch():
-    code = "import sys, fairseq_rpe.evaluation.reach; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    run(sys.executable, "-c", "import sys, fairseq_rpe.evaluation.reach; sys.exit('torch' in sys.modules)")

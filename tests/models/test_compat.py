@@ -8,17 +8,15 @@ import importlib.util
 import io
 import json
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGE, make_model, run
-from in_process import fairseq
+from conftest import PACKAGE, make_model, model_args, run
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
@@ -27,6 +25,67 @@ from fairseq_rpe.compat.guards import guard_workers
 from fairseq_rpe.core import UserError, checkpoint_file
 
 PAYLOAD = "touched"
+RESUMED = """
+from argparse import Namespace
+import numpy as np
+from fairseq.data import FairseqDataset
+from fairseq.tasks import FairseqTask
+
+class Rows(FairseqDataset):
+    sizes = np.ones(12, dtype=np.int64)
+    def __len__(self): return 12
+    def __getitem__(self, i): return int(i)
+    def collater(self, rows): return rows
+    def size(self, i): return 1
+    def num_tokens(self, i): return 1
+    def num_tokens_vec(self, indices): return np.ones(len(indices), dtype=np.int64)
+    def ordered_indices(self): return np.random.permutation(12)
+
+def iterator(epoch):
+    return FairseqTask(Namespace(data="x")).get_batch_iterator(Rows(), max_sentences=2, seed=1, epoch=epoch)
+
+straight = iterator(1)
+epochs = [list(straight.next_epoch_itr()) for _ in range(3)]
+resumed = iterator(3)
+resumed.load_state_dict({"epoch": 3, "iterations_in_epoch": 2, "version": 2, "shuffle": True})
+at_its_start = iterator(3)
+at_its_start.load_state_dict({"epoch": 3, "iterations_in_epoch": 0, "version": 2, "shuffle": True})
+print(list(resumed.next_epoch_itr()) == epochs[2][2:], list(at_its_start.next_epoch_itr()) == epochs[2])
+print(sorted(sum(epochs[2], [])) == list(range(12)), epochs[0] != epochs[1] != epochs[2])
+# tasks of fairseq's own tests have no data folder
+print(len(FairseqTask(Namespace(data=None)).get_batch_iterator(Rows(), max_sentences=2, seed=1).next_epoch_itr()))
+"""
+BLOCKS = """
+import numpy as np
+from fairseq.data import data_utils
+sizes = np.full(41, 32)
+batches = data_utils.batch_by_size(
+    np.arange(41), num_tokens_fn=lambda i: 32, num_tokens_vec=sizes, max_sentences=4, required_batch_size_multiple=8)
+print("blocks", sum(len(b) for b in batches), len(batches))
+"""
+# programs of the process without repairs, which runs them one after another
+UNREPAIRED = {
+    "the package alone": "import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))",
+    "numpy": "import fairseq; import numpy as np; np.compat.long",
+    "namespace": "import argparse, torch; torch.save({'args': argparse.Namespace(a=1)}, 'x.pt'); torch.load('x.pt')",
+    "eval": f"import fairseq.utils as u; u.eval_str_list(\"[open('{PAYLOAD}', 'w')]\")",
+    "resumed": RESUMED,
+    "blocks": BLOCKS,
+    "repairs": "import sys; print('fairseq_rpe.compat' in sys.modules)",
+}
+RUNNER = """
+import contextlib, io, json, sys, traceback
+answers = {}
+for name, code in json.load(sys.stdin).items():
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exec(code, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc(file=err)
+    answers[name] = [out.getvalue(), err.getvalue()]
+print(json.dumps(answers))
+"""
 
 
 class Evil:
@@ -36,35 +95,21 @@ class Evil:
         return (open, (PAYLOAD, "w"))
 
 
-# Carries out programs, one after another, and answers with what each printed.
-SERVER = """
-import contextlib, io, json, sys, traceback
-for line in sys.stdin:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            exec(json.loads(line), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=err)
-    print(json.dumps([out.getvalue(), err.getvalue()]), flush=True)
-"""
-
-
 @pytest.fixture(scope="module")
-def without_plugin(tmp_path_factory) -> Iterator[Callable[[str], tuple[str, str]]]:
-    """Runs code in a process where fairseq is not repaired; gives its standard output and error."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVER], cwd=tmp_path_factory.mktemp("unrepaired"), **pipes) as server:
+def unrepaired(made_once) -> Callable[[str], tuple[str, str]]:
+    """The standard output and error of the programs in a process where fairseq is not repaired."""
 
-        def answered(code: str) -> tuple[str, str]:
-            print(json.dumps(code), file=server.stdin, flush=True)
-            return tuple(json.loads(server.stdout.readline()))
+    def fill(folder: Path) -> None:
+        done = run(sys.executable, "-c", RUNNER, input=json.dumps(UNREPAIRED), cwd=folder)
+        (folder / "answers.json").write_text(done.stdout.splitlines()[-1])
+        assert (folder / PAYLOAD).exists(), "without the repair this very string of a configuration runs"
 
-        yield answered
-        assert answered("import sys; print('fairseq_rpe.compat' in sys.modules)") == ("False\n", "")
+    answers = json.loads((made_once("unrepaired", fill) / "answers.json").read_text())
+    assert answers["repairs"] == ["False\n", ""]
+    return lambda name: tuple(answers[name])
 
 
-def with_plugin(code: str) -> str:
+def repaired(code: str) -> str:
     """What code prints in this process, where fairseq is repaired."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -83,18 +128,30 @@ def test_apply_twice_is_once():
     assert eval_lm.SequenceScorer.__mro__[1].__module__ == "fairseq.sequence_scorer"
 
 
-def test_importing_the_package_without_fairseq_repairs_nothing(without_plugin):
-    said = without_plugin("import fairseq_rpe.encodings, numpy; print(hasattr(numpy, 'compat'))")
-    assert said == ("False\n", "")
+def test_importing_the_package_without_fairseq_repairs_nothing(unrepaired):
+    assert unrepaired("the package alone") == ("False\n", "")
 
 
-def test_scores_of_other_tasks_are_imported_when_they_are_called():
-    """scikit-learn and SciPy are a third of fairseq's start, which also says nothing of tensorboardX."""
+def test_a_refusal_is_one_line_and_a_bug_a_traceback(capsys, monkeypatch):
+    monkeypatch.delenv("FAIRSEQ_RPE_DEBUG", raising=False)
+    wrapped = RuntimeError("of fairseq")
+    wrapped.__context__ = UserError("no data there: name a folder")
+    for error in (UserError("no data there: name a folder"), wrapped):
+        sys.excepthook(type(error), error, None)
+        assert capsys.readouterr().err == "error: no data there: name a folder\n"
+    sys.excepthook(ValueError, ValueError("a bug"), None)
+    assert "ValueError: a bug" in capsys.readouterr().err
+
+
+def test_scores_of_other_tasks_and_the_compiler_are_imported_when_they_are_used():
+    """They are a third of fairseq's start, which also says nothing of tensorboardX; an optimizer alone uses neither."""
     code = (
-        "import logging, sys, types, importlib.util\n"
+        "import logging, sys, types\n"
         "logging.basicConfig(level=logging.INFO)\n"
-        "import fairseq_rpe.evaluation.perplexity\n"
+        "import fairseq_rpe.evaluation.perplexity, torch\n"
         "assert not {'sklearn', 'scipy'} & set(sys.modules)\n"
+        "torch.optim.Adam([torch.nn.Parameter(torch.ones(3))], lr=0.5).zero_grad()\n"
+        "assert not any(name.startswith('torch._dynamo.') for name in sys.modules)\n"
         "from fairseq.criterions import sentence_prediction as scores\n"
         "from fairseq.tasks.audio_classification import sklearn_metrics\n"
         "import numpy as np\n"
@@ -113,21 +170,37 @@ def test_scores_of_other_tasks_are_imported_when_they_are_called():
     assert done.stdout == "same\n" and "tensorboardX" not in done.stderr
 
 
-def test_the_compiler_is_loaded_when_something_is_compiled():
-    """An optimizer alone would load all of it, to be left alone by it."""
+def test_the_compiler_is_imported_for_anything_but_leaving_a_function_alone(monkeypatch):
+    later, imported = quick_start._Compiler("torch._dynamo"), []
+
+    def importing(name: str) -> SimpleNamespace:
+        imported.append((name, name in sys.modules))
+        return SimpleNamespace(disable=lambda function, **named: (function, named), config="settings", __path__=["x"])
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", later)
+    monkeypatch.setattr(quick_start, "import_module", importing)
+    assert later.disable(abs, wrapping=False) is abs and not imported
+    with pytest.raises(AttributeError):
+        _ = later.__wrapped__
+    assert not imported
+    assert later.disable(abs) == (abs, {}) and imported == [("torch._dynamo", False)]
+    assert later.disable(None, wrapping=False) == (None, {"wrapping": False})
+    assert later.disable(abs, wrapping=True) == (abs, {"wrapping": True})
+    assert later.config == "settings" and later.__path__ == ["x"] and len(imported) == 5
+
+
+@pytest.mark.release
+def test_what_is_compiled_is_compiled_by_the_compiler_itself():
     code = (
         "import fairseq_rpe.models, sys, torch\n"
-        "loaded = lambda: any(name.startswith('torch._dynamo.') for name in sys.modules)\n"
         "weight = torch.nn.Parameter(torch.ones(3))\n"
         "optimizer = torch.optim.Adam([weight], lr=0.5)\n"
-        "optimizer.zero_grad()\n"
-        "assert not loaded()\n"
-        "assert torch.compiler.disable()(abs)(-2) == torch.compiler.disable(abs)(-2) == 2 and loaded()\n"
+        "assert torch.compiler.disable()(abs)(-2) == torch.compiler.disable(abs)(-2) == 2\n"
         "seen = []\n"
         "backend = lambda graph, inputs: seen.append(len(list(graph.graph.nodes))) or graph.forward\n"
         "made = torch.compile(lambda x: 2 * x + 1, backend=backend)\n"
         "assert made(torch.ones(2)).tolist() == [3.0, 3.0]\n"
-        "assert loaded() and seen and torch._dynamo is sys.modules['torch._dynamo'] and torch._dynamo.__file__\n"
+        "assert seen and torch._dynamo is sys.modules['torch._dynamo'] and torch._dynamo.__file__\n"
         "import torch._dynamo.config\n"
         "weight.sum().backward(); optimizer.step()\n"
         "assert torch.allclose(weight, torch.tensor(0.5))\n"
@@ -153,17 +226,16 @@ def test_whoever_asks_for_them_while_fairseq_starts_learns_that_they_are_there(m
     assert not {"sklearn", "sklearn.metrics", "scipy.stats"} & set(sys.modules)
 
 
-def test_numpy_compat(without_plugin):
-    assert "AttributeError" in without_plugin("import fairseq; import numpy as np; np.compat.long")[1]
+def test_numpy_compat(unrepaired):
+    assert "AttributeError" in unrepaired("numpy")[1]
     assert np.compat.long is int
 
 
-def test_namespace_checkpoints(without_plugin, tmp_path):
-    file = tmp_path / "x.pt"
-    torch.save({"args": argparse.Namespace(a=1)}, file)
-    assert "UnpicklingError" in without_plugin(f"import torch; torch.load({str(file)!r})")[1]
-    assert checkpoint_file.read(file)[0]["args"].a == 1
-    assert torch.load(file)["args"].a == 1  # as fairseq does afterwards
+def test_namespace_checkpoints(unrepaired, tmp_path):
+    torch.save({"args": argparse.Namespace(a=1)}, tmp_path / "x.pt")
+    assert "UnpicklingError" in unrepaired("namespace")[1]
+    assert checkpoint_file.read(tmp_path / "x.pt")[0]["args"].a == 1
+    assert torch.load(tmp_path / "x.pt")["args"].a == 1  # as fairseq does afterwards
 
 
 @pytest.mark.parametrize(
@@ -181,39 +253,23 @@ def test_literals(text, value):
     assert compat.evaluate_literal(text) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os').system('x')",
-        "open('x', 'w')",
-        "[c for c in 'x']",
-        "a",
-        "().__class__",
-        "'a' * 10",
-        "[0] * 10**9",
-        "(lambda: 1)()",
-        "",
-        "[",
-        "{**{}}",
-        "f'{1}'",
-    ],
-)
+NOT_LITERALS = ["__import__('os').system('x')", "open('x', 'w')", "[c for c in 'x']", "a", "().__class__", "'a' * 10"]
+NOT_LITERALS += ["[0] * 10**9", "(lambda: 1)()", "", "[", "{**{}}", "f'{1}'"]
+
+
+@pytest.mark.parametrize("text", NOT_LITERALS)
 def test_anything_else_is_refused(text):
     with pytest.raises(UserError, match="only plain Python values") as caught:
         compat.evaluate_literal(text)
     assert "\n" not in str(caught.value)
 
 
-def test_no_fairseq_module_can_eval(without_plugin, tmp_path, monkeypatch):
-    """Without the repair this very string of a checkpoint's configuration runs."""
+def test_no_fairseq_module_can_eval(unrepaired, tmp_path, monkeypatch):
     import fairseq.models.transformer_lm
     import fairseq.utils
 
-    code = f"import fairseq.utils as u; u.eval_str_list(\"[open('{PAYLOAD}', 'w')]\")"
-    without_plugin(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
-    assert (tmp_path / PAYLOAD).exists()
+    assert unrepaired("eval")[0] == ""  # it ran, see the fixture
     monkeypatch.chdir(tmp_path)
-    (tmp_path / PAYLOAD).unlink()
     for evaluate in (fairseq.utils.eval_str_list, fairseq.utils.eval_str_dict, fairseq.utils.eval_bool):
         with pytest.raises(UserError):
             evaluate(f"[open('{PAYLOAD}', 'w')]")
@@ -224,8 +280,6 @@ def test_no_fairseq_module_can_eval(without_plugin, tmp_path, monkeypatch):
 
 
 def checkpoint(task, file, **model_settings):
-    from conftest import model_args
-
     args = model_args("alibi")
     model = make_model(task, "alibi")
     settings = {**vars(args), **model_settings, "_name": "transformer_rpe_lm"}
@@ -273,39 +327,9 @@ def test_loading_checkpoints(task, tmp_path, monkeypatch):
     assert not (tmp_path / PAYLOAD).exists()
 
 
-def test_resumed_in_a_later_epoch_meets_the_same_batches(without_plugin):
-    code = """
-from argparse import Namespace
-import numpy as np
-from fairseq.data import FairseqDataset
-from fairseq.tasks import FairseqTask
-
-class Rows(FairseqDataset):
-    sizes = np.ones(12, dtype=np.int64)
-    def __len__(self): return 12
-    def __getitem__(self, i): return int(i)
-    def collater(self, rows): return rows
-    def size(self, i): return 1
-    def num_tokens(self, i): return 1
-    def num_tokens_vec(self, indices): return np.ones(len(indices), dtype=np.int64)
-    def ordered_indices(self): return np.random.permutation(12)
-
-def iterator(epoch):
-    return FairseqTask(Namespace(data="x")).get_batch_iterator(Rows(), max_sentences=2, seed=1, epoch=epoch)
-
-straight = iterator(1)
-epochs = [list(straight.next_epoch_itr()) for _ in range(3)]
-resumed = iterator(3)
-resumed.load_state_dict({"epoch": 3, "iterations_in_epoch": 2, "version": 2, "shuffle": True})
-at_its_start = iterator(3)
-at_its_start.load_state_dict({"epoch": 3, "iterations_in_epoch": 0, "version": 2, "shuffle": True})
-print(list(resumed.next_epoch_itr()) == epochs[2][2:], list(at_its_start.next_epoch_itr()) == epochs[2])
-print(sorted(sum(epochs[2], [])) == list(range(12)), epochs[0] != epochs[1] != epochs[2])
-# tasks of fairseq's own tests have no data folder
-print(len(FairseqTask(Namespace(data=None)).get_batch_iterator(Rows(), max_sentences=2, seed=1).next_epoch_itr()))
-"""
-    assert without_plugin(code)[0].split() == ["False", "False", "True", "True", "6"]
-    assert with_plugin(code).split() == [*["True"] * 4, "6"]
+def test_resumed_in_a_later_epoch_meets_the_same_batches(unrepaired):
+    assert unrepaired("resumed")[0].split() == ["False", "False", "True", "True", "6"]
+    assert repaired(RESUMED).split() == [*["True"] * 4, "6"]
 
 
 def test_copies_are_atomic(tmp_path, monkeypatch):
@@ -353,54 +377,25 @@ def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     checkpoint_utils.torch_persistent_save({"x": 1}, str(target))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(
-            UserError, match=r"checkpoint_last\.pt could not be written .*No space left.*free some space"
-        ):
+        with pytest.raises(UserError, match=r"checkpoint_last\.pt could not be written .*free some space"):
             checkpoint_utils.torch_persistent_save({"x": 2}, str(target))
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_last.pt"]
     assert torch.load(target) == {"x": 1}
 
 
-def test_no_block_is_dropped(without_plugin):
-    code = """
-import numpy as np
-from fairseq.data import data_utils
-sizes = np.full(41, 32)
-batches = data_utils.batch_by_size(
-    np.arange(41), num_tokens_fn=lambda i: 32, num_tokens_vec=sizes, max_sentences=4, required_batch_size_multiple=8)
-print("blocks", sum(len(b) for b in batches), len(batches))
-"""
-    assert "blocks 40 10" in without_plugin(code)[0]
-    assert "blocks 41 11" in with_plugin(code)
+def test_no_block_is_dropped(unrepaired):
+    assert "blocks 40 10" in unrepaired("blocks")[0]
+    assert "blocks 41 11" in repaired(BLOCKS)
 
 
 def test_bf16_is_not_tpu(monkeypatch):
     from fairseq import options
 
-    flags = [
-        "data",
-        "--user-dir",
-        str(PACKAGE),
-        "--task",
-        "language_modeling",
-        "--arch",
-        "transformer_rpe_lm_tiny",
-        "--bf16",
-    ]
-    monkeypatch.setattr(sys, "argv", ["fairseq-train", *flags])
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, flags)
+    flags = ["data", "--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny"]
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", *flags, "--bf16"])
+    args = options.parse_args_and_arch(options.get_training_parser(), [*flags, "--bf16"])
     assert args.bf16 and not args.tpu
-    assert options.parse_args_and_arch(options.get_training_parser(), [*flags, "--tpu"]).tpu
-
-
-def test_fully_sharded_is_refused(corpus, tmp_path):
-    flags = ["--user-dir", PACKAGE, corpus, "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny", "--cpu"]
-    flags += ["--rpe", "alibi", "--ddp-backend", "fully_sharded", "--save-dir", tmp_path / "run"]
-    done = fairseq("train", *flags, ok=False)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("error: --ddp-backend fully_sharded is refused: "), done.stderr
-    assert "raise --update-freq" in last and "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+    assert options.parse_args_and_arch(options.get_training_parser(), [*flags, "--bf16", "--tpu"]).tpu
 
 
 def test_context_window_with_workers_is_refused(task):

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, model_args
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.logging import metrics
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch.nn import functional as F
 
 from fairseq_rpe.core import UserError
@@ -56,9 +57,6 @@ def test_per_token_losses(task):
 
 
 def test_stock_model(task):
-    from conftest import model_args
-    from fairseq.models.transformer_lm import TransformerLanguageModel
-
     torch.manual_seed(0)
     model = TransformerLanguageModel.build_model(model_args("alibi"), task).eval()
     one, other = (kind(task, False)(model, sample())[0].item() for kind in (CrossEntropyCriterion, LMCrossEntropy))

@@ -63,11 +63,17 @@ def sum_of(model, prompt, written):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_prompts_of_all_lengths_together_and_alone(task, spec):
+    """The likeliest next tokens, and the likelihoods of choices, are those of full passes over one row."""
     model = loud(task, spec)
     found = greedy(model, PROMPTS, MOST)
     assert found == [one_by_one(model, prompt) for prompt in PROMPTS]
     assert found == [greedy(model, [prompt], MOST)[0] for prompt in PROMPTS]
     assert all(EOS not in row and PAD not in row and len(row) < MOST for row in found)
+    choices = [[[5, 6], [9]], [[], [40, 41, 42, 43, 44]], [[7]], [[8, 8, 8], [4, 5], [50]]]
+    for prompt, several, values in zip(PROMPTS, choices, likelihoods(model, PROMPTS, choices), strict=True):
+        assert values == pytest.approx([sum_of(model, prompt, choice) for choice in several], abs=1e-4)
+    nothing = sum_of(model, PROMPTS[0], [])
+    assert likelihoods(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx([nothing] * 2, abs=1e-5)
 
 
 def test_rows_end_at_different_places(task):
@@ -93,18 +99,6 @@ def test_scores_in_a_batch_are_those_of_full_passes(task, spec):
             writing.keep(torch.tensor(keep))
             writing.add(more[order, step][:, None])
             step += 1
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_likelihoods_are_those_of_full_passes(task, spec):
-    model = loud(task, spec)
-    choices = [[[5, 6], [9]], [[], [40, 41, 42, 43, 44]], [[7]], [[8, 8, 8], [4, 5], [50]]]
-    found = likelihoods(model, PROMPTS, choices)
-    for prompt, own, values in zip(PROMPTS, choices, found, strict=True):
-        assert values == pytest.approx([sum_of(model, prompt, choice) for choice in own], abs=1e-4)
-    assert likelihoods(model, PROMPTS[:1], [[[], []]])[0] == pytest.approx(
-        [sum_of(model, PROMPTS[0], [])] * 2, abs=1e-5
-    )
 
 
 @pytest.mark.parametrize("spec", ["rope", "fire", "bipe:ends=</s>+w1+w2", "cope:max_positions=5"])
@@ -135,8 +129,7 @@ def few():
     return LanguageModelingTask(Namespace(add_bos_token=False), dictionary)
 
 
-@pytest.mark.parametrize("spec", ["rope", "alibi"])
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize(("spec", "penalty"), [("rope", 0.0), ("rope", 1.0), ("alibi", 2.0)])
 def test_a_wide_beam_is_exhaustive_search(few, spec, penalty):
     model, most = loud(few, spec), 4
     words = [n for n in range(len(few.source_dictionary)) if n not in (PAD, EOS)]
@@ -248,14 +241,9 @@ def test_random_positions_are_drawn_from_the_prompt(task):
 @pytest.mark.parametrize("spec", ["rope:scaling=dynamic_ntk,original_length=8", "clex:original_length=64"])
 def test_what_follows_the_length_is_refused(task, spec):
     model = make_model(task, spec)
-    for way in (
-        lambda: greedy(model, PROMPTS, MOST),
-        lambda: beam(model, PROMPTS, MOST, 2),
-        lambda: likelihoods(model, PROMPTS, [[[5]]] * 4),
-    ):
-        with pytest.raises(UserError, match="follows the length of the text, .*: give a fixed factor") as caught:
-            way()
-        assert "\n" not in str(caught.value)
+    for write, more in ((greedy, (MOST,)), (beam, (MOST, 2)), (likelihoods, ([[[5]]] * 4,))):
+        with pytest.raises(UserError, match="follows the length of the text, .*: give a fixed factor"):
+            write(model, PROMPTS, *more)
 
 
 def test_what_makes_no_sense(task):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from conftest import make_model
-from test_fairseq_cli import assert_bit_equal, evaluate_here, parameters, tokens_in, train_here
+from test_fairseq_cli import all_scored, assert_bit_equal, evaluate, evaluation, parameters, refusal, train
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.core import Positions, UserError
@@ -33,8 +33,13 @@ def test_every_transform_is_here():
     assert set(names()) == set(TRANSFORMS)
 
 
-@pytest.mark.parametrize("spec", READERS)
-@pytest.mark.parametrize("name", [n for n in TRANSFORMS if n != "identity"])
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        *(("rope", name) for name in TRANSFORMS if name != "identity"),
+        *((spec, name) for spec in READERS[1:] for name in ("warp", "cape", "pose")),
+    ],
+)
 def test_backends_agree_under_every_transform(task, name, spec):
     x = tokens(3, 45)
     x[1, -6:] = PAD
@@ -51,14 +56,14 @@ def test_backends_agree_under_every_transform(task, name, spec):
 
 
 @pytest.mark.parametrize("spec", READERS)
-@pytest.mark.parametrize("evaluation", ["interpolate:ratio=1/4", "offset:by=7"])
-def test_decoding_equals_the_full_forward(task, spec, evaluation):
-    model = make_model(task, spec, positions_eval=evaluation)
+@pytest.mark.parametrize("moved_by", ["interpolate:ratio=1/4", "offset:by=7"])
+def test_decoding_equals_the_full_forward(task, spec, moved_by):
+    model = make_model(task, spec, positions_eval=moved_by)
     x = tokens(2, 20)
     with torch.no_grad():
         full = logits(model, x)
         moved = not torch.allclose(full, logits(make_model(task, spec), x), rtol=1e-4, atol=1e-4)
-        assert moved == (evaluation.startswith("interpolate") or spec == "sinusoidal")
+        assert moved == (moved_by.startswith("interpolate") or spec == "sinusoidal")
         state: dict = {}
         for n in range(1, 21):
             step = logits(model, x[:, :n], incremental_state=state)
@@ -73,15 +78,16 @@ def test_interpolation_divides_the_angle(task):
     torch.testing.assert_close(logits(moved, x), logits(scaled, x), rtol=1e-5, atol=1e-5)
 
 
-def test_padding_changes_nothing_under_per_row_interpolation(task):
-    model = make_model(task, "rope", positions_eval="interpolate:train=10")
+@pytest.mark.parametrize("moved_by", ["interpolate:train=10", "randomized:max=500"])
+def test_padding_and_other_rows_change_nothing(task, moved_by):
+    """Ratios follow from a row's length, draws from its tokens: alone, beside another row, or padded at either end."""
+    model = make_model(task, "rope", positions_eval=moved_by)
     row, other = tokens(1, 15), tokens(1, 19, seed=1)
     pads = torch.full((1, 4), PAD)
-    with torch.no_grad():
-        alone = logits(model, row)[0]
-        for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
-            got = logits(model, torch.cat([padded, other]))[0, real]
-            torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
+    alone = logits(model, row)[0]
+    for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
+        got = logits(model, torch.cat([padded, other]))[0, real]
+        torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
 
 
 def draw(moves: Moves, update: int, training: bool = True) -> list[float]:
@@ -106,17 +112,10 @@ def test_draws_follow_seed_update_batch_and_rank():
     assert draw(evaluation, 3, training=False) == draw(evaluation, 9, training=False)
 
 
-def test_in_evaluation_every_row_has_a_draw_of_its_own(task):
-    """It follows from the row's tokens: alone, beside another one, or padded at either end."""
-    model = make_model(task, "rope", positions_eval="randomized:max=500")
-    row, other = tokens(1, 15), tokens(1, 19, seed=1)
-    pads = torch.full((1, 4), PAD)
-    alone = logits(model, row)[0]
-    for padded, real in ((torch.cat([row, pads], 1), slice(0, 15)), (torch.cat([pads, row], 1), slice(4, 19))):
-        got = logits(model, torch.cat([padded, other]))[0, real]
-        torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
-    moves, plain, lengths = model.decoder.moves, Positions.arange(19), torch.tensor([19, 19, 19])
-    rows = [other[0], tokens(1, 19, seed=2)[0], other[0]]
+def test_in_evaluation_every_row_has_a_draw_that_follows_from_its_tokens():
+    moves = Moves("identity", "randomized:max=500", 64, 1, 0)
+    plain, lengths = Positions.arange(19), torch.tensor([19, 19, 19])
+    rows = [tokens(1, 19, seed)[0] for seed in (1, 2, 1)]
     first, second, again = moves(plain, lengths, False, False, rows).k
     assert torch.equal(first, again) and not torch.equal(first, second) and (second.diff() > 0).all()
     moves.draw = 1
@@ -175,26 +174,27 @@ def test_refusals_at_run_time(task):
 
 def test_resumed_training_draws_the_same(corpus, tmp_path):
     flags = ("--rpe", "rope", "--positions-train", "warp:head=0.3,tail=0.3", "--update-freq", "2")
-    train_here(corpus, tmp_path / "whole", *flags, updates=8)
-    train_here(corpus, tmp_path / "parts", *flags, updates=4)
-    train_here(corpus, tmp_path / "parts", *flags, updates=8)
+    train(corpus, tmp_path / "whole", *flags, updates=4)
+    train(corpus, tmp_path / "parts", *flags, updates=2)
+    train(corpus, tmp_path / "parts", *flags, updates=4)
     assert_bit_equal(parameters(tmp_path / "whole"), parameters(tmp_path / "parts"))
 
 
 def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
     """With the rotation of the checkpoint, where the new encoding leaves it open."""
-    train_here(corpus, tmp_path, "--rpe", "rope:base=500,rotary_fraction=0.5", updates=6)
+    train(corpus, tmp_path, "--rpe", "rope:base=500,rotary_fraction=0.5", updates=3)
     checkpoint = tmp_path / "checkpoint_last.pt"
 
     def loss(*flags: str) -> float:
-        out = evaluate_here(corpus, checkpoint, 256, *flags)
-        assert f"scored tokens: {tokens_in(corpus, 'test')} of" in out
-        return float(re.search(r"Loss \(base 2\): ([\d.]+)", out).group(1))
+        said = evaluate(corpus, checkpoint, 256, *flags)
+        assert all_scored(corpus, said)
+        return float(re.search(r"Loss \(base 2\): ([\d.]+)", said).group(1))
 
     scaled = loss("--rpe-eval", "rope:scaling=linear,factor=8")
     assert scaled != loss()
     assert scaled == pytest.approx(loss("--positions-eval", "interpolate:ratio=1/8"), abs=2e-4)
-    with pytest.raises(UserError, match="the checkpoint does not fit this model"):
-        loss("--rpe-eval", "kerple_log")
-    with pytest.raises(UserError, match="give rotary_fraction=0.5, or leave it out"):
-        loss("--rpe-eval", "rope:scaling=linear,factor=8,rotary_fraction=1")
+    for spec, words in (
+        ("kerple_log", "the checkpoint does not fit this model"),
+        ("rope:scaling=linear,factor=8,rotary_fraction=1", "give rotary_fraction=0.5, or leave it out"),
+    ):
+        assert words in refusal("eval_lm", *evaluation(corpus, checkpoint, 256, "--rpe-eval", spec))

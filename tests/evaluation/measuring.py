@@ -1,0 +1,67 @@
+"""What tests of measurements share: the rows that a command prints, its refusals, and texts to measure on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from conftest import run_here
+
+from fairseq_rpe.data.folder import write_index
+
+EOS, PAD = 2, 1
+
+
+def rows_of(command: str, *words: object) -> list[dict]:
+    """The rows that a command prints with --json on standard output."""
+    done = run_here(command, "--device", "cpu", "--json", *map(str, words))
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def refusal(command: str, *words: object) -> str:
+    """The one line with which a command fails, before any result."""
+    done = run_here(command, "--device", "cpu", *map(str, words), ok=False)
+    assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def without_seconds(rows: list[dict]) -> list[dict]:
+    return [{**row, "seconds": 0} for row in rows]
+
+
+def write_text(folder: Path, dictionary: Path, documents: Sequence[Sequence[Sequence[int]]]) -> Path:
+    """A data folder whose test split has these documents of lines, a blank line after each."""
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(dictionary, folder / "dict.txt")
+    items = [[*line, EOS] for document in documents for line in (*document, [])]
+    np.concatenate(items).astype("<u2").tofile(folder / "test.bin")
+    write_index(folder / "test.idx", io.BytesIO(np.array([len(x) for x in items], "<i4").tobytes()), "<u2")
+    return folder
+
+
+def losses_by_position(model, text: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nats, and targets, at each position, of a text whose target i is predicted from the inputs first[i] … i.
+
+    The inputs are the end-of-sentence symbol and the targets, each block is read alone, and logits are in float64.
+    """
+    inputs = torch.cat([torch.tensor([EOS]), text[:-1]])
+    nats, count = torch.zeros(len(text), dtype=torch.float64), torch.zeros(len(text), dtype=torch.int64)
+    for start in first.unique():
+        block = first == start
+        with torch.no_grad():
+            logits = model(inputs[None, block])[0][0].double()
+        n = int(block.sum())
+        nats[:n] += torch.nn.functional.cross_entropy(logits, text[block], reduction="none")
+        count[:n] += 1
+    return nats, count
+
+
+def bits(nats: float, tokens: int) -> float:
+    return nats / tokens / math.log(2)
