@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import mpmath
 import numpy as np
@@ -40,12 +41,25 @@ def expression(formula: str) -> sympy.Expr:
         assume(False)
 
 
+MEANINGS = {"Add": sum, "Mul": math.prod, "Min": min, "Max": max}
+
+
+def exact(e: sympy.Expr, n: int) -> mpmath.mpf:
+    """The value of an expression, part by part in mpmath."""
+    if not e.args:
+        return mpmath.mpf(n) if e is N else mpmath.mpmathify(e)
+    name, values = e.func.__name__, [exact(part, n) for part in e.args]
+    if name in MEANINGS:
+        return MEANINGS[name](values)
+    return getattr(mpmath, {"Pow": "power", "Abs": "fabs"}.get(name, name))(*values)
+
+
 def value(e: sympy.Expr, n: int) -> mpmath.mpf | None:
     """Its real value with many digits, where it has one of a size that floats hold."""
     with mpmath.workdps(60):
         try:
-            found = mpmath.mpmathify(sympy.lambdify(N, e, "mpmath")(mpmath.mpf(n)))
-        except (ZeroDivisionError, ValueError, OverflowError):
+            found = exact(e, n)
+        except (ZeroDivisionError, ValueError, OverflowError, TypeError):
             return None
         real = isinstance(found, mpmath.mpf) and mpmath.isfinite(found)
         return found if real and (not found or 1e-250 < abs(found) < 1e250) else None

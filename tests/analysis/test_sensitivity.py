@@ -12,11 +12,8 @@ from fairseq_rpe.analysis.sensitivity import cosine_integral
 from fairseq_rpe.core import UserError
 
 DISTANCES = torch.tensor([0, 1, 2, 10, 511, 9215])
-# Table 2 of the paper: (training length, c) -> skew -> total difference at 2 and 4 times the length
-TABLE_2 = {
-    (20, 10): {"none": (0.099, 0.069), "sqrt": (0.016, 0.063), "beta": (0.054, 0.012)},
-    (500, 200): {"none": (0.061, 0.066), "sqrt": (0.028, 0.031), "beta": (0.031, 0.013)},
-}
+# Table 2 of the paper for a training length of 500 and c = 200: skew -> total difference at 2 and 4 times the length
+TABLE_2 = {"none": (0.061, 0.066), "sqrt": (0.028, 0.031), "beta": (0.031, 0.013)}
 
 
 def difference(skew, length: int, times: int, reach: int, **how) -> float:
@@ -73,23 +70,9 @@ def test_total_difference_by_hand():
     assert difference("beta", 20, 2, 3) < difference("beta", 20, 2, 10)
 
 
-@pytest.mark.parametrize("how", [{}, {"exponential": True}])
-@pytest.mark.parametrize(("length", "reach"), TABLE_2)
-def test_table_2_as_a_trend(length, reach, how):
-    """Both skews lower the sum at both lengths, sqrt less so at 4 than at 2 times; beta is the best at 4 times."""
-    at = {s: [difference(s, length, k, reach, **how) for k in (2, 4)] for s in ("none", "sqrt", "beta")}
-    for table in (at, TABLE_2[length, reach]):
-        for i in (0, 1):
-            assert table["sqrt"][i] < table["none"][i] and table["beta"][i] < table["none"][i]
-        assert table["sqrt"][0] < table["beta"][0]
-        assert table["beta"][1] < table["sqrt"][1]
-        assert table["beta"][1] < table["beta"][0]
-        assert table["sqrt"][1] > table["sqrt"][0]
-
-
 def test_table_2_nearly_for_500():
     """With wide heads and exp(raw), as the paper draws it, the row of 500 comes out within 15 %."""
-    for skew, published in TABLE_2[500, 200].items():
+    for skew, published in TABLE_2.items():
         got = [difference(skew, 500, k, 200, exponential=True) for k in (2, 4)]
         assert got == pytest.approx(published, rel=0.15)
 
