@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,21 +11,11 @@ import torch
 
 from fairseq_rpe.analysis.fire_fit import LONGEST, fit_fire
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import Positions, UserError, block
+from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build
 
-THEOREM = [
-    "t5_bias",
-    "t5_bias:buckets=64,init_std=1",
-    "alibi",
-    "kerple_log",
-    "kerple_log:p=2,a=0.3",
-    "kerple_power",
-    "kerple_power:p=2,a=1",
-    "kerple_power:p=0.5,a=0.1",
-    "sandwich",
-    "sandwich:form=evo,dim=32",
-]
+THEOREM = ["t5_bias", "t5_bias:buckets=64,init_std=1", "alibi", "kerple_log", "kerple_log:p=2,a=0.3", "kerple_power"]
+THEOREM += ["kerple_power:p=2,a=1", "kerple_power:p=0.5,a=0.1", "sandwich", "sandwich:form=evo,dim=32"]
 OTHERS = ["type1", "type2:form=paper", "inv_nlnn"]
 
 
@@ -53,11 +44,10 @@ def check(encoding, fits, length: int, queries: list[int]) -> None:
 @pytest.mark.parametrize("spec", THEOREM + OTHERS)
 @pytest.mark.parametrize(("heads", "length"), [(8, 65), (3, 130)])
 def test_every_pair_of_positions(spec, heads, length):
-    encoding, fits = fitted(spec, heads, length)
-    check(encoding, fits, length, list(range(length)))
+    check(*fitted(spec, heads, length), length, list(range(length)))
 
 
-@pytest.mark.parametrize("spec", THEOREM)
+@pytest.mark.parametrize("spec", ["t5_bias", "kerple_log", "kerple_power", "sandwich"])
 def test_theorem_3_1_at_2048(spec):
     encoding, fits = fitted(spec, 8, 2048)
     check(encoding, fits, 2048, [0, 1, 700, 2047])
@@ -100,15 +90,6 @@ def test_beyond_the_range_fire_goes_its_own_way():
     assert ratio.tolist() == pytest.approx([64 / 256] * 2, rel=1e-6)  # distances are scaled down to the range
 
 
-def test_a_wrong_parameter_is_seen():
-    """The measured error is that of the module: it grows when a weight is changed."""
-    encoding, fits = fitted("t5_bias", 2, 64)
-    with torch.no_grad():
-        fits[0].fire.mlp[1].weight[1, 3] += 1e-3
-    with pytest.raises(AssertionError):
-        check(encoding, fits, 64, [63])
-
-
 @pytest.mark.parametrize("spec", ["kerple_log", "t5_bias"])
 def test_the_command_writes_equation_4(spec, tmp_path, capsys):
     """f, ψ and the normaliser written out in numpy, with the parameters of the file, meet the encoding's bias."""
@@ -116,12 +97,7 @@ def test_the_command_writes_equation_4(spec, tmp_path, capsys):
     assert main(["fire-fit", spec, "--length", "90", "--heads", "3", "--seed", "4", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     written = json.loads(out.read_text())
-    assert {k: written[k] for k in ("spec", "length", "heads", "seed")} == {
-        "spec": spec,
-        "length": 90,
-        "heads": 3,
-        "seed": 4,
-    }
+    assert [written[k] for k in ("spec", "length", "heads", "seed")] == [spec, 90, 3, 4]
     torch.manual_seed(4)
     profile = build(spec, 3, 192).profile(90).numpy()
     for entry in written["modules"]:
@@ -158,24 +134,19 @@ def test_the_command_writes_equation_4(spec, tmp_path, capsys):
         (["fire"], "'fire' is not a bias of the distance alone"),
         (["alibii"], "did you mean 'alibi'"),
         (["alibi", "--length", str(LONGEST + 1)], f"{LONGEST + 1} is out of range: choose 1 to {LONGEST}"),
+        (["alibi", "--length", "0"], "--length"),
+        (["alibi", "--length", "x"], "--length"),
         (["window:window=4"], "not finite at distance 4.*at most 4"),
         (["kerple_power:p=2,a=1e9"], "float64 does not hold.*shorter length"),
         (["alibi", "--out", "."], "--out . is a folder"),
-        (
-            ["alibi", "--length", "9", "--out", "/dev/null/x.json"],
-            "--out /dev/null/x.json: /dev/null is a file, not a folder",
-        ),
+        (["alibi", "--length", "9", "--out", "/dev/null/x.json"], "--out /dev/null/x.json: /dev/null is a file"),
+        (["alibi", "--length", "9", "--figure", "fit.svg"], "--figure"),
+        (["alibi", "--length", "9", "--figure", "."], "--figure"),
     ],
 )
-def test_refusals_are_one_line(argv, words, capsys):
+def test_refusals_are_one_line(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["fire-fit", *argv]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    with pytest.raises(UserError, match=words):
-        raise UserError(error.strip())
-
-
-@pytest.mark.parametrize("length", ["0", "-3", "x"])
-def test_a_length_that_is_none(length, capsys):
-    assert main(["fire-fit", "alibi", "--length", length]) == 2
-    assert "--length" in capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(words, error)
+    assert not list(tmp_path.iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,18 +20,12 @@ SIGMAS = {
     "cos(x)": lambda x, p: np.cos(x),
     "1 where x >= 0": lambda x, p: np.where(x >= 0, 1.0, 0.0),
 }
-PAPER = {
-    "alibi": "x",
-    "kerple_log": "x",
-    "kerple_log:p=2,a=0.3": "x",
-    "kerple_power": "x^p",
-    "kerple_power:p=2,a=0.1": "x^p",
-    "sandwich": "cos(x)",
-    "sandwich:form=evo,dim=32": "cos(x)",
-    "t5_bias:init_std=1": "1 where x >= 0",
-    "t5_bias:buckets=64,init_std=1": "1 where x >= 0",
-    "t5_bias:variant=clipped,init_std=1": "1 where x >= 0",
-}
+PAPER = dict.fromkeys(("alibi", "kerple_log", "kerple_log:p=2,a=0.3"), "x")
+PAPER |= dict.fromkeys(("kerple_power", "kerple_power:p=2,a=0.1"), "x^p")
+PAPER |= dict.fromkeys(("sandwich", "sandwich:form=evo,dim=32"), "cos(x)")
+PAPER |= dict.fromkeys(
+    ("t5_bias:init_std=1", "t5_bias:buckets=64,init_std=1", "t5_bias:variant=clipped,init_std=1"), "1 where x >= 0"
+)
 
 
 def made(spec, heads, length):
@@ -91,12 +84,6 @@ def test_the_printed_frequencies_are_not_sandwichs():
     assert made("sandwich:form=evo", 8, 512)[1][0].as_printed is None
 
 
-def test_a_wrong_parameter_is_seen():
-    encoding, [fit] = made("sandwich", 2, 64)
-    wrong = replace(fit, weight=fit.weight * 1.001)
-    assert (wrong.values() - encoding.profile(64)).abs().max() > 1e-3 > fit.error
-
-
 def test_the_figure_shows_both_and_their_errors():
     torch.manual_seed(1)
     encoding = build("t5_bias", 4, 256)
@@ -107,11 +94,8 @@ def test_the_figure_shows_both_and_their_errors():
     for y, head in zip(drawn, (0, 3) * 3, strict=True):
         assert y.tolist() == pytest.approx(target[head].tolist(), abs=1e-12)
     errors = {line.get_label(): max(line.get_ydata()) for line in right.lines}
-    assert list(errors) == [
-        f"{name}, {digits}"
-        for name in ("ours, ReLUs", "the paper's, σ(x) = 1 where x >= 0")
-        for digits in ("float64", "float32")
-    ]
+    names = ("ours, ReLUs", "the paper's, σ(x) = 1 where x >= 0")
+    assert list(errors) == [f"{name}, {digits}" for name in names for digits in ("float64", "float32")]
     assert errors["ours, ReLUs, float32"] == pytest.approx(fits[0].error_float32)
 
 
@@ -128,10 +112,3 @@ def test_the_command_prints_draws_and_writes_both(tmp_path, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert main(["fire-fit", "type1", "--length", "20"]) == 0
     assert "The paper has no construction of it." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["fit.svg", "."])
-def test_a_figure_of_another_kind_is_refused(tmp_path, capsys, name):
-    assert main(["fire-fit", "alibi", "--length", "9", "--figure", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --figure") and error.count("\n") == 1

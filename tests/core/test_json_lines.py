@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
@@ -33,23 +35,42 @@ def test_no_row_is_lost_where_several_processes_append(tmp_path):
     assert len(rows) == 150
 
 
-UNFINISHED = {"a brace": b"{", "a name": b'{"a', "a number": b'{"a": 12', "nulls": b"\0" * 9, "part": b'{"a": \0\0'}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts, max_size=3),
+    max_leaves=5,
+)
+ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("kind", UNFINISHED)
-def test_a_row_that_a_kill_left_unfinished_is_cut_off(kind, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n' + UNFINISHED[kind])
-    assert files.read_json_lines(path) == [{"a": 1}]
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(ROWS, st.data())
+def test_rows_survive_a_cut_at_any_byte(tmp_path_factory, rows, data):
+    """A kill leaves the beginning of a file, or zeros where bytes were not written yet; complete rows stay."""
+    path = tmp_path_factory.mktemp("cut") / "rows.jsonl"
+    for row in rows:
+        files.append_json_line(path, row)
+    whole = path.read_bytes()
+    assert files.read_json_lines(path) == rows
+    at = data.draw(st.integers(0, len(whole)))
+    begun = whole[:at].rpartition(b"\n")[2]
+    zeros = b"\0" * data.draw(st.integers(0, 9))
+    path.write_bytes(whole[:at] + zeros)
+    ended = begun and whole[at : at + 1] == b"\n" and not zeros  # only its newline is missing
+    complete = rows[: whole[:at].count(b"\n") + bool(ended)]
+    assert files.read_json_lines(path) == complete
     files.append_json_line(path, {"a": 2})
-    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
+    assert files.read_json_lines(path) == [*complete, {"a": 2}]
+    assert path.read_bytes().endswith(b'{"a": 2}\n')
 
 
 def test_an_unfinished_row_longer_than_a_block_is_cut_off(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"b": "' + b"x" * 20_000)
-    files.append_json_line(path, {"a": 2})
-    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
+    for unfinished in (b'{"b": "' + b"x" * 20_000, b"\0" * 9, b'{"a": \0\0'):
+        path.write_bytes(b'{"a": 1}\n' + unfinished)
+        assert files.read_json_lines(path) == [{"a": 1}]
+        files.append_json_line(path, {"a": 2})
+        assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
 
 
 @pytest.mark.parametrize("text", ["a, b, c", "[1]", "</html>", "}"])
@@ -65,20 +86,12 @@ def test_the_work_for_a_row_does_not_grow_with_the_file(tmp_path, monkeypatch):
     moved: list[int] = []
     read, write = os.pread, os.write
 
-    def counted_read(handle: int, count: int, offset: int) -> bytes:
-        moved.append(count)
-        return read(handle, count, offset)
-
-    def counted_write(handle: int, data: bytes) -> int:
-        moved.append(len(data))
-        return write(handle, data)
-
     def work(rows: int) -> int:
         path = tmp_path / f"{rows}.jsonl"
         path.write_text('{"a": "a row of thirty bytes"}\n' * rows)
         with monkeypatch.context() as patched:
-            patched.setattr(os, "pread", counted_read)
-            patched.setattr(os, "write", counted_write)
+            patched.setattr(os, "pread", lambda handle, count, at: moved.append(count) or read(handle, count, at))
+            patched.setattr(os, "write", lambda handle, data: moved.append(len(data)) or write(handle, data))
             patched.setattr(Path, "read_bytes", lambda path: pytest.fail("the whole file is read"))
             moved.clear()
             files.append_json_line(path, {"a": 1})

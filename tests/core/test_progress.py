@@ -44,9 +44,9 @@ def test_a_first_and_a_last_line_where_they_are_wanted(clock, capsys):
         bar.reach(150, "loss 6.000")
         bar.say("between")
         bar.reach(400)
-    told = capsys.readouterr()
-    assert told.out == "between\n"
-    assert told.err == "alibi: 125 of 400 updates, loss 7.000, 1:50 left\nalibi: 400 of 400 updates, loss 6.000\n"
+    output = capsys.readouterr()
+    assert output.out == "between\n"
+    assert output.err == "alibi: 125 of 400 updates, loss 7.000, 1:50 left\nalibi: 400 of 400 updates, loss 6.000\n"
     with Progress("alibi", "updates", 400, done=100, ends=True):
         pass
     assert capsys.readouterr() == ("", "")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from conftest import PACKAGE
+from conftest import PACKAGE, run
 from house import ARROWS, FAIRSEQ, GLUE, House
 
 HOUSE = House(PACKAGE)
@@ -91,7 +89,17 @@ def test_records_cross_the_rooms_that_carry_things_out():
     assert [one for one in HOUSE.signatures_with("dict[str, Any]") if one.startswith(rooms)] == []
 
 
-@pytest.mark.parametrize("room", ["encodings", "attention", "analysis", "data"])
-def test_the_science_needs_no_fairseq(room):
-    code = f"import sys, fairseq_rpe.{room}; sys.exit('fairseq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(PACKAGE).parent).returncode == 0
+LOADED = """
+import importlib, os, sys
+for name in ("encodings", "attention", "data", "analysis"):
+    if not (child := os.fork()):
+        importlib.import_module("fairseq_rpe." + name)
+        os._exit("fairseq" in sys.modules)
+    assert os.waitpid(child, 0)[1] == 0, name
+import fairseq_rpe.models
+assert not {"matplotlib", "fairseq_rpe.modules.inspection", "fairseq_rpe.analysis"} & set(sys.modules)
+"""
+
+
+def test_the_science_needs_no_fairseq_and_models_no_figures():
+    run(sys.executable, "-c", "import torch\n" + LOADED, cwd=Path(PACKAGE).parent)

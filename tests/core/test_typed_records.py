@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fairseq_rpe.core import files, records
 from fairseq_rpe.core.errors import UserError
@@ -45,60 +47,80 @@ class Outer:
 def test_values_that_do_not_fit_together_are_refused() -> None:
     good = {"span": {"first": 1, "last": 2}}
     assert records.read(Outer, good, "f line 1", "the row") == Outer(Span(1, 2))
-    said = told(records.read, Outer, {"span": {"first": 3, "last": 2}}, "f line 1", "the row")
+    said = error_of(records.read, Outer, {"span": {"first": 3, "last": 2}}, "f line 1", "the row")
     assert said == "f line 1: span of the row ends before it begins"
 
 
-def told(call, *arguments) -> str:
+def error_of(call, *arguments) -> str:
     with pytest.raises(UserError) as caught:
         call(*arguments)
     assert caught.value.__cause__ is None and "\n" not in str(caught.value) and len(str(caught.value)) < 400
     return str(caught.value)
 
 
-NO_ROW = {
-    "binary": (b"\xff\xfe\0", "line 2 is not a JSON object (not UTF-8): delete that line or the file"),
-    "zeros": (b"\0" * 40, "line 2 is not a JSON object (Expecting value at character 1)"),
-    "cut": (b'{"name": "a", "tok', "line 2 is not a JSON object (Unterminated string starting at at character 15)"),
-    "a list": (b"[1]", "line 2 is not a JSON object (it is a list)"),
-    "a number": (b"7", "line 2 is not a JSON object (it is a single value)"),
-    "an empty line": (b"", "line 2 is not a JSON object"),
-    "nested lists": (b"[" * 200_000, "line 2 is not a JSON object (nested too deep)"),
-    "nested tables": (b'{"a":' * 200_000, "line 2 is not a JSON object (nested too deep)"),
-    "digits": (b'{"tokens": ' + b"9" * 5000 + b"}", "line 2 is not a JSON object (Exceeds the limit (4300 digits)"),
-    "nothing of it": (b"{}", "line 2: the row lacks name: delete that line or the file"),
-    "text": (b'{"ppl": "x"}', "line 2: ppl of the row must be a number above 0, not 'x': delete that line"),
-    "NaN": (b'{"ppl": NaN}', "line 2: ppl of the row must be a number above 0, not nan"),
-    "infinite": (b'{"ppl": Infinity}', "ppl of the row must be a number above 0, not inf"),
-    "overflow": (b'{"ppl": 1e999}', "ppl of the row must be a number above 0, not inf"),
-    "whole overflow": (b'{"ppl": 1' + b"0" * 400 + b"}", "ppl of the row must be a number above 0, not 10000"),
-    "negative": (b'{"ppl": -2.5}', "ppl of the row must be a number above 0, not -2.5"),
-    "infinite loss": (b'{"loss": -Infinity}', "loss of the row must be a number, not -inf"),
-    "no loss": (b'{"loss": NaN}', "loss of the row must be a number, not nan"),
-    "true": (b'{"loss": true}', "loss of the row must be a number, not True"),
-    "a share": (b'{"share": 1.5}', "share of the row must be a number from 0 to 1, not 1.5"),
-    "negative tokens": (b'{"tokens": -3}', "tokens of the row must be a whole number above 0, not -3"),
-    "half tokens": (b'{"tokens": 3.5}', "tokens of the row must be a whole number above 0, not 3.5"),
-    "many tokens": (b'{"tokens": 1' + b"0" * 400 + b"}", "tokens of the row must be a whole number above 0, not 1000"),
-    "less than none": (b'{"right": -1}', "right of the row must be a whole number from 0 on, not -1"),
-    "words": (b'{"words": NaN}', "words of the row must be a number above 0, not nan"),
-    "a long text": (b'{"tokens": "' + b"x" * 999 + b'"}', "tokens of the row must be a whole number above 0, not 'xxx"),
-    "a deep value": (b'{"name": ' + b"[" * 500 + b"]" * 500 + b"}", "name of the row must be text, not [["),
-    "half a pair": (b'{"name": "\\ud800"}', "name of the row must be text without half a surrogate pair"),
-    "half a name": (
-        b'{"tags": {"\\ud800": []}}',
-        "a name of tags of the row must be text without half a surrogate pair",
-    ),
-    "no table": (b'{"tags": [1]}', "tags of the row must be a table, not [1]"),
-    "no list": (b'{"tags": {"a": 1}}', "a of tags of the row must be a list, not 1"),
-}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+ROWS = st.builds(
+    Row,
+    name=TEXTS,
+    tokens=st.integers(1, 2**53),
+    ppl=st.floats(0, 1e300, exclude_min=True),
+    words=st.none() | st.floats(0, exclude_min=True, allow_nan=False),
+    share=st.floats(0, 1),
+    right=st.integers(0, 2**53),
+    loss=st.floats(allow_nan=False, allow_infinity=False),
+    tags=st.dictionaries(TEXTS, st.lists(st.integers(-9, 9), max_size=3).map(tuple), max_size=2),
+)
 
 
-@pytest.mark.parametrize("kind", NO_ROW)
-def test_a_damaged_row_is_named_and_the_others_stay(kind: str, tmp_path: Path) -> None:
-    path, (line, words) = tmp_path / "rows.jsonl", NO_ROW[kind]
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(ROWS)
+def test_records_round_trip(row: Row) -> None:
+    text = json.dumps(records.write(row))
+    assert records.read(Row, json.loads(text), "f", "the row") == row
+
+
+# a line, and what the error says of it
+NO_ROW = [
+    (b"\xff\xfe\0", "is not a JSON object (not UTF-8): delete that line or the file"),
+    (b"\0" * 40, "is not a JSON object (Expecting value at character 1)"),
+    (b'{"name": "a", "tok', "is not a JSON object (Unterminated string starting at at character 15)"),
+    (b"[1]", "is not a JSON object (it is a list)"),
+    (b"7", "is not a JSON object (it is a single value)"),
+    (b"", "line 2 is not a JSON object"),
+    (b"[" * 200_000, "is not a JSON object (nested too deep)"),
+    (b'{"a":' * 200_000, "is not a JSON object (nested too deep)"),
+    (b'{"tokens": ' + b"9" * 5000 + b"}", "is not a JSON object (Exceeds the limit (4300 digits)"),
+    (b"{}", "the row lacks name: delete that line or the file"),
+    (b'{"ppl": "x"}', "ppl of the row must be a number above 0, not 'x': delete that line"),
+    (b'{"ppl": NaN}', "ppl of the row must be a number above 0, not nan"),
+    (b'{"ppl": Infinity}', "ppl of the row must be a number above 0, not inf"),
+    (b'{"ppl": 1e999}', "ppl of the row must be a number above 0, not inf"),
+    (b'{"ppl": 1' + b"0" * 400 + b"}", "ppl of the row must be a number above 0, not 10000"),
+    (b'{"ppl": -2.5}', "ppl of the row must be a number above 0, not -2.5"),
+    (b'{"loss": -Infinity}', "loss of the row must be a number, not -inf"),
+    (b'{"loss": NaN}', "loss of the row must be a number, not nan"),
+    (b'{"loss": true}', "loss of the row must be a number, not True"),
+    (b'{"share": 1.5}', "share of the row must be a number from 0 to 1, not 1.5"),
+    (b'{"tokens": -3}', "tokens of the row must be a whole number above 0, not -3"),
+    (b'{"tokens": 3.5}', "tokens of the row must be a whole number above 0, not 3.5"),
+    (b'{"tokens": 1' + b"0" * 400 + b"}", "tokens of the row must be a whole number above 0, not 1000"),
+    (b'{"right": -1}', "right of the row must be a whole number from 0 on, not -1"),
+    (b'{"words": NaN}', "words of the row must be a number above 0, not nan"),
+    (b'{"tokens": "' + b"x" * 999 + b'"}', "tokens of the row must be a whole number above 0, not 'xxx"),
+    (b'{"name": ' + b"[" * 500 + b"]" * 500 + b"}", "name of the row must be text, not [["),
+    (b'{"name": "\\ud800"}', "name of the row must be text without half a surrogate pair"),
+    (b'{"tags": {"\\ud800": []}}', "a name of tags of the row must be text without half a surrogate pair"),
+    (b'{"tags": [1]}', "tags of the row must be a table, not [1]"),
+    (b'{"tags": {"a": 1}}', "a of tags of the row must be a list, not 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), NO_ROW, ids=range(len(NO_ROW)))
+def test_a_damaged_row_is_named_and_the_others_stay(line: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() + line + b"\n" + GOOD.encode())
-    assert words in (said := told(records.read_lines, Row, path, "the row")) and said.startswith(f"{path} line 2")
+    message = error_of(records.read_lines, Row, path, "the row")
+    assert words in message and message.startswith(f"{path} line 2")
     before = path.read_bytes()
     files.append_json_line(path, {})
     assert path.read_bytes() == before + b"{}\n"
@@ -128,14 +150,14 @@ def test_rows_stay_as_they_were_written(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_named_with_its_line(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    assert told(files.read_json, path) == f"{path} does not exist"
+    assert error_of(files.read_json, path) == f"{path} does not exist"
     path.write_bytes(content)
-    assert told(files.read_json, path).startswith(f"{path}{words}")
+    assert error_of(files.read_json, path).startswith(f"{path}{words}")
 
 
 def test_what_a_user_wrote_needs_no_restoring() -> None:
     given = {"name": "a", "tokens": 7, "ppl": 2}
     assert records.read(Row, given, "F", "the row", strict=False).ppl == 2.0
-    assert told(records.read, Row, given, "F", "the row") == "F: ppl of the row must be a number above 0, not 2"
-    said = told(records.read, Row, {}, "F", "the row", False)
+    assert error_of(records.read, Row, given, "F", "the row") == "F: ppl of the row must be a number above 0, not 2"
+    said = error_of(records.read, Row, {}, "F", "the row", False)
     assert said == "F: the row lacks name: restore it or delete it"

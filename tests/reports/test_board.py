@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model, run_here
+from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -28,7 +29,9 @@ from fairseq_rpe.core import UserError, files
 from fairseq_rpe.encodings import build
 from fairseq_rpe.evaluation.results import AnswerResult, TextResult
 from fairseq_rpe.figures import biases
+from fairseq_rpe.modules import inspection
 from fairseq_rpe.modules.inspection import Inspector
+from fairseq_rpe.reports import drawing
 from fairseq_rpe.reports import tensorboard as evaluations
 from fairseq_rpe.reports.findings import ExactAnswers, Finding, Perplexities
 from fairseq_rpe.runs import log
@@ -37,7 +40,7 @@ from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
-UPDATES, EVERY, HEADS = 6, 3, 4
+UPDATES, EVERY, HEADS = 4, 2, 4
 EVALUATION = "tensorboard/evaluation"
 STEPS = list(range(0, UPDATES + 1, EVERY))
 
@@ -69,6 +72,26 @@ def parameters(checkpoints: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoints / "checkpoint_last.pt", weights_only=False)["model"]
 
 
+def learned(checkpoints: Path):
+    """The encoding of a checkpoint of kerple_log."""
+    encoding, prefix = build("kerple_log", HEADS, 32), "decoder.encodings.0."
+    own = {k.removeprefix(prefix): v for k, v in parameters(checkpoints).items() if k.startswith(prefix)}
+    encoding.load_state_dict(own)
+    return encoding
+
+
+def draw_small(patch: pytest.MonkeyPatch) -> None:
+    """Leave pictures of training empty: drawing takes most of the time of an inspection."""
+    for name in ("of_heads", "maps_of_heads"):
+        patch.setattr(inspection, name, lambda *_: Figure((1, 1)))
+
+
+def hparams_of(folder: Path) -> dict[str, str | float]:
+    content = read(folder).SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG).plugin_data.content
+    start = hparams_metadata.parse_session_start_info_plugin_data(content)
+    return {name: value.string_value or value.number_value for name, value in start.hparams.items()}
+
+
 def train(corpus: Path, folder: Path, updates: int, *more: object) -> list[str]:
     argv = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder / "run", "--tensorboard", folder / "tb"]
     return [*map(str, [*argv, "--updates", updates, *more]), *OPTIONS, *SMALL]
@@ -85,34 +108,28 @@ def swept(corpus: Path, tmp_path_factory) -> Path:
 
 def test_learned_parameters_are_those_of_the_model(swept):
     folder = swept / "tensorboard/kerple_log-seed1/encodings"
-    state = parameters(swept / "runs/kerple_log-seed1/checkpoints")
-    kerple = build("kerple_log", HEADS, 32)
-    prefix = "decoder.encodings.0."
-    kerple.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    for name, values in kerple.scalars().items():
+    for name, values in learned(swept / "runs/kerple_log-seed1/checkpoints").scalars().items():
         for head, value in enumerate(values.tolist(), start=1):
             logged = scalars(folder, f"rpe/{name}/model/head{head}")
-            assert list(logged) == STEPS
-            assert logged[UPDATES] == value
-            assert logged[0] != logged[UPDATES]  # it learns
-    histograms = read(folder).Tags()["histograms"]
-    assert {"rpe_heads/p/model", "rpe_parameters/model/raw_a"} <= set(histograms)
+            assert list(logged) == STEPS and logged[UPDATES] == value != logged[0]
+    assert {"rpe_heads/p/model", "rpe_parameters/model/raw_a"} <= set(read(folder).Tags()["histograms"])
 
 
-def test_profiles_are_kept_for_figures_over_training(swept, corpus):
+def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, monkeypatch):
     looks = history.read(swept / "tensorboard/kerple_log-seed1/encodings")
     assert [look["step"] for look in looks] == STEPS and looks[0]["distances"] == list(range(32))
-    state = parameters(swept / "runs/kerple_log-seed1/checkpoints")
-    kerple = build("kerple_log", HEADS, 32)
-    prefix = "decoder.encodings.0."
-    kerple.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), kerple.profile(32))
+    profile = learned(swept / "runs/kerple_log-seed1/checkpoints").profile(32)
+    assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), profile)
     assert looks[0]["bias"] != looks[-1]["bias"]
-    command = ["figures", "--sweep", swept, "--data", corpus, "--length", "16", "--out", swept / "drawn"]
-    assert main([str(part) for part in command]) == 0
-    assert (swept / "drawn" / "erf.png").read_bytes().startswith(b"\x89PNG")
-    assert (swept / "drawn" / "training-kerple_log-seed1.png").read_bytes().startswith(b"\x89PNG")
-    assert not (swept / "drawn" / "training-alibi-seed1.png").exists()  # nothing in it is learned
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(drawing, "save", lambda figure, *paths: drawn.update({paths[0].name: figure}))
+    run_here("figures", "--sweep", swept, "--data", corpus, "--length", "16", "--out", tmp_path)
+    assert {"erf.png", "erf_trf.png", "training-kerple_log-seed1.png"} <= set(drawn)
+    assert "training-alibi-seed1.png" not in drawn  # nothing in it is learned
+    lines = drawn["training-kerple_log-seed1.png"].axes[0].lines
+    assert len(lines) == len(STEPS)
+    expected = (profile[0] - profile[0].max()).tolist()
+    assert any(line.get_ydata().tolist() == pytest.approx(expected) for line in lines)
 
 
 def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
@@ -127,7 +144,7 @@ def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
     at = looks[1]["distances"]
     assert len(at) == 64 and (at[0], at[-1]) == (0, 699) and at == sorted(set(at))
     assert looks[1]["bias"]["model"] == profile[:, at].tolist()
-    for damaged, words in (("{\n", "line 1 is not a JSON object"), ('{"step": 1}', "line 1: the look lacks distances")):
+    for damaged, words in (("{\n", "line 1 is not a JSON object"), ('{"step": 1}', "the look lacks distances")):
         (tmp_path / history.FILE).write_text(damaged)
         with pytest.raises(UserError, match=words):
             history.read(tmp_path)
@@ -151,13 +168,9 @@ def test_a_sweep_inspects_what_has_a_bias(corpus, tmp_path, capsys):
     assert main([*command, "--encodings", "rope alibi", "--tokens", "32", "--launcher", "dry-run"]) == 0
     said = capsys.readouterr()
     assert said.err == "--inspect-every: no bias to show in rope\n"
-    lines = {
-        name: line
-        for line in said.out.splitlines()
-        for name in ("rope", "alibi")
-        if f" train {corpus} --rpe {name} " in line
-    }
-    assert "--inspect-every 5" in lines["alibi"] and "--inspect-every" not in lines["rope"]
+    printed = said.out.splitlines()
+    [alibi], [rope] = ([s for s in printed if f" train {corpus} --rpe {name} " in s] for name in ("alibi", "rope"))
+    assert "--inspect-every 5" in alibi and "--inspect-every" not in rope
     assert main([*command, "--encodings", "rope sinusoidal", "--tokens", "32"]) == 2
     assert "no bias to show in rope, sinusoidal: drop the flag" in capsys.readouterr().err
 
@@ -174,20 +187,10 @@ def test_perplexity_over_length_is_the_result(swept):
 
 
 def test_hparams_compare_the_runs(swept):
-    found = {}
+    common = {"positions_train": "identity", "positions_eval": "identity", "seed": 1.0}
+    common |= {"arch": "transformer_rpe_lm_tiny", "tokens": 32.0, "updates": float(UPDATES)}
     for spec in ("kerple_log", "alibi"):
-        content = read(swept / EVALUATION / f"{spec}-seed1").SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG)
-        start = hparams_metadata.parse_session_start_info_plugin_data(content.plugin_data.content)
-        found[spec] = {k: v.string_value or v.number_value for k, v in start.hparams.items()}
-    common = {
-        "positions_train": "identity",
-        "positions_eval": "identity",
-        "seed": 1.0,
-        "arch": "transformer_rpe_lm_tiny",
-        "tokens": 32.0,
-        "updates": 6.0,
-    }
-    assert found == {spec: {**common, "encoding": spec} for spec in ("kerple_log", "alibi")}
+        assert hparams_of(swept / EVALUATION / f"{spec}-seed1") == {**common, "encoding": spec}
     content = read(swept / EVALUATION).SummaryMetadata(hparams_metadata.EXPERIMENT_TAG).plugin_data.content
     experiment = hparams_metadata.parse_experiment_plugin_data(content)
     assert [m.name.tag for m in experiment.metric_infos] == ["ppl_at/32", "ppl_at/64"]
@@ -225,35 +228,19 @@ def test_what_matters_is_sorted_before_fairseqs_housekeeping(swept):
     assert losses and losses == pytest.approx(logged, abs=1e-3)
 
 
-@pytest.fixture(scope="module")
-def resumed(corpus: Path, tmp_path_factory) -> Path:
-    """An inspected run in two parts."""
-    folder = tmp_path_factory.mktemp("resumed")
+def test_a_resumed_run_has_every_step_once_and_the_numbers_of_a_run_without(corpus, tmp_path, monkeypatch):
+    draw_small(monkeypatch)
     for updates in (EVERY, UPDATES):
-        run_here(*train(corpus, folder, updates, "--inspect-every", EVERY))
-    return folder
-
-
-def test_a_resumed_run_has_every_step_once(resumed):
-    folder = resumed / "tb/encodings"
+        run_here(*train(corpus, tmp_path / "a", updates, "--inspect-every", EVERY))
+    folder = tmp_path / "a/tb/encodings"
     assert len(list(folder.glob("events*"))) == 2
     assert list(scalars(folder, "rpe/p/model/head1")) == STEPS
     assert all([step for step, _ in images] == STEPS for images in pictures(folder).values())
-
-
-def test_off_writes_nothing_and_changes_no_number(resumed, corpus, tmp_path):
-    run_here(*train(corpus, tmp_path, UPDATES))
-    assert (tmp_path / "tb/train").is_dir() and not (tmp_path / "tb/encodings").exists()
-    inspected, plain = parameters(resumed / "run"), parameters(tmp_path / "run")
+    run_here(*train(corpus, tmp_path / "b", UPDATES))
+    assert (tmp_path / "b/tb/train").is_dir() and not (tmp_path / "b/tb/encodings").exists()
+    inspected, plain = parameters(tmp_path / "a/run"), parameters(tmp_path / "b/run")
+    assert inspected.keys() == plain.keys()
     assert all(torch.equal(inspected[key], value) for key, value in plain.items())
-
-
-def test_off_loads_and_hooks_nothing(task):
-    assert not make_model(task, "kerple_log").decoder._forward_pre_hooks
-    code = "import sys, fairseq_rpe.models; sys.exit(any(m in sys.modules for m in %r))"
-    drawing = ("matplotlib", "fairseq_rpe.modules.inspection", "fairseq_rpe.analysis")
-    done = subprocess.run([sys.executable, "-c", code % (drawing,)], cwd=ROOT, check=False)
-    assert done.returncode == 0
 
 
 class Decoder(nn.Module):
@@ -285,7 +272,8 @@ def steps(inspector: Inspector, decoder: Decoder, first: int, last: int) -> None
         inspector.writer.close()
 
 
-def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
+def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path, monkeypatch):
+    draw_small(monkeypatch)
     steps(Inspector("kerple_log", 2, str(tmp_path), 16, 0), Decoder(), 0, 7)  # killed, the checkpoint is of update 3
     folder = tmp_path / "encodings"
     before = scalars(folder, "rpe/p/model/head2")
@@ -298,20 +286,21 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_replaced(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    decoder = Decoder()
     inspector = Inspector("kerple_log", 1, str(tmp_path / "tb"), 16, 1)
-    steps(inspector, decoder, 0, 3)
+    steps(inspector, Decoder(), 0, 3)
     assert inspector.writer is None and not (tmp_path / "tb").exists()
 
 
-def test_each_layer_has_pictures_of_its_own(tmp_path):
+def test_each_layer_has_pictures_of_its_own(tmp_path, monkeypatch):
+    draw_small(monkeypatch)
     steps(Inspector("fire", 1, str(tmp_path), 16, 0), Decoder("fire", 2), 0, 1)
     folder = tmp_path / "encodings"
     assert set(pictures(folder)) == {f"{what}/layer{n}" for what in ("bias_profile", "exp_bias") for n in (0, 1)}
     assert scalars(folder, "rpe/L/layer1") == {0: 512.0}
 
 
-def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path):
+def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path, monkeypatch):
+    draw_small(monkeypatch)
     for name, stepped in (("made", True), ("skipped", False)):
         decoder = Decoder()
         inspector = Inspector("kerple_log", 2, str(tmp_path / name), 16, 0)
@@ -331,6 +320,7 @@ def test_the_last_update_is_seen_by_validation_and_a_skipped_one_is_not(tmp_path
 
 
 def test_evaluation_alone_writes_nothing(tmp_path, task):
+    assert not make_model(task, "kerple_log").decoder._forward_pre_hooks
     model = make_model(task, "kerple_log", rpe_inspect_every=1, rpe_tensorboard=str(tmp_path / "tb"))
     assert len(model.decoder._forward_pre_hooks) == 1
     model(torch.randint(4, 60, (1, 8)))
@@ -369,9 +359,8 @@ def test_algorithms_have_a_curve_over_items(tmp_path):
     assert scalars(folder, "1_by_items/exact") == {2: 100.0, 9: 25.0}
     means = {part: scalars(folder, f"exact/{part}")[0] for part in ("trained", "beyond", "all")}
     assert means == {"trained": 100.0, "beyond": 25.0, "all": 62.5}
-    content = read(folder).SummaryMetadata(hparams_metadata.SESSION_START_INFO_TAG).plugin_data.content
-    start = hparams_metadata.parse_session_start_info_plugin_data(content)
-    assert start.hparams["task"].string_value == "copy" and start.hparams["updates"].number_value == 5
+    chosen = hparams_of(folder)
+    assert (chosen["task"], chosen["updates"]) == ("copy", 5)
 
 
 def test_a_running_tensorboard_forgets_what_was_replaced(tmp_path):
@@ -414,24 +403,20 @@ def test_what_cannot_be_inspected_is_one_line(more, words, corpus, tmp_path, cap
     assert not (tmp_path / "run").exists() and not (tmp_path / "tb").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"rpe_inspect_every": -1}, "not -1"), ({"rpe_inspect_every": 5}, "give --tensorboard-logdir DIR")],
-)
-def test_the_model_refuses_half_a_setting(task, changes, words):
-    with pytest.raises(UserError, match=words):
-        make_model(task, "alibi", **changes)
+def test_the_model_refuses_half_a_setting(task):
+    for changes, words in (({"rpe_inspect_every": -1}, "not -1"), ({"rpe_inspect_every": 5}, "--tensorboard-logdir")):
+        with pytest.raises(UserError, match=words):
+            make_model(task, "alibi", **changes)
 
 
-def test_the_screenshot_script_says_what_is_missing(tmp_path):
+def test_the_screenshot_script_says_what_is_missing(tmp_path, monkeypatch, capsys):
     script = ROOT / "docs/tools/board_screenshot.py"
     (tmp_path / "tensorboard").mkdir()
-    for folder, path, words in (
-        (tmp_path / "none", "/usr/bin", "has no tensorboard folder: name the --out folder of a sweep"),
-        (tmp_path, "", "no browser: install chromium"),
-    ):
-        command = [sys.executable, str(script), str(folder), str(tmp_path / "out")]
-        done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=False)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1
-        assert done.stderr.startswith("error: ") and words in done.stderr
+    monkeypatch.setenv("PATH", "")
+    for folder, words in ((tmp_path / "none", "has no tensorboard folder: name the --out"), (tmp_path, "no browser")):
+        monkeypatch.setattr(sys, "argv", [script.name, str(folder), str(tmp_path / "out")])
+        with pytest.raises(SystemExit, match="1"):
+            runpy.run_path(str(script), run_name="__main__")
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1
         assert not (tmp_path / "out").exists()

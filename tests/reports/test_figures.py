@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import pairwise
 
 import pytest
 import torch
 from conftest import p_of_heads, save_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import to_rgb
-from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from specs import CONTENT, LONGER, SPECS
 
@@ -22,9 +22,10 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import biases as drawings
-from fairseq_rpe.figures import fields, style, sweep_curves, timing
+from fairseq_rpe.figures import style, sweep_curves, timing
 from fairseq_rpe.figures.ends import spread
 from fairseq_rpe.figures.method_maps import MOST_LINES
+from fairseq_rpe.reports import drawing
 from fairseq_rpe.sweeps.state import Method
 
 
@@ -43,6 +44,11 @@ def test_heat_maps_are_the_weights_of_the_bias_alone():
             expected = (row - row.max()).exp().clamp_min(1e-4).tolist()
             assert image[query, : query + 1].tolist() == pytest.approx(expected)
             assert image.mask[query, query + 1 :].all() or torch.tensor(image[query, query + 1 :]).isnan().all()
+    bias = bias_map(build("window:window=3", 1, 8), 6, [0])[0][0]
+    [axes] = panels(drawings.heat_maps({"window:window=3": bias}, 1, 1))  # without holes
+    assert axes.images[0].get_array()[5].tolist() == pytest.approx([1e-4] * 3 + [1.0] * 3)
+    with pytest.raises(UserError, match="nothing to draw"):
+        drawings.heat_maps({}, 1, 1)
 
 
 def test_profiles_keep_heads_and_distances():
@@ -181,12 +187,26 @@ def test_names_stand_at_the_ends_and_never_on_each_other():
     assert [ends[text.get_text()] for text in by_height] == sorted(ends.values())
 
 
-def test_places_are_the_nearest_that_are_apart():
-    assert spread([], 0.1) == [] and spread([0.2, 0.7], 0.1) == pytest.approx([0.2, 0.7])
-    assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
-    assert spread([0.0, 0.01, 1.0, 1.0], 0.2) == pytest.approx([0.0, 0.2, 0.8, 1.0])
-    crowded = spread([0.5] * 30, 0.1)  # more than there is room for: still apart
-    assert all(b - a == pytest.approx(0.1) for a, b in pairwise(crowded))
+PLACES = st.lists(st.floats(0, 1), max_size=12).map(sorted)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(PLACES, st.floats(0.01, 0.3), st.data())
+def test_places_are_the_nearest_that_are_apart(wanted, apart, data):
+    found = spread(wanted, apart)
+    assert len(found) == len(wanted) and all(b - a >= apart - 1e-9 for a, b in pairwise(found))
+    free = 1 - apart * (len(wanted) - 1)
+    if not wanted or free < 0:
+        return
+    assert -1e-9 <= found[0] and found[-1] <= 1 + 1e-9
+    moves = data.draw(st.lists(st.floats(0, free), min_size=len(wanted), max_size=len(wanted)).map(sorted))
+    other = [place + k * apart for k, place in enumerate(moves)]  # also apart, and in [0, 1]
+
+    def distance(places):
+        return sum((a - b) ** 2 for a, b in zip(places, wanted, strict=True))
+
+    for part in (1.0, 0.01):  # no other choice is nearer, also not a little beside
+        assert distance(found) <= distance([f + part * (o - f) for f, o in zip(found, other, strict=True)]) + 1e-9
 
 
 def test_training_is_drawn_whole_and_its_second_half_again():
@@ -196,11 +216,8 @@ def test_training_is_drawn_whole_and_its_second_half_again():
     assert (first, second) == ([[25, 9], [50, 8], [100, 7]], [[25, 9.5], [100, 7.5]])
     assert [line.get_xydata().tolist() for line in late.lines] == [[[50, 8], [100, 7]], [[100, 7.5]]]
     assert len({line.get_color() for line in whole.lines}) == 1
-
-
-def test_positions_are_counted_from_one():
     [axes] = sweep_curves.positions({"alibi": {0: 9.0, 3: 7.0}}).axes
-    assert lines(axes) == {"alibi": {1: 9.0, 4: 7.0}}
+    assert lines(axes) == {"alibi": {1: 9.0, 4: 7.0}}  # positions are counted from one
 
 
 def test_exact_match_has_a_panel_for_each_task():
@@ -216,14 +233,11 @@ def test_exact_match_has_a_panel_for_each_task():
     assert [text.get_text() for text in legend.get_texts()] == ["rope", "nope", "training range"]
 
 
-def test_markers_of_lines_that_lie_on_each_other_do_not():
+def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than_barred():
     curve = {n: [100.0] for n in range(2, 60)}
     [axes] = sweep_curves.exact_match({"copy": {"rope": curve, "interpolation": curve}}, {"copy": 20}).axes
     (first, every), (second, _) = (line.get_markevery() for line in axes.lines)
     assert (second - first) % every
-
-
-def test_many_points_are_shaded_rather_than_barred():
     [axes] = sweep_curves.exact_match({"copy": {"rope": {n: [9.0, 11.0] for n in range(2, 60)}}}, {"copy": 9}).axes
     assert axes.get_title().endswith("mean of 2 seeds; shaded: least to largest")
     [band] = axes.collections
@@ -259,58 +273,6 @@ def test_times_have_a_panel_for_each_encoding_and_one_scale():
     assert fire.lines[-1].get_marker() == sdpa.get_marker() and fire.lines[-1].get_color() != own
 
 
-def texts(figure):
-    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-
-
-def every_figure():
-    names = ("alibi", "type1", "type2", "fire")
-    biases = {name: build(name, 4, 64) for name in names}
-    whole = {name: encoding.profile(64) for name, encoding in biases.items()}
-    curves = {name: {64: [50.0 + k, 51.0], 128: [40.0, 60.0 * (1 + k)]} for k, name in enumerate(names)}
-    mass = torch.full((1, 4, 32), 1 / 32, dtype=torch.float64)
-    yield sweep_curves.perplexity(curves, shares(curves, 64), 64)
-    yield sweep_curves.mean_perplexity({name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128])
-    yield sweep_curves.exact_match({"copy": curves, "sort": curves}, {"copy": 5, "sort": 5})
-    yield sweep_curves.training([(name, {1: 9.0, 2: 8.0, 3: 7.0 + k}) for k, name in enumerate(names)])
-    yield sweep_curves.positions({name: {0: 9.0, 3: 7.0 + k} for k, name in enumerate(names)})
-    yield drawings.profiles(whole)
-    yield drawings.compared({name: profile[1] for name, profile in whole.items()}, 2)
-    yield drawings.of_heads(whole["alibi"], "alibi")
-    yield drawings.of_queries({i: torch.randn(2, 3, i + 1) for i in (4, 9)}, "fire")
-    yield drawings.heat_maps({name: bias_map(own, 9, [1])[0][0] for name, own in biases.items()}, 1, 2)
-    yield fields.theoretical({name: [(torch.tensor([0.5, 0.1]), torch.tensor([2.0, 9.0]))] for name in names})
-    yield fields.empirical([fields.Mass(name, 16, mass, mass) for name in names], [0.5, 0.1])
-    lost = [torch.tensor([[9.0, 4.0, 1.0]] * 2), torch.tensor([[18.0, 8.0, 2.0]] * 2)]
-    yield fields.truncated([fields.Lost(name, 16, 32, [1, 2, 4], *lost) for name in names])
-    yield timing.of_models([Timing(n, "auto", "inference", 16, 3.0, 1, 2, 4) for n in names], "a machine")
-    yield timing.of_windows(
-        [timing.Timed(n, m, w, w + 9.0, w) for n in names for m in "ab" for w in (8, 16)], 1, 4, [8]
-    )
-
-
-def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
-    own, seen = style.looks(list(SPECS)), set()
-    for figure in every_figure():
-        assert figure.get_figwidth() <= style.PAGE
-        for axes in figure.axes:
-            for line in axes.lines:
-                if line.get_label() in own and not line.get_label().startswith("_"):
-                    look = own[line.get_label()]
-                    assert line.get_color() == look.colour and line.get_marker() in (look.marker, "None"), axes
-                    assert line._unscaled_dash_pattern == Line2D([], [], linestyle=look.dashes)._unscaled_dash_pattern
-                    seen.add(line.get_label())
-        assert min(text.get_fontsize() for text in texts(figure)) >= 7
-        # a caption belongs to the title: axis labels name a quantity and its unit
-        for axes in figure.axes:
-            assert all(";" not in name and len(name) < 50 for name in (axes.get_xlabel(), axes.get_ylabel()))
-        for legend in figure.legends:
-            dashed = [line for line in legend.get_lines() if line.is_dashed()]
-            # two dashes of the longest pattern, 8.5 line widths each
-            assert all(legend.handlelength * 8.3 >= 2 * 8.5 * line.get_linewidth() for line in dashed)
-    assert seen == {"alibi", "type1", "type2", "fire"}
-
-
 def test_encodings_keep_their_looks_and_never_share_one():
     known = list(SPECS)  # the built-in ones: other tests may have registered more
     alone = {name: style.looks([name])[name] for name in known}
@@ -322,14 +284,11 @@ def test_encodings_keep_their_looks_and_never_share_one():
     assert {look.colour for look in together.values()} <= set(style.PALETTE)
 
 
-def test_ways_to_move_positions_do_not_wear_an_encodings_colour():
+def test_what_is_compared_is_told_apart_also_without_colours():
     encodings_own = {look.colour for look in style.looks(list(SPECS)).values()}
     moved = style.looks(["rope", "interpolation", "warping", "randomized"])
     assert len({look.colour for look in moved.values()}) == 4
     assert not encodings_own & {moved[name].colour for name in ("interpolation", "warping", "randomized")}
-
-
-def test_what_is_compared_is_told_apart_without_colours():
     for names in (
         ("rope", "interpolation", "warping"),
         ("sinusoidal", "alibi", "type1", "inv_n"),
@@ -347,43 +306,39 @@ def test_a_legend_fits_into_its_figure():
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1
 
 
-def test_nothing_to_draw_is_said():
-    with pytest.raises(UserError, match="nothing to draw"):
-        drawings.heat_maps({}, 1, 1)
-
-
-def drawn(folder):
-    found = sorted(path.name for path in folder.iterdir())
-    for path in folder.iterdir():
-        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")
-    return {name for name in found if name.endswith(".png")}, {name for name in found if name.endswith(".pdf")}
-
-
-def test_command_on_all_encodings(tmp_path, capsys, monkeypatch):
-    seen = {}
-    # other tests may have registered encodings of their own
-    monkeypatch.setattr(encodings, "names", lambda: list(SPECS))
-    monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
-    assert main(["figures", "--out", str(tmp_path), "--length", "48", "--heads", "2", "--head", "2"]) == 0
-    said = capsys.readouterr().out
-    png, pdf = drawn(tmp_path)
-    assert {"heat_maps.png", "profiles.png", "profiles_compared.png", "trf.png"} <= png
-    assert {name[:-4] for name in png} == {name[:-4] for name in pdf}
-    assert "not drawn, perplexity: needs --sweep" in said and str(tmp_path / "heat_maps.png") in said
-    [values] = seen["args"]
-    plain = {name.partition(":")[0] for name in values}
-    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "bipe", "complex", "floater"}
-    none |= {*LONGER, *CONTENT}
-    assert plain == set(SPECS) - none  # every built-in encoding with a bias
-    assert all(profile.shape == (2, 48) for profile in values.values())
-
-
 def spy(function, seen):
     def called(*args):
         seen["args"] = args
         return function(*args)
 
     return called
+
+
+@pytest.fixture
+def files(monkeypatch) -> list[str]:
+    """The names of the files that are written; drawing them takes long, and other tests read them."""
+    names: list[str] = []
+    monkeypatch.setattr(drawing, "save", lambda figure, *paths: names.extend(path.name for path in paths))
+    return names
+
+
+def test_command_on_all_encodings(tmp_path, capsys, monkeypatch, files):
+    seen = {}
+    # other tests may have registered encodings of their own
+    monkeypatch.setattr(encodings, "names", lambda: list(SPECS))
+    monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
+    assert main(["figures", "--out", str(tmp_path), "--length", "48", "--heads", "2", "--head", "2"]) == 0
+    output = capsys.readouterr().out
+    assert files == [f"{s}.{end}" for s in ("heat_maps", "profiles", "profiles_compared", "trf") for end in PAIR]
+    assert "not drawn, perplexity: needs --sweep" in output and str(tmp_path / "heat_maps.png") in output
+    [values] = seen["args"]
+    none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "bipe", "complex", "floater"}
+    # every built-in encoding with a bias
+    assert {name.partition(":")[0] for name in values} == set(SPECS) - none - {*LONGER, *CONTENT}
+    assert all(profile.shape == (2, 48) for profile in values.values())
+
+
+PAIR = ("png", "pdf")
 
 
 @pytest.fixture
@@ -402,14 +357,13 @@ def sweep(tmp_path):
     return tmp_path
 
 
-def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch):
+def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch, files):
     seen, asked = {}, {}
     monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
     monkeypatch.setattr(drawings, "of_queries", spy(drawings.of_queries, asked))
     assert main(["figures", "--sweep", str(sweep), "--seed", "3", "--length", "40"]) == 0
-    png, pdf = drawn(sweep / "figures")
-    expected = {"heat_maps", "profiles", "profiles_compared", "trf", "ppl", "ppl_mean", "queries-fire-seed3"}
-    assert {f"{stem}.png" for stem in expected} <= png and {f"{stem}.pdf" for stem in expected} <= pdf
+    expected = ("heat_maps", "profiles", "profiles_compared", "trf", "ppl", "ppl_mean", "queries-fire-seed3")
+    assert files == [f"{stem}.{end}" for stem in expected for end in PAIR]
     [values] = seen["args"]
     assert list(values) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]
     state = torch.load(sweep / "runs" / "fire-seed3" / "checkpoints" / "checkpoint_last.pt")["model"]
@@ -453,10 +407,3 @@ def test_a_sweep_is_not_mixed_with_specs_and_needs_a_finished_run(sweep, capsys)
     ):
         assert main(["figures", *argv]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_heat_map_of_a_window_has_no_holes():
-    bias = bias_map(build("window:window=3", 1, 8), 6, [0])[0][0]
-    [axes] = panels(drawings.heat_maps({"window:window=3": bias}, 1, 1))
-    image = axes.images[0].get_array()
-    assert image[5].tolist() == pytest.approx([1e-4] * 3 + [1.0] * 3) and math.isfinite(image[5].sum())

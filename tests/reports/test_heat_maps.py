@@ -12,6 +12,7 @@ from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
 from fairseq_rpe.figures.depths import heat_maps
 from fairseq_rpe.reports import kept
+from fairseq_rpe.runs.run_folder import RunFolder
 from fairseq_rpe.sweeps.state import Method, SweepFolder
 
 TASK = "passkey:items=64,times=4,test=20,depths=3"
@@ -27,22 +28,30 @@ PPL = {"alibi": {64: 50.0, 256: 49.0}, "kerple_log": {64: 50.0, 256: 50.5}, "rop
 @pytest.fixture(autouse=True)
 def no_other_figures(monkeypatch):
     monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [p.touch() for p in paths])
+    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.name_ends", lambda *_: None)
+    monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: b"<svg/>")
+
+
+def write_sweep(folder: Path, names, task: str | None = None, **state) -> dict[str, RunFolder]:
+    """A finished sweep without results; its runs."""
+    settings = {"tokens": None if task else 64, "subset": "test", "updates": 75}
+    files.write_json(folder / "sweep.json", {"settings": settings, "encodings": [*names], "seeds": [1], **state})
+    runs = {name: SweepFolder(folder).run_of(Method(name, name), 1, task) for name in names}
+    for run in runs.values():
+        files.write_json(run.checkpoints.record_path, {"finished": {"checkpoint": "c"}})
+    return runs
 
 
 @pytest.fixture
 def sought(tmp_path) -> Path:
     """A finished sweep over the task."""
     folder = tmp_path / "sought"
-    state = {"settings": {"subset": "test", "updates": 75}, "algorithms": [TASK], "encodings": [*RIGHT], "seeds": [1]}
-    files.write_json(folder / "sweep.json", state)
-    for name, lengths in RIGHT.items():
-        place = folder / "runs" / Method(name, name).run_name(1, TASK)
-        files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
-        for n, counts in lengths.items():
+    for name, run in write_sweep(folder, RIGHT, TASK, algorithms=[TASK]).items():
+        for n, counts in RIGHT[name].items():
             for depth, right in zip((0, 0.5, 1), counts, strict=True):
                 row = {"checkpoint": "c", "algorithm": TASK, "split": "test", "length": n, "depth": depth}
                 row |= {"rpe": None, "positions": None, "examples": 20, "right": right, "accuracy": right / 20}
-                files.append_json_line(place / "eval.jsonl", {**row, "transform": "identity"})
+                files.append_json_line(run.results, {**row, "transform": "identity"})
     return folder
 
 
@@ -50,15 +59,10 @@ def sought(tmp_path) -> Path:
 def read(tmp_path) -> Path:
     """A finished sweep on text, of other encodings in part."""
     folder = tmp_path / "read"
-    settings = {"tokens": 64, "subset": "test", "updates": 75}
-    state = {"settings": settings, "encodings": [*PPL], "seeds": [1], "lengths": [64, 256]}
-    files.write_json(folder / "sweep.json", state)
-    for name, values in PPL.items():
-        place = folder / "runs" / Method(name, name).run_name(1)
-        files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
-        for n, ppl in values.items():
+    for name, run in write_sweep(folder, PPL, lengths=[64, 256]).items():
+        for n, ppl in PPL[name].items():
             row = {"checkpoint": "c", "subset": "test", "length": n, "ppl": ppl, "loss_base2": 5.5, "tokens": 999}
-            files.append_json_line(place / "eval.jsonl", row)
+            files.append_json_line(run.results, row)
     return folder
 
 
@@ -76,11 +80,8 @@ def test_report_of_a_task_with_depths(sought, capsys):
     text = (sought / "accuracy.md").read_text()
     reached, *grid = lines_of(text, "alibi")
     assert reached == ["alibi", "100", "95", "20", "up to 128 tokens"]
-    assert grid == [
-        ["alibi", "64", "100", "100", "100"],
-        ["alibi", "128", "100", "95", "100"],
-        ["alibi", "256", "20", "90", "100"],
-    ]
+    depths = [["64", "100", "100", "100"], ["128", "100", "95", "100"], ["256", "20", "90", "100"]]
+    assert grid == [["alibi", *row] for row in depths]
     # 90 per cent are enough
     assert lines_of(text, "kerple_log")[0] == ["kerple_log", "90", "90", "90", "up to 256 tokens"]
     assert lines_of(text, "nope")[0][-1] == "no length"
@@ -90,12 +91,8 @@ def test_report_of_a_task_with_depths(sought, capsys):
     assert means == [[TASK, "alibi", "100.0", f"{100 * (59 + 42) / 120:.1f}", f"{100 * (60 + 59 + 42) / 180:.1f}"]]
     with open(sought / "accuracy.csv", newline="") as file:
         rows = [(r["method"], int(r["items"]), float(r["depth"]), int(r["right"])) for r in csv.DictReader(file)]
-    assert rows == [
-        (name, n, depth, right)
-        for name, lengths in RIGHT.items()
-        for n, counts in lengths.items()
-        for depth, right in zip((0, 0.5, 1), counts, strict=True)
-    ]
+    expected = [(name, n, counts) for name, lengths in RIGHT.items() for n, counts in lengths.items()]
+    assert rows == [(*of, d, r) for *of, counts in expected for d, r in zip((0, 0.5, 1), counts, strict=True)]
     page = (sought / "report.html").read_text()
     assert "Found at every depth?" in page and "alibi: up to 128 tokens" in page and "number of tokens" in page
     assert kept.text(SweepFolder(sought)) == said.removesuffix("\n")
@@ -113,10 +110,8 @@ def test_perplexity_beside_retrieval(read, sought, tmp_path, capsys):
     assert lines_of(joint, "alibi") == [alibi] and not lines_of(joint, "rope") and not lines_of(joint, "nope")
     assert lines_of(joint, "kerple_log") == [["kerple_log", "+0.010", "yes", "yes", "90", "90", "256 tokens", "yes"]]
     page = out.read_text()
-    for text in (
-        "Extrapolates by perplexity and fails at retrieval: alibi.",
-        "Extrapolates by perplexity and retrieves: kerple_log.",
-    ):
+    for words in ("and fails at retrieval: alibi.", "and retrieves: kerple_log."):
+        text = f"Extrapolates by perplexity {words}"
         assert text in joint and text in page
     assert "read beside sought" in page
     # nothing to join

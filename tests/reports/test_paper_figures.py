@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from specs import SPECS
 
 from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.analysis.receptive_field import quantised
@@ -85,16 +87,38 @@ def test_ticks_have_no_offset():
     assert all(float(label.get_text()) > 99_999 for label in axes.get_yticklabels())
 
 
-def test_up_to_twelve_methods_have_lines_and_more_have_rows():
-    for name, figure in drawn(FEW):
-        assert not any(axes.images for axes in figure.axes), name
-    for name, figure in drawn(MANY):
-        if name == "models":  # bars with a row each
-            continue
-        assert not lines_of(figure, MANY), name
-        shown = rows_of(figure)
-        assert {row.partition(",")[0] for row in shown} == set(MANY) and len(shown) == len(MANY), name
-        assert not figure.legends, name
+def letters(figure: Figure) -> list[Text]:
+    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+
+
+def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
+    names = ("alibi", "type1", "type2", "fire")
+    looks, seen = style.looks(list(SPECS)), set()
+    made = {name: build(name, 4, 64) for name in names}
+    profiles = {name: encoding.profile(64) for name, encoding in made.items()}
+    named = dict(drawn(names))
+    assert not any(axes.images for figure in named.values() for axes in figure.axes)  # lines of up to twelve methods
+    named["mean"] = sweep_curves.mean_perplexity({name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128])
+    named |= {"of distance": biases.profiles(profiles), "heads": biases.of_heads(profiles["alibi"], "alibi")}
+    named["queries"] = biases.of_queries({i: torch.randn(2, 3, i + 1) for i in (4, 9)}, "fire")
+    named["maps"] = biases.heat_maps({name: bias_map(own, 9, [1])[0][0] for name, own in made.items()}, 1, 2)
+    for what, figure in named.items():
+        assert figure.get_figwidth() <= style.PAGE
+        for line in (line for axes in figure.axes for line in axes.lines if line.get_label() in names):
+            look = looks[line.get_label()]
+            assert line.get_color() == look.colour and line.get_marker() in (look.marker, "None"), what
+            assert line._unscaled_dash_pattern == Line2D([], [], linestyle=look.dashes)._unscaled_dash_pattern
+            seen.add(line.get_label())
+        assert min(text.get_fontsize() for text in letters(figure)) >= 7
+        # a caption belongs to the title: axis labels name a quantity and its unit
+        for axes in figure.axes:
+            names_of_axes = f"{axes.get_xlabel()}\n{axes.get_ylabel()}"
+            assert ";" not in names_of_axes and all(len(line) < 50 for line in names_of_axes.split("\n")), what
+        for legend in figure.legends:
+            dashed = [line for line in legend.get_lines() if line.is_dashed()]
+            # two dashes of the longest pattern, 8.5 line widths each
+            assert all(legend.handlelength * 8.3 >= 2 * 8.5 * line.get_linewidth() for line in dashed)
+    assert seen == set(names)
 
 
 def test_the_cells_of_a_heat_map_are_the_means_and_the_lowest_perplexity_is_first():
@@ -129,24 +153,42 @@ def overflow(figure: Figure) -> float:
     return max(-box.x0, -box.y0, box.x1 - wide, box.y1 - high)
 
 
+def check_fits(figure: Figure, name: str, what: str) -> None:
+    style.fit_texts(figure)  # as save does
+    assert figure.get_figwidth() == WIDTHS[name], what
+    assert overflow(figure) <= 0.1, what
+    assert min(text.get_fontsize() for text in letters(figure)) >= 7, what
+
+
 @pytest.mark.parametrize("name", WIDTHS)
 def test_every_figure_fits_the_width_of_a_paper(name):
     with style.drawn_at(name):
-        named = [*drawn(FEW[:4]), *(drawn(MANY) if name == "column" else ())]
+        named = dict(drawn(FEW[:4]))
+        if name == "page":  # where there is more room
+            named = {what: named[what] for what in ("perplexity", "erf beside trf", "delta", "windows", "models")}
         setting = warping.Setting(20)
         for stem in ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end"):
             compute, draw = warping.FIGURES[stem]
-            named.append((stem, draw(setting, compute(setting))))
+            named[stem] = draw(setting, compute(setting))
         maps = {spec: bias_map(build(spec, 4, 64), 9, [1])[0][0] for spec in ("alibi", "type1", "t5_bias")}
-        named.append(("heat maps", biases.heat_maps(maps, 1, 2)))
-        for what, figure in named:
-            style.fit_texts(figure)  # as save does
-            assert figure.get_figwidth() == WIDTHS[name], what
-            assert overflow(figure) <= 0.1, what
-            letters = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible()]
-            assert min(text.get_fontsize() for text in letters) >= 7, what
+        named["heat maps"] = biases.heat_maps(maps, 1, 2)
+        for what, figure in named.items():
+            check_fits(figure, name, what)
     figure, _ = style.panels(1, 1, (4.0, 3.0))
     assert figure.get_figwidth() == 4.0
+
+
+def test_more_than_twelve_methods_have_rows_that_fit():
+    assert len(FEW) == 12 and len(lines_of(dict(drawn(FEW))["profiles"], FEW)) == 12
+    with style.drawn_at("column"):
+        for what, figure in drawn(MANY):
+            if what in ("perplexity", "sets", "delta", "windows", "models"):
+                check_fits(figure, "column", what)
+            if what == "models":  # bars with a row each
+                continue
+            assert not lines_of(figure, MANY) and not figure.legends, what
+            shown = rows_of(figure)
+            assert {row.partition(",")[0] for row in shown} == set(MANY) and len(shown) == len(MANY), what
 
 
 def test_a_name_that_is_wider_than_its_panel_is_broken(tmp_path):

@@ -8,12 +8,14 @@ import math
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from conftest import run, save_checkpoint
+from matplotlib.figure import Figure
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError, files
@@ -45,9 +47,19 @@ PPL = {"alibi": {64: 50.125, 128: 49.0625, 256: 48.5}, "inv_n": {64: 49.5, 128: 
 
 
 @pytest.fixture(autouse=True)
-def no_other_figures(monkeypatch):
-    """The PNG and PDF beside the page take most of a report's time and are tested elsewhere."""
-    monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [p.touch() for p in paths])
+def saved(monkeypatch) -> dict[str, Figure]:
+    """The figures beside the pages, by file. Drawing takes most of a report's time and is tested elsewhere."""
+    figures: dict[str, Figure] = {}
+
+    def save(figure: Figure, *paths: Path) -> None:
+        figures.update((path.name, figure) for path in paths)
+        for path in paths:
+            path.touch()
+
+    monkeypatch.setattr("fairseq_rpe.figures.style.save", save)
+    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.name_ends", lambda *_: None)
+    monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: f"<svg {figure.get_figwidth()}/>".encode())
+    return figures
 
 
 class Page(HTMLParser):
@@ -117,12 +129,19 @@ class Page(HTMLParser):
     def chapters(self) -> list[str]:
         return [title for level, title in self.headings if level == max(level for level, _ in self.headings)]
 
+    def same(self) -> dict[str, list[str]]:
+        """What is compared with the published setting: here, there, and whether they agree."""
+        return {row[0]: row[1:] for row in self.table("What is the same")[1:]}
+
+    def alternatives(self) -> list[str]:
+        return [attrs["alt"] or "" for tag, attrs in self.tags if tag == "img"]
+
 
 def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(), **state) -> None:
     """A finished sweep at 64 tokens (plus 2 of perplexity per further seed); ``more``: keys of every result."""
     lengths = sorted({n for values in ppl.values() for n in values})
     settings = {"tokens": 64, "subset": "test", "updates": 75, "batch_sentences": 16, "lr": 2e-3, "warmup": 80}
-    settings |= {"arch": "transformer_rpe_lm_tiny", "extra": []}
+    settings |= {"arch": "transformer_rpe_lm_tiny", "extra": []} | state.pop("further", {})
     state = {"settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths, **state}
     files.write_json(folder / "sweep.json", state)
     for name, values in ppl.items():
@@ -140,6 +159,23 @@ def write_sweep(folder: Path, ppl=PPL, seeds=(1,), log: str | None = LOG, more=(
 def page_of(folder: Path, *flags: str) -> Page:
     assert main(["report", str(folder), *flags]) == 0
     return Page(folder / "report.html")
+
+
+def page_beside(folder: Path, published: Mapping[str, object], **state) -> Page:
+    """The page of a sweep beside published values."""
+    write_sweep(folder, published=published, **state)
+    return page_of(folder)
+
+
+def published(recipe: str, **settings) -> dict:
+    known = recipes.load(recipe).published.record()
+    return {**known, "settings": {**known["settings"], **settings}}
+
+
+def alibi_starts(folder: Path, *starts: Mapping[str, object]) -> None:
+    """Record the environments in which the training of alibi started."""
+    record = {"starts": [{"time": "2026-01-01T00:00:00+00:00", "from_update": 0, **start} for start in starts]}
+    files.write_json(folder / "runs/alibi-seed1/checkpoints/environment.json", record)
 
 
 def check_self_contained(page: Page) -> None:
@@ -170,7 +206,7 @@ def check_self_contained(page: Page) -> None:
     assert ("html", {"lang": "en"}) in page.tags and page.source.startswith("<!DOCTYPE html>")
 
 
-def test_every_number_of_the_csv_is_on_the_page(tmp_path):
+def test_every_number_is_on_the_page_as_mean_and_range_and_the_least_is_marked(tmp_path):
     write_sweep(tmp_path, seeds=(1, 2))
     page = page_of(tmp_path)
     check_self_contained(page)
@@ -180,15 +216,8 @@ def test_every_number_of_the_csv_is_on_the_page(tmp_path):
     shown, exact = page.tables[caption][1:], page.values[caption][1:]
     assert len(shown) == len(exact) == len(expected) == 12
     for row, line, values in zip(expected, shown, exact, strict=True):
-        assert line[0] == row["encoding"]
-        wanted = [row[key] for key in ("seed", "length", "ppl", "loss_base2", "ratio", "tokens")]
-        assert values[:6] == wanted
-        assert line[3] == f"{float(row['ppl']):.4f}" and line[6] == f"{int(row['tokens']):,}"
-
-
-def test_perplexities_are_means_with_ranges_and_the_least_is_marked(tmp_path):
-    write_sweep(tmp_path, seeds=(1, 2))
-    page = page_of(tmp_path)
+        assert values[:6] == [row[key] for key in ("seed", "length", "ppl", "loss_base2", "ratio", "tokens")]
+        assert [line[0], line[3], line[6]] == [row["encoding"], f"{float(row['ppl']):.4f}", f"{int(row['tokens']):,}"]
     head, *lines = page.table("Perplexity per token by evaluation length")
     assert head == ["encoding", "64", "128", "256", "256 / 64"]
     cells = {line[0]: line[1:] for line in lines}
@@ -201,84 +230,75 @@ def test_perplexities_are_means_with_ranges_and_the_least_is_marked(tmp_path):
 
 def test_the_mean_over_lengths_is_of_those_that_all_runs_share(tmp_path):
     write_sweep(tmp_path, {**PPL, "rope": {64: 48.0, 256: 60.0}}, seeds=(1, 2))
-    pictures = [attrs["alt"] for tag, attrs in page_of(tmp_path).tags if tag == "img"]
-    [said] = [alt for alt in pictures if alt.startswith("Mean of the perplexities")]
     # at 64 and 256 tokens, the second seed two more
-    means = "alibi 50.31, inv_n 53.62, rope 55.00"
-    assert said == f"Mean of the perplexities at the 2 lengths from 64 to 256 tokens. {means}."
+    means = "at the 2 lengths from 64 to 256 tokens. alibi 50.31, inv_n 53.62, rope 55.00."
+    assert f"Mean of the perplexities {means}" in page_of(tmp_path).alternatives()
     write_sweep(tmp_path / "one", {"alibi": PPL["alibi"]})
-    alone = [attrs["alt"] for tag, attrs in page_of(tmp_path / "one").tags if tag == "img"]
-    assert not any(alt.startswith("Mean of") for alt in alone)
+    assert not any(alt.startswith("Mean of") for alt in page_of(tmp_path / "one").alternatives())
 
 
-def test_chapters_and_facts(tmp_path):
+def test_chapters_facts_and_costs(tmp_path):
     for name in PPL:
         save_checkpoint(tmp_path / "runs" / slug(name, 1), name)
-    write_sweep(tmp_path)
+    write_sweep(tmp_path, further={"data": "0" * 64})
     page = page_of(tmp_path, "--delta", "0.07")
     chapters = ["Perplexity over length", "Setting", "Does it extrapolate?", "Training", "Runs", "Environment"]
     assert page.chapters() == [*chapters, "Commands", "Every measurement"]
     lead = "2 encodings, trained at 64 tokens on data-bin/stdlib for 75 updates; "
     assert lead + "99,064 or 99,128 or 99,256 tokens of the test split" in page.words
-    assert page.table("Predicted (rows)") == [
-        ["Σ exp(bias)", "extrapolates", "does not"],
-        ["converges", "1: alibi", "0"],
-        ["diverges", "0", "1: inv_n"],
-    ]
+    table = [["Σ exp(bias)", "extrapolates", "does not"], ["converges", "1: alibi", "0"], ["diverges", "0", "1: inv_n"]]
+    assert page.table("Predicted (rows)") == table
     deviations = {row[0]: row[1:] for row in page.table("Relative deviation")[1:]}
     assert deviations["inv_n"] == ["diverges", "0.126", "0.126", "+0.126", "no", "no"]
     assert deviations["alibi"] == ["converges", "0.032", "0.000", "−0.032", "yes", "yes"]
     assert "agree for every method if 0.032 < δ ≤ 0.126" in page.words and "δ = 0.07" in page.words
-    assert sum(tag == "img" for tag, _ in page.tags) == 3
-
-
-def test_costs_of_a_run_come_from_its_log(tmp_path):
-    write_sweep(tmp_path)
-    head, alibi, _ = page_of(tmp_path).table("Cost of each run")
-    shown = dict(zip(head[1:7], alibi[1:7], strict=True))
-    assert shown["parameters"] == "1,445,376" and shown["training (s)"] == "26"
-    assert alibi[3] == "2,000" and shown["training loss"] == "7.500" and shown["validation loss"] == "6.125"
-    assert shown["evaluation (s)"] == "34.5" and alibi[7] == f"{(3 * 99_000 + 448) / 34.5:,.0f}"
+    assert len(page.alternatives()) == 3
+    # the figure stands before the setting
+    figure, digest = page.source.index("data:image/svg"), page.source.index("data, SHA-256")
+    assert figure < digest < page.source.index("Training loss by update")
+    assert "#s1-setting" in [attrs.get("href") for tag, attrs in page.tags if tag == "a"]
+    # what the log says
+    head, alibi, _ = page.table("Cost of each run")
+    costs = dict(zip(head[1:7], alibi[1:7], strict=True))
+    assert costs["parameters"] == "1,445,376" and costs["training (s)"] == "26" and alibi[3] == "2,000"
+    assert costs["training loss"] == "7.500" and costs["validation loss"] == "6.125"
+    assert costs["evaluation (s)"] == "34.5" and alibi[7] == f"{(3 * 99_000 + 448) / 34.5:,.0f}"
     assert head[8:] == ["attention", "checkpoint"] and alibi[8:] == ["sdpa", "0123456789ab"]
 
 
-def test_memory_and_engine_are_shown_where_they_are_on_record(tmp_path):
-    write_sweep(tmp_path, more={"peak_mb": 1234.5, "engine": "blocks"})
-    page = page_of(tmp_path)
-    head, alibi, _ = page.table("Cost of each run")
-    assert head[8:10] == ["peak memory (MiB)", "engine"] and alibi[8:10] == ["1,234", "blocks"]
-    head, first, *_ = page.table("What results.csv holds")
-    assert head[-2:] == ["peak memory (MiB)", "engine"] and first[-2:] == ["1234.5", "blocks"]
+POSITIONS = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tokens": [1, 1]}, "positions_loss of the result has upto, loss_base2 and tokens of different lengths"),
-        ({"upto": [0, 3, 1]}, "positions_loss of the result has an upto that does not increase"),
+        ({"tokens": [1, 1]}, "has upto, loss_base2 and tokens of different lengths"),
+        ({"upto": [0, 3, 1]}, "has an upto that does not increase"),
         ({"tokens": [1, 1, -2]}, "tokens of positions_loss of the result must be a whole number above 0, not -2"),
         ({"upto": [], "loss_base2": [], "tokens": []}, "has an upto that does not increase"),
     ],
 )
 def test_losses_by_position_that_do_not_fit_together_are_refused(change, words, tmp_path, capsys):
-    found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
-    write_sweep(tmp_path, more={"positions_loss": found | change})
+    write_sweep(tmp_path, more={"positions_loss": POSITIONS | change})
     assert main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "eval.jsonl line 1: " in said and words in said
+    error = capsys.readouterr().err
+    assert "eval.jsonl line 1: " in error and "positions_loss of the result" in error and words in error
 
 
-def test_loss_by_position_is_drawn_where_it_was_measured(tmp_path):
-    found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
-    write_sweep(tmp_path, more={"positions_loss": found})
+def test_loss_by_position_memory_and_engine_are_shown_where_they_are_on_record(tmp_path):
+    write_sweep(tmp_path, more={"positions_loss": POSITIONS, "peak_mb": 1234.5, "engine": "blocks"})
     page = page_of(tmp_path)
     check_self_contained(page)
-    assert page.chapters()[:2] == ["Perplexity over length", "Setting"] and page.chapters()[2] == "Loss by position"
-    [alt] = [attrs["alt"] for tag, attrs in page.tags if tag == "img" and "position" in attrs["alt"]]
+    assert page.chapters()[:3] == ["Perplexity over length", "Setting", "Loss by position"]
+    [alt] = [alt for alt in page.alternatives() if "position" in alt]
     assert "blocks of 256 tokens" in alt and "alibi 6.25, inv_n 6.25" in alt
     head, alibi, _, counts = page.table("Loss in bits per token by position")
     assert head == ["position", "0", "1", "2–3"]
     assert alibi == ["alibi", "9.000", "8.000", "6.250"] and counts == ["tokens scored", "1", "1", "2"]
+    head, alibi, _ = page.table("Cost of each run")
+    assert head[8:10] == ["peak memory (MiB)", "engine"] and alibi[8:10] == ["1,234", "blocks"]
+    head, first, *_ = page.table("What results.csv holds")
+    assert head[-2:] == ["peak memory (MiB)", "engine"] and first[-2:] == ["1234.5", "blocks"]
 
 
 @pytest.mark.parametrize("width", [375, 768, 1920])
@@ -287,8 +307,7 @@ def test_no_page_scrolls_sideways(tmp_path, width):
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra docs")
     if (browser := shutil.which("chromium")) is None:
         pytest.skip("there is no chromium here")
-    found = {"upto": [0, 1, 3], "loss_base2": [9.0, 8.0, 6.25], "tokens": [1, 1, 2]}
-    write_sweep(tmp_path, more={"positions_loss": found}, data="x" * 70)
+    write_sweep(tmp_path, more={"positions_loss": POSITIONS}, data="x" * 70)
     page_of(tmp_path)
     with playwright.sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
@@ -297,17 +316,6 @@ def test_no_page_scrolls_sideways(tmp_path, width):
         needed, given = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         opened.close()
     assert needed <= given == width
-
-
-def test_the_figure_stands_before_the_setting(tmp_path):
-    write_sweep(tmp_path)
-    state = json.loads((tmp_path / "sweep.json").read_text())
-    state["settings"]["data"] = "0" * 64
-    files.write_json(tmp_path / "sweep.json", state)
-    page = page_of(tmp_path)
-    figure, digest = page.source.index("data:image/svg"), page.source.index("data, SHA-256")
-    assert figure < digest < page.source.index("Training loss by update")
-    assert "#s1-setting" in [attrs.get("href") for tag, attrs in page.tags if tag == "a"]
 
 
 def test_a_table_that_a_phone_cannot_hold_says_that_it_scrolls(tmp_path):
@@ -328,23 +336,13 @@ def test_a_table_that_a_phone_cannot_hold_says_that_it_scrolls(tmp_path):
     assert page.source.count("swipe for more") == len(wide)
 
 
-def test_a_width_is_that_of_the_files_and_not_of_the_page(tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(
-        "fairseq_rpe.figures.style.save", lambda figure, *paths: drawn.update({p.name: figure for p in paths})
-    )
+def test_a_width_is_that_of_the_files_and_tables_are_written_as_latex_on_demand(tmp_path, saved):
     write_sweep(tmp_path)
     before = re.findall(r"base64,[^\"]+", page_of(tmp_path).source)
-    assert drawn["ppl.pdf"].get_figwidth() == COLUMN
-    assert re.findall(r"base64,[^\"]+", page_of(tmp_path, "--width", "page").source) == before
-    assert drawn["ppl.pdf"].get_figwidth() == WIDTHS["page"]
-
-
-def test_tables_are_written_as_latex_on_demand(tmp_path):
-    write_sweep(tmp_path)
-    page_of(tmp_path)
-    assert not (tmp_path / "results.tex").exists()
-    page = page_of(tmp_path, "--latex")
+    assert saved["ppl.pdf"].get_figwidth() == COLUMN and not (tmp_path / "results.tex").exists()
+    page = page_of(tmp_path, "--latex", "--width", "page")
+    assert saved["ppl.pdf"].get_figwidth() == WIDTHS["page"]
+    assert re.findall(r"base64,[^\"]+", page.source) == before and len(before) == 3
     text = (tmp_path / "results.tex").read_text()
     shown = [caption for caption in page.tables if "Definition" in caption or "Perplexity per token" in caption]
     assert shown and text.count(r"\toprule") == text.count(r"\end{table}") >= len(shown)
@@ -358,8 +356,7 @@ def test_folders_of_the_machine_are_not_shown(tmp_path):
     words = f"{home}/.venv/bin/python -m fairseq_rpe.cli.main train {home}/data-bin/x --save-dir /scratch/me/runs/a"
     words += f" --rpe-module '{home}/my file.py' --out {home} --lr 0.5/1 {home}2/y"
     write_sweep(tmp_path, commands={"alibi-seed1": {"training": [words]}}, data=f"{home}/data-bin/x")
-    start = {"time": "2026-01-01T00:00:00+00:00", "from_update": 0, "working_folder": home}
-    files.write_json(tmp_path / "runs/alibi-seed1/checkpoints/environment.json", {"starts": [start]})
+    alibi_starts(tmp_path, {"working_folder": home})
     page = page_of(tmp_path)
     assert "somebody" not in page.words and "/scratch" not in page.words
     shown = "fairseq-rpe train data-bin/x --save-dir …/a --rpe-module 'my file.py' --out . --lr 0.5/1 …/y"
@@ -370,23 +367,21 @@ def test_what_is_not_on_record_is_said_to_be_so(tmp_path):
     write_sweep(tmp_path, log=None)
     page = page_of(tmp_path)
     check_self_contained(page)
-    assert "Training curves: not recorded." in page.words
-    assert "Environment of training: not recorded." in page.words
-    assert "Commands: not recorded." in page.words
+    for what in ("Training curves", "Environment of training", "Commands"):
+        assert f"{what}: not recorded." in page.words
     assert page.table("Cost of each run")[1][1:6] == ["not recorded"] * 5
     assert "data-bin" not in page.words
 
 
 def test_environment_and_commands_are_those_of_the_training(tmp_path, monkeypatch):
     write_sweep(tmp_path, commands={"alibi-seed1": {"training": ["python -m x train"], "evaluating": ["y", "z"]}})
-    start = {"time": "2026-01-01T00:00:00+00:00", "from_update": 0, "torch": "9.8.7", "processor": "Abacus", "gpus": []}
-    later = {**start, "time": "2026-01-02T00:00:00+00:00", "from_update": 50, "torch": "9.9.9"}
-    files.write_json(tmp_path / "runs/alibi-seed1/checkpoints/environment.json", {"starts": [start, later]})
+    later = {"time": "2026-01-02T00:00:00+00:00", "from_update": 50, "torch": "9.9.9"}
+    alibi_starts(tmp_path, {"torch": "9.8.7", "processor": "Abacus", "gpus": []}, later)
     monkeypatch.setattr(environment, "now", lambda *_: pytest.fail("the reporting machine was asked"))
     page = page_of(tmp_path)
     first = dict(page.table("Recorded when training started 1 of 2")[1:])
     assert first["torch"] == "9.8.7" and first["processor"] == "Abacus" and first["runs"] == "alibi-seed1"
-    assert first["GPUs"] == "none used" and first["started (UTC)"] == start["time"]
+    assert first["GPUs"] == "none used" and first["started (UTC)"].startswith("2026-01-01")
     second = dict(page.table("Recorded when training started 2 of 2")[1:])
     assert second["torch"] == "9.9.9" and second["runs"] == "alibi-seed1 (resumed after update 50)"
     assert "Environment of training: not recorded for inv_n-seed1." in page.words
@@ -417,26 +412,21 @@ def test_nothing_breaks_the_page(tmp_path):
 
 
 def test_published_values_stand_beside_ours_and_what_differs_is_named(tmp_path):
-    known = recipes.load("extrapolation-wikitext103").published.record()
+    known = published("extrapolation-wikitext103")
     older = {key: value for key, value in known.items() if key not in ("url", "settings")}
-    for folder, published in ((tmp_path / "new", known), (tmp_path / "old", older)):
-        write_sweep(folder, recipe="extrapolation-wikitext103", published=published)
-        page = page_of(folder)
+    for folder, record in ((tmp_path / "new", known), (tmp_path / "old", older)):
+        page = page_beside(folder, record, recipe="extrapolation-wikitext103")
         check_self_contained(page)
         head, alibi, inv_n = page.table("Published: Tables 4 and 6")
         assert head[1:3] == ["512", "768"] and head[-1] == "9216"
         assert alibi[1] == "24.22★" and inv_n[1] == "24.67" and alibi[-1] == "22.12★"
         assert ("a", {"href": "https://arxiv.org/abs/2307.10156"}) in page.tags
         assert "Not comparable." in page.words and "Compare trends only" in page.words
-        same = {row[0]: row[1:] for row in page.table("What is the same")[1:]}
+        same = page.same()
         assert same["data"] == ["data-bin/stdlib", "WikiText-103", "no"]
         assert same["tokeniser"] == ["4,096 types", "BPE, 50,265 types", "no"]
-        assert same["layers, width, heads"] == [
-            "2 layers of width 128, 4 heads",
-            "6 layers of width 512, 8 heads",
-            "no",
-        ]
-        assert same["training length"] == ["64", "512", "no"]
+        layers = ["2 layers of width 128, 4 heads", "6 layers of width 512, 8 heads", "no"]
+        assert same["layers, width, heads"] == layers and same["training length"] == ["64", "512", "no"]
         assert same["schedule"] == ["inverse_sqrt", "inverse_sqrt", "yes"]
         assert same["betas"] == ["0.9, 0.98", "0.9, 0.98", "yes"] and same["weight decay"] == ["0.01", "0.01", "yes"]
         # what the paper does not state is shown, and not said to be the same
@@ -452,36 +442,26 @@ def test_published_values_stand_beside_ours_and_what_differs_is_named(tmp_path):
 
 def test_published_logarithms_are_shown_as_printed_and_compared_as_perplexities(tmp_path):
     values = {"alibi": {"64": 3.32, "128": 3.248}, "inv_n": {"64": 3.1, "128": 3.4}}
-    known = {"source": "Table <4>", "measure": "log_ppl", "settings": {"tokens": 64}, **values}
-    write_sweep(tmp_path, published=known)
-    page = page_of(tmp_path)
-    head, alibi, inv_n = page.table("Published: Table")
-    assert head == ["published", "64", "128"]
-    assert alibi == ["alibi", "3.320", "3.248★"] and inv_n == ["inv_n", "3.100★", "3.400"]
+    page = page_beside(tmp_path, {"source": "Table <4>", "measure": "log_ppl", "settings": {"tokens": 64}, **values})
+    rows = [["published", "64", "128"], ["alibi", "3.320", "3.248★"], ["inv_n", "3.100★", "3.400"]]
+    assert page.table("Published: Table") == rows
     _, _, alibi, inv_n = page.table("Trends")
     assert alibi[2] == f"{math.exp(3.248 - 3.32):.3f}" and inv_n[2] == f"{math.exp(0.3):.3f}"
     assert "| 3.248 |" in (tmp_path / "results.md").read_text()
 
 
 def test_same_names_are_not_taken_for_the_same_data(tmp_path):
-    known = recipes.load("extrapolation-wikitext103").published.record()
-    settings = {**known["settings"], "vocabulary": 4096, "tokens": 64}
-    write_sweep(tmp_path, published={**known, "settings": settings}, data="data-bin/wikitext103")
-    same = {row[0]: row[3] for row in page_of(tmp_path).table("What is the same")[1:]}
-    assert same["data"] == "not verified: the same name" and same["tokeniser"] == "not verified"
-    write_sweep(tmp_path / "gpt2", published={**known, "settings": settings}, data="data-bin/wikitext103-gpt2")
-    same = {row[0]: row[3] for row in page_of(tmp_path / "gpt2").table("What is the same")[1:]}
-    assert same["data"] == "not verified: the same name"
-    assert same["training length"] == "yes" and same["updates"] == "no"
+    known = published("extrapolation-wikitext103", vocabulary=4096, tokens=64)
+    for name in ("wikitext103", "wikitext103-gpt2"):
+        same = page_beside(tmp_path / name, known, data=f"data-bin/{name}").same()
+        assert same["data"][2] == "not verified: the same name" and same["tokeniser"][2] == "not verified"
+        assert same["training length"][2] == "yes" and same["updates"][2] == "no"
 
 
 def test_blocks_within_documents_are_said_and_compared(tmp_path):
-    fire = recipes.load("fire-lm").published.record()
-    settings = {"tokens": 64, "subset": "test", "updates": 75, "batch_sentences": 16, "blocks": "document"}
-    write_sweep(tmp_path, published=fire, settings=settings)
-    page = page_of(tmp_path)
+    page = page_beside(tmp_path, published("fire-lm"), further={"blocks": "document"})
     assert "within documents" in page.words and "75 updates of up to 1,024 tokens" in page.words
-    same = {row[0]: row[1:] for row in page.table("What is the same")[1:]}
+    same = page.same()
     assert same["training sequences"] == ["within documents", "within documents", "yes"]
     assert "full ones" in same["sequences per update"][0] and same["sequences per update"][2] == "not verified"
 
@@ -489,28 +469,17 @@ def test_blocks_within_documents_are_said_and_compared(tmp_path):
 def test_results_on_other_blocks_are_no_results_of_a_sweep(tmp_path):
     write_sweep(tmp_path)
     place = tmp_path / "runs" / Method("alibi", "alibi").run_name(1)
-    row = json.loads((place / "eval.jsonl").read_text().splitlines()[0])
+    row = files.read_json_lines(place / "eval.jsonl")[0]
     files.append_json_line(place / "eval.jsonl", {**row, "blocks": "document", "ppl": 7.0})
     page_of(tmp_path)
     found = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [float(one["ppl"]) for one in found if one["encoding"] == "alibi"] == list(PPL["alibi"].values())
 
 
-PRINTED = {"arch": "tiny", "model": "some", "betas": [0.9, 0.98], "weight_decay": 0.01, "activation_fn": "relu"}
-
-
 def test_model_and_optimiser_are_compared_one_by_one(tmp_path):
     """A model of the same layers with another activation, untied, of more parameters is not the same."""
-    known = recipes.load("fire-lm").published.record()
-    of_brown = {
-        "betas": [0.9, 0.95],
-        "weight_decay": 0.1,
-        "schedule": "cosine",
-        "min_lr": 6e-5,
-        "share_embeddings": True,
-    }
-    write_sweep(tmp_path, published={**known, "settings": {**known["settings"], **of_brown}})
-    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    of_brown = {"betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine", "min_lr": 6e-5}
+    same = page_beside(tmp_path, published("fire-lm", **of_brown, share_embeddings=True)).same()
     assert same["activation"] == ["relu", "gelu", "no"]
     assert same["embeddings"] == ["two tables", "one table for input and output", "no"]
     assert same["parameters"] == ["1,445,376", "125,000,000", "no"]
@@ -518,34 +487,24 @@ def test_model_and_optimiser_are_compared_one_by_one(tmp_path):
     assert same["schedule"][1:] == ["cosine", "no"] and "rate at its end" not in same
     assert same["training sequences"] == ["across documents", "within documents", "no"]
     assert same["dropout of activations"] == ["0", "not stated", "not verified"]
-
-
-def test_what_the_paper_does_not_print_is_not_said_to_be_the_same(tmp_path):
-    write_sweep(tmp_path, published=recipes.load("fire-lm").published.record())
-    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    same = page_beside(tmp_path / "other", published("fire-lm")).same()
     for name in ("betas", "weight decay", "schedule", "gradients clipped at", "embeddings", "updates of warm-up"):
         assert same[name][1:] == ["not stated", "not verified"]
 
 
 def test_what_a_further_flag_may_have_changed_is_not_compared(tmp_path):
-    write_sweep(
-        tmp_path, published=recipes.load("extrapolation-wikitext103").published.record() | {"settings": PRINTED}
-    )
-    path = tmp_path / "sweep.json"
-    state = files.read_json(path)
-    state["settings"]["extra"] = ["--weight-decay", "0.1", "--activation-fn=gelu"]
-    files.write_json(path, state)
-    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    printed = {"arch": "tiny", "model": "some", "betas": [0.9, 0.98], "weight_decay": 0.01, "activation_fn": "relu"}
+    known = published("extrapolation-wikitext103") | {"settings": printed}
+    same = page_beside(tmp_path, known, further={"extra": ["--weight-decay", "0.1", "--activation-fn=gelu"]}).same()
     for name in ("weight decay", "activation", "layers, width, heads"):
         assert same[name][2] == "not verified", name
     assert same["weight decay"][0] == same["activation"][0] == "not recorded" and same["betas"][2] == "yes"
 
 
 def test_an_older_record_takes_what_its_recipe_now_knows(tmp_path):
-    known = recipes.load("fire-lm").published.record()
+    known = published("fire-lm")
     older = {name: known["settings"][name] for name in ("data", "model", "arch", "tokens", "updates", "lr")}
-    write_sweep(tmp_path, recipe="fire-lm", published={**known, "settings": older})
-    same = {row[0]: row[1:] for row in page_of(tmp_path).table("What is the same")[1:]}
+    same = page_beside(tmp_path, {**known, "settings": older}, recipe="fire-lm").same()
     assert same["activation"] == ["relu", "gelu", "no"] and same["optimiser"] == ["AdamW", "AdamW", "yes"]
 
 
@@ -553,8 +512,6 @@ def test_several_sweeps_on_one_page(tmp_path, capsys):
     for name in ("one", "two"):
         write_sweep(tmp_path / name)
     folders, out = [str(tmp_path / "two"), str(tmp_path / "one")], tmp_path / "all" / "both.html"
-    assert main(["report", *folders, "--out", str(out)]) == 0
-    assert str(out) in capsys.readouterr().out
 
     class Both(Page):
         def handle_endtag(self, tag):
@@ -562,11 +519,6 @@ def test_several_sweeps_on_one_page(tmp_path, capsys):
                 self._caption = f"{len(self.tables)} {self._caption}"
             super().handle_endtag(tag)
 
-    page = Both(out)
-    check_self_contained(page)
-    assert [title for level, title in page.headings if level <= 2] == ["2 sweeps", "two", "one"]
-    assert all((tmp_path / name / "report.html").is_file() for name in ("one", "two"))
-    assert page.headings.count((3, "Runs")) == 2
     for wrong, words in (
         ([*folders, "--out", str(tmp_path)], "is a folder"),
         ([folders[0], folders[0]], "named twice"),
@@ -574,12 +526,6 @@ def test_several_sweeps_on_one_page(tmp_path, capsys):
     ):
         assert main(["report", *wrong]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_a_page_on_several_replaces_no_other_file(tmp_path, capsys):
-    for name in ("one", "two"):
-        write_sweep(tmp_path / name)
-    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
     rows = tmp_path / "one" / "runs" / "alibi-seed1" / "eval.jsonl"
     for path in (tmp_path / "one/sweep.json", rows, tmp_path / "notes.html"):
         path.touch()
@@ -592,7 +538,13 @@ def test_a_page_on_several_replaces_no_other_file(tmp_path, capsys):
         assert "is a file of the report on" in capsys.readouterr().err
     assert not (tmp_path / "one/report.html").exists()
     for _ in range(2):  # its own page is replaced
-        assert main(["report", *folders, "--out", str(tmp_path / "both.html")]) == 0
+        assert main(["report", *folders, "--out", str(out)]) == 0
+        assert str(out) in capsys.readouterr().out
+    page = Both(out)
+    check_self_contained(page)
+    assert [title for level, title in page.headings if level <= 2] == ["2 sweeps", "two", "one"]
+    assert all((tmp_path / name / "report.html").is_file() for name in ("one", "two"))
+    assert page.headings.count((3, "Runs")) == 2
 
 
 def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
@@ -617,17 +569,12 @@ def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
 def algorithmic(tmp_path) -> Path:
     """A finished sweep over a task of up to 9 items, 3 of them in training."""
     published = {"source": "Table A", "warping": {"copy": 43.2}, "settings": {"batch_sentences": 64, "updates": 75}}
-    state = {
-        "settings": {"subset": "test", "updates": 75, "batch_sentences": 64, "arch": "transformer_rpe_lm_tiny"},
-        "algorithms": [TASK],
-        "encodings": ["rope", "warping"],
-        "methods": {"warping": {"rpe": "rope", "positions_train": "warp", "positions_eval": "interpolate"}},
-        "seeds": [1],
-        "published": published,
-    }
-    files.write_json(tmp_path / "sweep.json", state)
+    settings = {"subset": "test", "updates": 75, "batch_sentences": 64, "arch": "transformer_rpe_lm_tiny"}
+    methods = {"warping": {"rpe": "rope", "positions_train": "warp", "positions_eval": "interpolate"}}
+    state = {"settings": settings, "methods": methods, "algorithms": [TASK], "encodings": ["rope", "warping"]}
+    files.write_json(tmp_path / "sweep.json", {**state, "seeds": [1], "published": published})
     for name, right in (("rope", 1), ("warping", 3)):
-        method = Method(name, **state["methods"].get(name, {"rpe": name}))
+        method = Method(name, **methods.get(name, {"rpe": name}))
         place = tmp_path / "runs" / method.run_name(1, TASK)
         files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
         (place / "train.log").write_text(LOG)
@@ -648,9 +595,8 @@ def test_algorithmic_sweep_has_exact_match_and_no_perplexity(algorithmic):
     assert head == ["method", "trained", "beyond", "all", "published"]
     assert rope == ["rope", "12.5", "12.5", "12.5", ""] and warping[1:] == ["37.5★"] * 3 + ["43.2★"]
     assert f"Most exact answers to {TASK} beyond the training range: warping, 37.5 %." in page.words
-    same = {row[0]: row[3] for row in page.table("What is the same")[1:]}
-    assert {name for name, one in same.items() if one != "not verified"} == {"sequences per update", "updates"}
-    assert same["sequences per update"] == same["updates"] == "yes" and same["betas"] == "not verified"
+    same = {name: row[2] for name, row in page.same().items() if row[2] != "not verified"}
+    assert same == {"sequences per update": "yes", "updates": "yes"} and "betas" in page.same()
     with open(algorithmic / "accuracy.csv", newline="") as file:
         expected = [[r[k] for k in ("seed", "items", "examples", "right", "accuracy")] for r in csv.DictReader(file)]
     assert page.values["What accuracy.csv holds."][1:] == expected and len(expected) == 16
@@ -663,42 +609,40 @@ def test_delta_is_refused_for_it_before_anything_is_written(algorithmic, tmp_pat
     assert "counts exact answers" in capsys.readouterr().err and not (other / "report.html").exists()
 
 
-@pytest.mark.parametrize("kind", ["text", "algorithmic"])
-def test_a_report_with_nothing_new_keeps_the_page_without_torch(kind, request, tmp_path):
-    folder = request.getfixturevalue("algorithmic") if kind == "algorithmic" else tmp_path
-    if kind == "text":
-        write_sweep(folder)
-    sweep, page = SweepFolder(folder), folder / "report.html"
-    assert kept.text(sweep) is None
-    said = write(sweep).text
-    text, made = page.read_bytes(), page.stat().st_mtime_ns
-    code = (
-        "import sys, pathlib\nfrom fairseq_rpe.reports import kept\nfrom fairseq_rpe.sweeps.state import SweepFolder\n"
-        f"print(kept.text(SweepFolder(pathlib.Path({str(folder)!r}))))\n"
-        "assert not {'torch', 'fairseq', 'matplotlib', 'jinja2'} & set(sys.modules)"
-    )
-    assert run(sys.executable, "-c", code).stdout == said + "\n" and str(page) in said
-    assert page.stat().st_mtime_ns == made
-    page.unlink()
-    assert kept.text(sweep) is None
-    assert write(sweep).text == said
-    assert page.read_bytes() == text  # and it is the same each time
+KEPT = """
+import pathlib, sys
+from fairseq_rpe.reports import kept
+from fairseq_rpe.sweeps.state import SweepFolder
+for folder in sys.argv[1:]:
+    print(kept.text(SweepFolder(pathlib.Path(folder))))
+assert not {"torch", "fairseq", "matplotlib", "jinja2"} & set(sys.modules)
+"""
 
 
-def test_a_report_is_out_of_date_when_a_result_changed(tmp_path):
-    write_sweep(tmp_path)
-    sweep = SweepFolder(tmp_path)
-    write(sweep)
-    assert kept.text(sweep) is not None
-    path = tmp_path / "runs/alibi-seed1/eval.jsonl"
-    path.write_text(path.read_text().replace("48.5", "48.75"))
-    assert kept.text(sweep) is None
-    assert "| alibi      | 50.12 | 49.06 | 48.75 |" in write(sweep).text
+def test_a_report_with_nothing_new_keeps_the_page_without_torch(algorithmic, tmp_path):
+    write_sweep(tmp_path / "text")
+    sweeps = [SweepFolder(tmp_path / "text"), SweepFolder(algorithmic)]
+    assert [kept.text(sweep) for sweep in sweeps] == [None, None]
+    texts = [write(sweep).text for sweep in sweeps]
+    pages = [sweep.path / "report.html" for sweep in sweeps]
+    before, made = ([page.read_bytes() for page in pages], [page.stat().st_mtime_ns for page in pages])
+    output = run(sys.executable, "-c", KEPT, *(sweep.path for sweep in sweeps)).stdout
+    assert output == "".join(f"{text}\n" for text in texts) and all(str(page) in output for page in pages)
+    assert [page.stat().st_mtime_ns for page in pages] == made
+    for sweep, page, text, content in zip(sweeps, pages, texts, before, strict=True):
+        assert kept.text(sweep) == text
+        page.unlink()
+        assert kept.text(sweep) is None
+        assert write(sweep).text == text and page.read_bytes() == content  # it is the same each time
+    path = tmp_path / "text/runs/alibi-seed1/eval.jsonl"
+    path.write_text(path.read_text().replace("48.5", "48.75"))  # out of date
+    assert kept.text(sweeps[0]) is None
+    assert "| alibi      | 50.12 | 49.06 | 48.75 |" in write(sweeps[0]).text
 
 
 def test_a_damaged_record_is_named(tmp_path):
     write_sweep(tmp_path)
     path = tmp_path / "runs/alibi-seed1/checkpoints/environment.json"
-    path.write_text(json.dumps([1]))
+    path.write_text("[1]")
     with pytest.raises(UserError, match=re.escape(str(path))):
         write(SweepFolder(tmp_path))

@@ -1,0 +1,138 @@
+"""Interval arithmetic: what is computed for a range of n holds the value at every n of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import sympy
+from flint import acb
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fairseq_rpe.analysis.analytic import Boxes, ball, interval, precisely
+from fairseq_rpe.analysis.enclosures import Undefined, enclose, ends, is_whole, iv, number, precision, sign
+from fairseq_rpe.analysis.formula import N, parse
+from fairseq_rpe.analysis.ranges import ranges
+
+LEAVES = st.sampled_from(["n", "1", "2", "0.3", "7", "pi", "e", "n"])
+ONE = ("-({})", "exp({})", "log({})", "sin({})", "cos({})", "tanh({})", "atan({})", "abs({})", "sqrt({})")
+POWERS = ("({})**2", "({})**3", "({})**(-1)", "({})**(-2)", "({})**0.7", "2**({})", "(-1)**(2*n+1)*({})", "({})**66")
+TWO = ("({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / ({})", "min({}, {})", "max({}, {})")
+
+
+def _larger(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    one = st.builds(lambda form, a: form.format(a), st.sampled_from(ONE + POWERS), parts)
+    return one | st.builds(lambda form, a, b: form.format(a, b), st.sampled_from(TWO), parts, parts)
+
+
+FORMULAS = st.recursive(LEAVES, _larger, max_leaves=5)
+PLACES = st.lists(st.integers(0, 40), min_size=2, max_size=4).map(sorted)
+
+
+def expression(formula: str) -> sympy.Expr:
+    """The expression of a formula; one that no model may have, or that is too large, is not tested."""
+    try:
+        return parse(formula)
+    except ValueError:
+        assume(False)
+
+
+MEANINGS = {"Add": sum, "Mul": math.prod, "Min": min, "Max": max}
+
+
+def exact(e: sympy.Expr, n: int) -> mpmath.mpf:
+    """The value of an expression, part by part in mpmath."""
+    if not e.args:
+        return mpmath.mpf(n) if e is N else mpmath.mpmathify(e)
+    name, values = e.func.__name__, [exact(part, n) for part in e.args]
+    if name in MEANINGS:
+        return MEANINGS[name](values)
+    return getattr(mpmath, {"Pow": "power", "Abs": "fabs"}.get(name, name))(*values)
+
+
+def value(e: sympy.Expr, n: int) -> mpmath.mpf | None:
+    """Its real value with many digits, where it has one of a size that floats hold."""
+    with mpmath.workdps(60):
+        try:
+            found = exact(e, n)
+        except (ZeroDivisionError, ValueError, OverflowError, TypeError):
+            return None
+        real = isinstance(found, mpmath.mpf) and mpmath.isfinite(found)
+        return found if real and (not found or 1e-250 < abs(found) < 1e250) else None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(FORMULAS, PLACES)
+def test_every_enclosure_holds_the_values(formula, places):
+    e = expression(formula)
+    values = {n: found for n in places if (found := value(e, n)) is not None}
+    assume(values)
+    low, high = (np.array([float(n) for n in of]) for of in (places[:1] + places, places[-1:] + places))
+    bottom, top = ranges(e, low, high)
+    for k, n in enumerate(places, start=1):
+        if n in values:
+            check_holds(values[n], (bottom[0], top[0]), (e, places))
+            check_holds(values[n], (bottom[k], top[k]), (e, n))
+            for x in (n, [places[0], places[-1]]):
+                with contextlib.suppress(Undefined):
+                    check_holds(values[n], ends(enclose(e, x)), (e, x))
+            with contextlib.suppress(Undefined):
+                check_holds(values[n], box(e, n), (e, n))
+
+
+def check_holds(expected: mpmath.mpf, found: tuple, what: object) -> None:
+    with mpmath.workdps(60):
+        low, high = map(mpmath.mpf, found)
+        slack = mpmath.mpf(10) ** -50 * abs(expected)  # of the value that is compared with
+        assert mpmath.isnan(low) or low - slack <= expected <= high + slack, what
+
+
+@precisely
+def box(e: sympy.Expr, n: int) -> tuple:
+    return ends(interval(Boxes().walk(e, acb(n)).real))
+
+
+def test_single_numbers_have_narrow_enclosures():
+    for formula in ("exp(-n) + pi", "log(n)**3", "tanh(n/9)", "atan(-n)", "sin(n)*cos(n)", "n**0.3", "abs(2-n)", "e*n"):
+        e = parse(formula)
+        low, high = ends(enclose(e, 5))
+        assert high - low < 1e-30 * abs(high), formula
+        a, b = ranges(e, np.array([5.0]), np.array([5.0]))
+        assert b - a < 1e-12 * abs(b), formula
+        assert precisely(lambda e=e: Boxes().walk(e, acb(5)).real.rad())() < 1e-30, formula
+
+
+def test_a_ball_holds_its_interval_and_an_interval_its_ball():
+    for low, high in (("0.1", "0.2"), ("-3", "1e30"), ("2", "2")):
+        x = iv.mpf([low, high])
+        (a, b), (c, d) = ends(x), ends(interval(ball(x)))
+        assert c <= a and b <= d and d - c <= (b - a) * (1 + mpmath.mpf(2) ** -25)
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [("2 - 2", 0), ("pi - 3", 1), ("3 - pi", -1), ("sqrt(2)*sqrt(8) - 4", 0), ("exp(pi) - pi - 20", -1)],
+)
+def test_signs_are_exact(formula, expected):
+    assert sign(parse(formula)) == expected
+
+
+@pytest.mark.parametrize("formula", ["log(n - 5)", "1/(n - 5)", "(n - 5)**0.5", "(n - 5)**(-3)"])
+def test_what_may_be_undefined_is_flagged(formula):
+    low, high = ranges(parse(formula), np.array([4.0, 6.0]), np.array([6.0, 7.0]))
+    assert np.isnan([low[0], high[0]]).all() and np.isfinite([low[1], high[1]]).all()
+    with pytest.raises(Undefined):
+        enclose(parse(formula), [4, 6])
+    with pytest.raises(Undefined):
+        enclose(parse("n - n"), [0, iv.inf])
+
+
+def test_precision_and_whole_numbers():
+    with precision(500):
+        low, high = ends(number(sympy.pi))
+        assert high - low < mpmath.mpf(2) ** -490
+    assert is_whole(2 * N**2 - 3) and not is_whole(N / 2) and not is_whole(sympy.pi * N)
