@@ -631,18 +631,16 @@ def test_commands_replace_a_corpus_only_if_that_is_said(rows: Path, tmp_path: Pa
         assert main([*words, "--seed", "2"]) == 0
 
 
-def test_a_limit_of_this_process_is_not_the_destination_s_fault(rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_failure_removes_folders_above_and_names_its_cause(rows: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    before = sorted(tmp_path.iterdir())
+    refused(quick(tmp_path / "new" / "folder" / "corpus", rows, max_bytes=1))
+    assert sorted(tmp_path.iterdir()) == before
+
     def limited(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/somewhere/else")
 
     monkeypatch.setattr("fairseq_rpe.data.destination.write_json", limited)
     assert refused(quick(tmp_path / "new" / "corpus", rows)) == "too many files are open: raise ulimit -n"
-
-
-def test_folders_above_the_destination_are_removed_after_a_failure(rows: Path, tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    refused(quick(tmp_path / "new" / "folder" / "corpus", rows, max_bytes=1))
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_preparation_waits_for_another_and_outlives_the_removal_of_the_folder(
@@ -833,14 +831,9 @@ def test_hub_data_sets_are_files_of_a_folder(tmp_path: Path, monkeypatch: Patch,
 # Units
 
 
-def test_units() -> None:
-    units = Units(tokens=300, bytes=1200, words=100, documents=2)
-    assert units.bits_per_byte(4.0) == 1.0
-    assert units.word_ppl(2.0) == 64.0
-    assert units.word_ppl(4000.0) == float("inf")
-
-
 def test_units_are_read_if_they_are_recorded(made: Path, tmp_path: Path) -> None:
+    units = Units(tokens=300, bytes=1200, words=100, documents=2)
+    assert (units.bits_per_byte(4.0), units.word_ppl(2.0), units.word_ppl(4000.0)) == (1.0, 64.0, float("inf"))
     manifest = read_manifest(made)
     assert manifest is not None
     units = read_units(made, "valid")
@@ -919,18 +912,13 @@ def test_other_encodings_can_be_left_out(tmp_path: Path) -> None:
     assert sorted(everything(tmp_path / "corpus")) == sorted(finished(TEXTS))
 
 
-def test_damage_in_zstd_and_parquet(folder: Path, tmp_path: Path) -> None:
+def test_damage_in_zstd_and_parquet_and_no_library_for_it(tmp_path: Path, monkeypatch: Patch) -> None:
     for ending in ("jsonl.zst", "parquet"):
         path = write_rows(tmp_path / f"rows.{ending}", TEXTS)
         path.write_bytes(path.read_bytes()[:-9])
         assert f"rows.{ending} is cut short or damaged" in refused(options(tmp_path / "corpus", path))
-
-
-def test_parquet_without_its_library_is_one_line(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    message = refused(options(tmp_path / "corpus", tmp_path / "a.parquet"))
-    assert message == f"{tmp_path}/a.parquet needs the package pyarrow: pip install pyarrow"
+    assert refused(options(tmp_path / "corpus", path)) == f"{path} needs the package pyarrow: pip install pyarrow"
 
 
 def test_a_long_line_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -210,15 +210,16 @@ def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Opti
         ("prepare {en} --documents 9 --rows-are-lines", "--documents counts whole documents, and all rows"),
         ("prepare-known wikitext103 --from {en} --documents 9", "has no file with 'test' in its name"),
         ("prepare-known wikibook --from {en} --documents 9", "--documents would take nothing but the"),
-        ("prepare {en} --documents 1 --max-bytes 1", "--documents and --max-bytes are two limits: give one"),
     ],
 )
 def test_what_does_not_go_with_a_number_of_documents(
-    shards: Path, tmp_path: Path, capsys: Captured, words: str, why: str
+    shards: Path, tmp_path: Path, capsys: Captured, words: str, why: str, quick: Options
 ) -> None:
     assert main([*words.format(en=shards).split(), "--dest", str(tmp_path / "corpus")]) == 2
     error = capsys.readouterr().err
     assert why in error and error.count("\n") == 1
+    with pytest.raises(UserError, match="--documents and --max-bytes are two limits: give one"):
+        quick(tmp_path, shards, documents=1, max_bytes=1).check()
 
 
 # The hub
