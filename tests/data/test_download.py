@@ -88,20 +88,11 @@ def get(server: Server, path: Path, *plan: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("sha256", [None, SHA256], ids=["length", "checksum"])
 @pytest.mark.parametrize(
     "plan",
-    [
-        ["ok"],
-        ["500", "503", "ok"],
-        ["cut:1000", "ok"],
-        ["cut:0", "cut:70000", "cut:1", "ok"],
-        ["stall:5000", "ok"],
-        ["cut:1000+other", "ok"],
-        ["429", "408", "ok"],
-    ],
-    ids=lambda plan: " ".join(plan)[:40],
+    ["ok", "500 503 ok", "429 408 ok", "cut:1000 ok", "cut:0 cut:70000 cut:1 ok", "stall:5000 ok", "cut:1000+other ok"],
 )
-def test_it_ends_with_the_right_file(server: Server, tmp_path: Path, plan: list[str], sha256: str | None) -> None:
+def test_it_ends_with_the_right_file(server: Server, tmp_path: Path, plan: str, sha256: str | None) -> None:
     path = tmp_path / "downloads" / "file.zip"
-    assert get(server, path, *plan, sha256=sha256) == path
+    assert get(server, path, *plan.split(), sha256=sha256) == path
     assert path.read_bytes() == CONTENT
     assert list(path.parent.iterdir()) == [path]
     (tmp_path / "usual").touch()

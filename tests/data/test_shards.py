@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
 import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from fake_hub import FakeHub
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
@@ -27,6 +25,7 @@ from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
 from fairseq_rpe.data.stream import decode_documents
 
+Captured, Options, Prepared = pytest.CaptureFixture[str], Callable[..., PrepareOptions], Callable[..., int]
 SHARDS = 4
 ROWS = 30  # of each
 
@@ -64,12 +63,12 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One for all, which has every byte."""
     folder = write(tmp_path_factory.mktemp("texts"), {"a.jsonl.gz": packed("train", 0, 60)})
     corpus = tmp_path_factory.mktemp("made") / "vocabulary"
-    prepare(PrepareOptions(corpus, (folder,), vocab_size=300, workers=1), lambda _: None)
+    prepare(PrepareOptions(corpus, (folder,), vocab_size=300, workers=1), print)
     return corpus
 
 
 @pytest.fixture
-def quick(vocabulary: Path) -> Callable[..., PrepareOptions]:
+def quick(vocabulary: Path) -> Options:
     def options(dest: Path, *train: Path, **changes: Any) -> PrepareOptions:
         return PrepareOptions(dest, train, **{"vocab_from": vocabulary, "workers": 1, **changes})
 
@@ -77,7 +76,7 @@ def quick(vocabulary: Path) -> Callable[..., PrepareOptions]:
 
 
 @pytest.fixture
-def known(vocabulary: Path) -> Callable[..., int]:
+def known(vocabulary: Path) -> Prepared:
     def run(name: str, dest: Path, *more: str | Path | float) -> int:
         given = ["--vocab-from", vocabulary, "--dest", dest, "--workers", 1, *more]
         return main(["prepare-known", name, *map(str, given)])
@@ -93,7 +92,7 @@ def documents(corpus: Path, split: str) -> list[str]:
 
 
 def test_c4_is_its_documents_and_half_of_its_validation_is_the_test(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], known: Callable[..., int]
+    shards: Path, tmp_path: Path, capsys: Captured, known: Prepared
 ) -> None:
     assert known("c4", tmp_path / "corpus", "--from", shards) == 0
     said = capsys.readouterr().out
@@ -110,21 +109,25 @@ def test_c4_is_its_documents_and_half_of_its_validation_is_the_test(
     assert "--test-fraction has no effect where the valid and test splits are given" in capsys.readouterr().err
 
 
-def test_files_of_ones_own_for_the_test_are_the_test(shards: Path, tmp_path: Path, known: Callable[..., int]) -> None:
+def test_files_of_ones_own_for_the_test_are_the_test(shards: Path, tmp_path: Path, known: Prepared) -> None:
     (shards / "c4-test.json.gz").write_bytes(packed("test", 0))
     assert known("c4", tmp_path / "corpus", "--from", shards) == 0
     assert len(documents(tmp_path / "corpus", "valid")) == 2 * ROWS
     assert documents(tmp_path / "corpus", "test") == [text("test", number) for number in range(ROWS)]
 
 
-def test_published_counts_of_splits_together() -> None:
+def test_published_counts() -> None:
+    """Those of C4 are of validation and test together."""
     said: list[str] = []
-    counts = {split: {"documents": count} for split, count in zip(SPLITS, [364_868_892, 182_001, 182_607], strict=True)}
+    counts = {split: {"documents": n} for split, n in zip(SPLITS, [364_868_892, 182_001, 182_607], strict=True)}
     compare(KNOWN["c4"], counts, said.append)
     assert said == ["train: 364868892 documents, as published", "valid+test: 364608 documents, as published"]
+    counts = {"train": {"documents": 28602}, "valid": {"documents": 50}, "test": {"documents": 99}}
+    compare(KNOWN["books"], counts, said.append)
+    assert said[2] == "train: 28602 documents, as published" and said[4].startswith("warning: test has 99 documents")
 
 
-def test_splits_may_be_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], known: Callable[..., int]) -> None:
+def test_splits_may_be_folders(tmp_path: Path, capsys: Captured, known: Prepared) -> None:
     """As the arXiv papers of RedPajama have them."""
     folder = write(tmp_path / "set", {f"{s}/arXiv_{n:03}.jsonl.gz": packed(s, n) for s in SPLITS for n in range(2)})
     assert known("arxiv-redpajama", tmp_path / "corpus", "--from", folder) == 0
@@ -136,11 +139,10 @@ def test_splits_may_be_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{folder} has no file with 'valid' in its name: add or rename it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["arxiv", "openwebtext2"])
-def test_data_sets_of_train_files_alone_are_divided(tmp_path: Path, name: str, known: Callable[..., int]) -> None:
+def test_data_sets_of_train_files_alone_are_divided(tmp_path: Path, known: Prepared) -> None:
     folder = write(tmp_path / "set", {f"train-{n:05}-of-00002.jsonl.gz": packed("train", n) for n in range(2)})
     fractions = ["--valid-fraction", 0.2, "--test-fraction", 0.2]
-    assert known(name, tmp_path / "corpus", "--from", folder, *fractions) == 0
+    assert known("arxiv", tmp_path / "corpus", "--from", folder, *fractions) == 0
     found = [document for split in SPLITS for document in documents(tmp_path / "corpus", split)]
     assert sorted(found) == sorted(text("train", number) for number in range(2 * ROWS))
 
@@ -148,9 +150,7 @@ def test_data_sets_of_train_files_alone_are_divided(tmp_path: Path, name: str, k
 # The first documents
 
 
-def test_the_first_documents_of_training(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], known: Callable[..., int]
-) -> None:
+def test_the_first_documents_of_training(shards: Path, tmp_path: Path, capsys: Captured, known: Prepared) -> None:
     assert known("c4", tmp_path / "corpus", "--from", shards, "--documents", 40) == 0
     assert "the published counts are those of all documents: they are not compared" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "corpus")
@@ -167,12 +167,10 @@ def test_the_first_documents_of_training(
     assert len(documents(tmp_path / "corpus", "train")) == 41
 
 
-def test_other_splits_get_what_comes_between_the_first_documents(
-    shards: Path, tmp_path: Path, quick: Callable[..., PrepareOptions]
-) -> None:
+def test_other_splits_get_what_comes_between_the_first_documents(shards: Path, tmp_path: Path, quick: Options) -> None:
     options = {"valid_fraction": 0.2, "test_fraction": 0.2, "include": ("*train*",)}
-    prepare(quick(tmp_path / "all", shards, **options), lambda _: None)
-    prepare(quick(tmp_path / "corpus", shards, documents=40, **options), lambda _: None)
+    prepare(quick(tmp_path / "all", shards, **options), print)
+    prepare(quick(tmp_path / "corpus", shards, documents=40, **options), print)
     train = documents(tmp_path / "corpus", "train")
     assert train == documents(tmp_path / "all", "train")[:40]
     whole = [text("train", number) for number in range(SHARDS * ROWS)]
@@ -182,19 +180,17 @@ def test_other_splits_get_what_comes_between_the_first_documents(
         assert found and found == [one for one in documents(tmp_path / "all", split) if one in before]
 
 
-def test_shards_behind_the_first_documents_are_not_read(
-    shards: Path, tmp_path: Path, quick: Callable[..., PrepareOptions]
-) -> None:
+def test_shards_behind_the_first_documents_are_not_read(shards: Path, tmp_path: Path, quick: Options) -> None:
     last = shards / f"c4-train.{SHARDS - 1:05}-of-{SHARDS:05}.json.gz"
     # Whether it is text is seen from its beginning.
     last.write_bytes(packed("train", SHARDS - 1, 3000)[:-20])
     options = {"valid_fraction": 0.2, "test_fraction": 0.2, "include": ("*train*",)}
-    prepare(quick(tmp_path / "corpus", shards, documents=40, **options), lambda _: None)
+    prepare(quick(tmp_path / "corpus", shards, documents=40, **options), print)
     with pytest.raises(UserError, match=f"{last.name} is cut short or damaged"):
-        prepare(quick(tmp_path / "new", shards, documents=10**6, **options), lambda _: None)
+        prepare(quick(tmp_path / "new", shards, documents=10**6, **options), print)
 
 
-def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Callable[..., PrepareOptions]) -> None:
+def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Options) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(5):
         (tmp_path / "texts" / f"{number}.txt").write_text("some words\n" * (100 + number))
@@ -208,28 +204,20 @@ def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Call
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("words", "why"),
     [
-        (["prepare", "{en}", "--documents", "0"], "--documents 0 is out of range: use 1 to "),
-        (
-            ["prepare", "{en}", "--documents", "9", "--rows-are-lines"],
-            "--documents counts whole documents, and all rows",
-        ),
-        (["prepare-known", "wikitext103", "--from", "{en}", "--documents", "9"], "has no file with 'test' in its name"),
-        (["prepare-known", "wikibook", "--from", "{en}", "--documents", "9"], "--documents would take nothing but the"),
+        ("prepare {en} --documents 0", "--documents 0 is out of range: use 1 to "),
+        ("prepare {en} --documents 9 --rows-are-lines", "--documents counts whole documents, and all rows"),
+        ("prepare-known wikitext103 --from {en} --documents 9", "has no file with 'test' in its name"),
+        ("prepare-known wikibook --from {en} --documents 9", "--documents would take nothing but the"),
     ],
 )
 def test_what_does_not_go_with_a_number_of_documents(
-    shards: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: Sequence[str],
-    line: str,
-    quick: Callable[..., PrepareOptions],
+    shards: Path, tmp_path: Path, capsys: Captured, words: str, why: str, quick: Options
 ) -> None:
-    assert main([*(flag.replace("{en}", str(shards)) for flag in flags), "--dest", str(tmp_path / "corpus")]) == 2
+    assert main([*words.format(en=shards).split(), "--dest", str(tmp_path / "corpus")]) == 2
     error = capsys.readouterr().err
-    assert line in error and error.count("\n") == 1
+    assert why in error and error.count("\n") == 1
     with pytest.raises(UserError, match="--documents and --max-bytes are two limits: give one"):
         quick(tmp_path, shards, documents=1, max_bytes=1).check()
 
@@ -237,74 +225,36 @@ def test_what_does_not_go_with_a_number_of_documents(
 # The hub
 
 
-@dataclass
-class Hub:
-    """Stands for the hub's library and one data set; notes what is asked of it."""
-
-    files: dict[str, bytes]
-    cache: Path
-    asked: list[str] = field(default_factory=list)
-    fails: str = ""  # the file whose download fails
-
-    def HfApi(self) -> Hub:
-        return self
-
-    def repo_info(self, name: str, repo_type: str, expand: Sequence[str]) -> Any:
-        assert (name, repo_type, expand) == ("allenai/c4", "dataset", ["sha"])
-        return types.SimpleNamespace(sha="abc")
-
-    def list_repo_tree(self, name: str, folder: str | None, recursive: bool, revision: str, repo_type: str) -> Any:
-        assert (name, recursive, revision, repo_type) == ("allenai/c4", True, "abc", "dataset")
-        at = f"{folder}/" if folder else ""
-        yield types.SimpleNamespace(path=f"{at}deeper")
-        yield from (types.SimpleNamespace(path=path, size=1) for path in sorted(self.files) if path.startswith(at))
-
-    def hf_hub_download(self, name: str, path: str, repo_type: str, revision: str) -> str:
-        assert (name, repo_type, revision) == ("allenai/c4", "dataset", "abc")
-        if path == self.fails:
-            raise ConnectionError("no route")
-        self.asked.append(path)
-        return str(write(self.cache, {path: self.files[path]}) / path)
-
-    def snapshot_download(self, name: str, repo_type: str, allow_patterns: Sequence[str]) -> str:
-        assert (name, repo_type) == ("allenai/c4", "dataset")
-        wanted = [path for path in self.files if any(fnmatch.fnmatch(path, pattern) for pattern in allow_patterns)]
-        self.asked += wanted
-        return str(write(self.cache, {path: self.files[path] for path in wanted}))
-
-
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     about = {"README.md": b"about", "en/dataset_infos.json": b'{"en": {}}\n', "de/c4-train.0.json.gz": packed("de", 0)}
-    found = Hub({**c4(), **about}, tmp_path / "cache")
-    errors = types.SimpleNamespace(GatedRepoError=PermissionError, RepositoryNotFoundError=LookupError)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", found)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)  # type: ignore[arg-type]
+    found = FakeHub(tmp_path / "cache", {("allenai/c4", None): {**c4(), **about}})
+    found.install(monkeypatch)
     return found
 
 
-def test_c4_of_the_hub(hub: Hub, shards: Path, tmp_path: Path, known: Callable[..., int]) -> None:
+def test_c4_of_the_hub(hub: FakeHub, shards: Path, tmp_path: Path, known: Prepared) -> None:
     # Of another download, into the same cache.
     write(hub.cache, {"en/dataset_infos.json": b"{}", "en/README.md": b"no text to train on"})
     assert known("c4", tmp_path / "corpus") == known("c4", tmp_path / "own", "--from", shards) == 0
-    assert sorted(set(hub.asked)) == sorted([*c4(), "en/dataset_infos.json"])
+    assert sorted(set(hub.downloaded)) == sorted([*c4(), "en/dataset_infos.json"])
     for split in SPLITS:
         assert documents(tmp_path / "corpus", split) == documents(tmp_path / "own", split)
 
 
 def test_no_more_shards_of_the_hub_than_the_first_documents_are_in(
-    hub: Hub, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], known: Callable[..., int]
+    hub: FakeHub, shards: Path, tmp_path: Path, capsys: Captured, known: Prepared
 ) -> None:
     first = [f"en/c4-train.{n:05}-of-{SHARDS:05}.json.gz" for n in range(SHARDS)]
     valid = [path for path in c4() if "validation" in path]
-    hub.fails = first[1]
+    hub.failures[first[1]] = ConnectionError("no route")
     assert known("c4", tmp_path / "corpus", "--documents", 40) == 2
     error = f"error: hub:allenai/c4/{first[1]} cannot be downloaded (no route): run this again"
     assert capsys.readouterr().err.startswith(error) and not (tmp_path / "corpus").exists()
-    hub.fails = ""
-    hub.asked.clear()
+    hub.failures.clear()
+    hub.downloaded.clear()
     assert known("c4", tmp_path / "corpus", "--documents", 40) == 0
-    assert hub.asked == [*first[:2], *valid]
+    assert hub.downloaded == [*first[:2], *valid]
     assert known("c4", tmp_path / "own", "--from", shards, "--documents", 40) == 0
     for split in SPLITS:
         assert documents(tmp_path / "corpus", split) == documents(tmp_path / "own", split)
@@ -313,17 +263,18 @@ def test_no_more_shards_of_the_hub_than_the_first_documents_are_in(
     assert f"{tmp_path}/corpus is up to date" in capsys.readouterr().out
 
 
-def test_any_data_set_of_the_hub_by_its_first_documents(hub: Hub, tmp_path: Path) -> None:
+def test_any_data_set_of_the_hub_by_its_first_documents(hub: FakeHub, tmp_path: Path) -> None:
     arguments = ["--documents", "40", "--valid-fraction", "0.2", "--test-fraction", "0.2"]
     source = ["hub:allenai/c4/en", "--include", "*train*", "--dest", str(tmp_path / "corpus"), "--workers", "1"]
     assert main(["prepare", *source, *arguments, "--vocab-size", "300"]) == 0
-    assert len(hub.asked) == 3 and len(documents(tmp_path / "corpus", "train")) == 40
+    assert len(hub.downloaded) == 3 and len(documents(tmp_path / "corpus", "train")) == 40
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_files_that_describe_a_data_set_are_no_text(hub: Hub, one_by_one: bool) -> None:
+def test_files_that_describe_a_data_set_are_no_text(hub: FakeHub, one_by_one: bool) -> None:
     def found(*names: str) -> list[str]:
-        hub.files = {f"en/{name}": packed("x", 0) for name in (*names, "dataset_infos.json", "LICENSE.txt", ".x.json")}
+        every = (*names, "dataset_infos.json", "LICENSE.txt", ".x.json")
+        hub.files["allenai/c4", None] = {f"en/{name}": packed("x", 0) for name in every}
         hub.cache = hub.cache.with_name("-".join(["cache", *names]).replace("/", "-"))
         return [Path(str(entry)).name for entry in sources("hub:allenai/c4/en", (), one_by_one)]
 
@@ -332,13 +283,13 @@ def test_files_that_describe_a_data_set_are_no_text(hub: Hub, one_by_one: bool) 
     assert found("z.jsonl", "part/a.jsonl") == ["z.jsonl", "a.jsonl"]
     with pytest.raises(UserError, match="hub:allenai/c4/en has no parquet, .jsonl, .json or .txt files"):
         found()
-    hub.files = {"en/a.jsonl": b""}
+    hub.files["allenai/c4", None] = {"en/a.jsonl": b""}
     with pytest.raises(UserError, match="has no file that is .*.txt: use another --include"):
         sources("hub:allenai/c4/en", ["*.txt"], one_by_one)
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Of the hub, as its own library asks them."""
+    """Of the hub, as its own library asks them; the server's ``served`` are the names of the files."""
 
     server: HubServer
 
@@ -346,11 +297,10 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        path, revision = urlsplit(self.path).path, "a" * 40
-        api = "/api/datasets/allenai/c4"
-        if path.startswith(f"{api}/tree/{revision}/"):
-            folder = path.removeprefix(f"{api}/tree/{revision}/")
-            names = [name for name in c4() if name.startswith(folder)]
+        path, revision, api = urlsplit(self.path).path, "a" * 40, "/api/datasets/allenai/c4"
+        tree = f"{api}/tree/{revision}/"
+        if path.startswith(tree):
+            names = [name for name in c4() if name.startswith(path.removeprefix(tree))]
             found = [{"type": "file", "oid": "1", "size": len(c4()[name]), "path": name} for name in names]
             content = json.dumps([{"type": "directory", "oid": "1", "size": 0, "path": "en/deep"}, *found]).encode()
         elif path.startswith(api):
@@ -358,7 +308,7 @@ class Answers(BaseHTTPRequestHandler):
         else:
             name = path.partition(f"/resolve/{revision}/")[2]
             content = c4()[name]
-            self.server.asked[name] = None
+            self.server.served[name] = None
         self.send_response(200)
         headers = {"Content-Type": "application/json", "X-Repo-Commit": revision, "ETag": f'"{len(content)}"'}
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
@@ -375,7 +325,7 @@ class HubServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
-        self.asked: dict[str, None] = {}
+        self.served: dict[str, None] = {}
 
 
 def test_the_hubs_own_library_gets_no_more_shards(tmp_path: Path, vocabulary: Path) -> None:
@@ -389,5 +339,5 @@ def test_the_hubs_own_library_gets_no_more_shards(tmp_path: Path, vocabulary: Pa
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         server.shutdown()
     assert done.returncode == 0, done.stderr
-    assert [name for name in server.asked if "train" in name] == sorted(name for name in c4() if "train" in name)[:2]
+    assert [name for name in server.served if "train" in name] == sorted(name for name in c4() if "train" in name)[:2]
     assert documents(tmp_path / "corpus", "train") == [text("train", number) for number in range(40)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import fairseq
 from test_tokenizer import CODE, NASTY
 
 from fairseq_rpe.cli.main import main
@@ -47,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dest = tmp_path_factory.mktemp("made") / "corpus"
-    prepare(options(source, dest), lambda _: None)
+    prepare(options(source, dest), print)
     return dest
 
 
@@ -74,54 +75,43 @@ def test_files_go_where_their_paths_always_went(source: Path, made: Path) -> Non
         assert read_manifest(made)["splits"][split]["documents"] == len(inside)
 
 
-@pytest.mark.parametrize("size", [100, 1000])
-def test_pieces_and_workers_change_nothing(
-    source: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+def test_neither_pieces_nor_workers_nor_the_place_of_the_folder_matter(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "cut", lambda blocks: cut(blocks, size))
-    monkeypatch.setattr(pipeline, "gather", lambda pieces: gather(pieces, 3 * size))
-    prepare(options(source, tmp_path / "corpus", workers=2 if size == 100 else 1), lambda _: None)
+    monkeypatch.setattr(pipeline, "cut", lambda blocks: cut(blocks, 100))
+    monkeypatch.setattr(pipeline, "gather", lambda pieces: gather(pieces, 300))
+    prepare(options(write_sources(tmp_path / "copy"), tmp_path / "corpus", workers=2), print)
     assert contents(tmp_path / "corpus") == contents(made)
 
 
 def test_fairseq_preprocess_makes_the_same_files(source: Path, made: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(made / "spm.model")
-    command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--dataset-impl", "mmap"]
-    command += ["--srcdict", str(made / "dict.txt"), "--destdir", str(tmp_path / "theirs")]
+    flags: list[str | Path] = ["--only-source", "--srcdict", made / "dict.txt", "--destdir", tmp_path / "theirs"]
     for split in SPLITS:
         lines = decode_documents(made, split)[0].decode().split("\n")[:-1]
         pieces = ([tokenizer.symbols[place] for place in tokenizer.encode(line)] for line in lines)
         (tmp_path / split).write_text("".join(" ".join(symbols) + "\n" for symbols in pieces))
-        command += [f"--{split}pref", str(tmp_path / split)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+        flags += [f"--{split}pref", tmp_path / split]
+    fairseq("preprocess", "--dataset-impl", "mmap", *flags)
     for name in ("dict.txt", *BINARIES):
         assert (tmp_path / "theirs" / name).read_bytes() == (made / name).read_bytes(), name
 
 
-def test_fairseq_reads_the_same_tokens(made: Path) -> None:
-    from fairseq.data import Dictionary, data_utils
+def test_fairseq_reads_the_same_dictionary_and_lines(made: Path) -> None:
+    from fairseq.data import Dictionary
 
     dictionary = Dictionary.load(str(made / "dict.txt"))
-    assert len(dictionary) == 400
-    assert dictionary.symbols == read_dictionary(made / "dict.txt")
+    assert len(dictionary) == 400 and dictionary.symbols == read_dictionary(made / "dict.txt")
     for split in SPLITS:
-        dataset = data_utils.load_indexed_dataset(str(made / split), dictionary)
-        lines = [dataset[i].tolist() for i in range(len(dataset))]
-        assert all(line[-1] == dictionary.eos() and min(line[:-1], default=4) > 3 for line in lines)
-        count = read_manifest(made)["splits"][split]
-        assert len(lines) == count["lines"] and sum(map(len, lines)) == count["tokens"]
-
-
-def test_the_place_of_the_folder_does_not_matter(made: Path, tmp_path: Path) -> None:
-    prepare(options(write_sources(tmp_path / "copy"), tmp_path / "again", workers=2), lambda _: None)
-    assert contents(tmp_path / "again") == contents(made)
+        (ids, sizes), count = read_split(made, split), read_manifest(made)["splits"][split]
+        assert (ids == dictionary.eos()).sum() == len(sizes) == count["lines"] and sum(sizes) == count["tokens"]
+        assert (ids[sizes.cumsum() - 1] == dictionary.eos()).all() and set(ids[ids < 4]) == {dictionary.eos()}
 
 
 def test_other_names_are_another_corpus(made: Path, tmp_path: Path) -> None:
     source = write_sources(tmp_path / "copy")
     (source / "package2" / "module2.py").rename(source / "package2" / "renamed.py")
-    prepare(options(source, tmp_path / "again"), lambda _: None)
+    prepare(options(source, tmp_path / "again"), print)
     assert read_manifest(tmp_path / "again")["digest"] != read_manifest(made)["digest"]
 
 
@@ -133,7 +123,7 @@ def test_blank_hidden_and_odd_files_are_text_like_any_other(source: Path, made: 
     (source / "__pycache__" / "left_out.py").write_text("cached = 1\n")
     for name, text in more.items():
         (source / name).write_text(text)
-    manifest = prepare(options(source, tmp_path / "again"), lambda _: None)
+    manifest = prepare(options(source, tmp_path / "again"), print)
     kept = b"".join(decode_documents(tmp_path / "again", split)[0] for split in SPLITS)
     old = b"".join(decode_documents(made, split)[0] for split in SPLITS)
     assert len(kept) == len(old) + sum(len(text) for text in more.values()) + 2
@@ -142,26 +132,28 @@ def test_blank_hidden_and_odd_files_are_text_like_any_other(source: Path, made: 
 
 def test_max_bytes_takes_whole_files_repeatably(source: Path, made: Path, tmp_path: Path) -> None:
     shared: dict[str, Any] = {"max_bytes": 3000, "vocab_size": None, "vocab_from": made}
-    prepare(options(source, tmp_path / "a", **shared), lambda _: None)
+    prepare(options(source, tmp_path / "a", **shared), print)
     parts = [[n for n in WITHIN_3000 if (n in VALID, n in TEST) == where] for where in ((0, 0), (1, 0), (0, 1))]
     for split, names in zip(SPLITS, parts, strict=True):
         assert decode_documents(tmp_path / "a", split) == [finished(source, names)]
-    prepare(options(source, tmp_path / "b", seed=2, **shared), lambda _: None)
+    prepare(options(source, tmp_path / "b", seed=2, **shared), print)
     assert digest(tmp_path / "a") != digest(tmp_path / "b")
 
 
 def test_splits_need_text_in_every_split(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="split of .* documents would be empty: .* larger --max-bytes"):
-        prepare(options(source, tmp_path / "corpus", max_bytes=1), lambda _: None)
-    (tmp_path / "blank").mkdir()
-    with pytest.raises(UserError, match="blank has no text, there are no files that could be read"):
-        prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
-    (tmp_path / "blank" / "a.py").write_text("\n \n")
-    with pytest.raises(UserError, match="split of 0 documents would be empty"):
-        prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
-    (tmp_path / "blank" / "b.py").write_bytes(b"name = 'caf\xe9'\n")
-    with pytest.raises(UserError, match="b.py is not UTF-8 at byte 11"):
-        prepare(options(tmp_path / "blank", tmp_path / "corpus"), lambda _: None)
+    blank = tmp_path / "blank"
+    blank.mkdir()
+
+    def refused(words: str, folder: Path = blank, **changes: Any) -> None:
+        with pytest.raises(UserError, match=words):
+            prepare(options(folder, tmp_path / "corpus", **changes), print)
+
+    refused("split of .* documents would be empty: .* larger --max-bytes", source, max_bytes=1)
+    refused("blank has no text, there are no files that could be read")
+    (blank / "a.py").write_text("\n \n")
+    refused("split of 0 documents would be empty")
+    (blank / "b.py").write_bytes(b"name = 'caf\xe9'\n")
+    refused("b.py is not UTF-8 at byte 11")
     assert [path.name for path in tmp_path.iterdir()] == ["blank"]
 
 
@@ -172,7 +164,7 @@ def test_library_leaves_out_packages_tests_and_other_encodings(tmp_path: Path, m
         (library / name).write_text("x = 1\n")
     (library / "latin.py").write_bytes(b"# -*- coding: latin-1 -*- \xe9\n")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
-    manifest = prepare(options(None, tmp_path / "corpus"), lambda _: None)
+    manifest = prepare(options(None, tmp_path / "corpus"), print)
     assert sum(manifest["splits"][split]["documents"] for split in SPLITS) == 26
     assert manifest["skipped"] == {"not UTF-8": 1}
 
@@ -182,7 +174,7 @@ def test_rows_of_a_file_stay_together_and_apart_from_other_files(tmp_path: Path)
         (tmp_path / f"{n}.jsonl").write_text("".join(f'{{"text": "f{n} row {i}\\n"}}\n' for i in range(3)))
     files = tuple(sorted(tmp_path.glob("*.jsonl")))
     common: dict[str, Any] = {"tokenizer": "words", "valid_fraction": 0.3, "test_fraction": 0.2}
-    prepare(PrepareOptions(tmp_path / "corpus", files, divide_by="path", **common), lambda _: None)
+    prepare(PrepareOptions(tmp_path / "corpus", files, divide_by="path", **common), print)
     found = [decode_documents(tmp_path / "corpus", split) for split in SPLITS]
     assert sum(map(len, found)) == 90 and all(len(documents) % 3 == 0 for documents in found)
     # Words that only valid or test have are unknown; the number of the row is not.
@@ -202,15 +194,15 @@ def old_manifest(folder: Path) -> None:
 
 def test_a_corpus_made_in_the_old_way_is_used_and_replaced(source: Path, made: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
-    prepare(options(source, old), lambda _: None)
+    prepare(options(source, old), print)
     before = contents(old)
     old_manifest(old)
     assert read_units(old, "valid") == read_units(made, "valid") is not None
     assert decode_documents(old, "valid") == decode_documents(made, "valid")
     shared = options(source, tmp_path / "shared", vocab_size=None, vocab_from=old)
-    prepare(shared, lambda _: None)
+    prepare(shared, print)
     assert digest(tmp_path / "shared") == digest(made)
-    prepare(options(source, old, overwrite=True), lambda _: None)
+    prepare(options(source, old, overwrite=True), print)
     assert contents(old) == before
 
 

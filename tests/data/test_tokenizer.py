@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import random
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import FAIRSEQ_SPECIALS
@@ -77,31 +77,25 @@ def test_nasty_lines_round_trip(tokenizer: Tokenizer, line: str) -> None:
     assert_survives_fairseq(tokenizer, symbols)
 
 
+RESERVED = ("<s>", "</s>", "<unk>", "<pad>", "<0x41>", "<0x", "madeupword0000", "def ", "  ", *"▁▅<>/_().=:", *SPLIT_AT)
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\n")
+LINES = st.lists(st.sampled_from(RESERVED) | st.text(CHARACTERS)).map("".join)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(LINES)
+def test_any_line_round_trips(tokenizer: Tokenizer, line: str) -> None:
+    symbols = encode(tokenizer, line)
+    assert decode(symbols) == line
+    assert_survives_fairseq(tokenizer, symbols)
+
+
 def assert_survives_fairseq(tokenizer: Tokenizer, symbols: list[str]) -> None:
     text = " ".join(symbols)
     assert text.split() == symbols
     assert text.splitlines() == ([text] if text else [])
     assert set(symbols) <= set(tokenizer.symbols)
     assert not set(symbols) & set(FAIRSEQ_SPECIALS)
-
-
-def random_line(rng: random.Random) -> str:
-    pools: list[Iterable[str]] = [SPLIT_AT, "▁▅ <>/s0x41unkpad", "  \tabcdef_().=:"]
-    characters = [
-        rng.choice(list(rng.choice(pools)))
-        if rng.random() < 0.7
-        else chr(rng.choice([*range(10), *range(11, 0xD800), *range(0xE000, 0x110000, 37)]))
-        for _ in range(rng.randrange(60))
-    ]
-    return "".join(characters)
-
-
-def test_random_unicode_round_trips(tokenizer: Tokenizer) -> None:
-    rng = random.Random(7)
-    lines = [random_line(rng) for _ in range(300)]
-    for line, symbols in ((line, encode(tokenizer, line)) for line in lines):
-        assert decode(symbols) == line
-        assert_survives_fairseq(tokenizer, symbols)
 
 
 def test_every_character_round_trips(tokenizer: Tokenizer) -> None:
@@ -111,7 +105,7 @@ def test_every_character_round_trips(tokenizer: Tokenizer) -> None:
 
 
 def test_training_on_nasty_text_learns_no_unsafe_piece() -> None:
-    lines = NASTY * 20 + ["def f(self): return </s> <unk> <0x41> madeupword0000 ▁x"] * 50
+    lines = NASTY + NASTY[:-3] * 19 + ["def f(self): return </s> <unk> <0x41> madeupword0000 ▁x"] * 50
     tokenizer = Tokenizer(train_tokenizer(lines, 380))
     assert len(tokenizer.symbols) == 380 - len(FAIRSEQ_SPECIALS)
     assert len(set(tokenizer.symbols)) == len(tokenizer.symbols)
@@ -120,12 +114,9 @@ def test_training_on_nasty_text_learns_no_unsafe_piece() -> None:
         assert decode(symbols) == line
 
 
-def test_indentation_is_few_symbols(tokenizer: Tokenizer) -> None:
+def test_indentation_is_few_symbols_and_a_newline_none(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode(" " * 8)) == 1
     assert tokenizer.encode("") == []
-
-
-def test_newline_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="newline"):
         tokenizer.encode("a\nb")
 
@@ -136,14 +127,9 @@ def test_decode_of_what_only_a_model_emits() -> None:
 
 
 def test_foreign_models_are_refused(tmp_path: Path) -> None:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["some text for a usual model"] * 9),
-        model_writer=model,
-        vocab_size=30,
-        hard_vocab_limit=False,
-        minloglevel=3,
-    )
+    model, sentences = io.BytesIO(), iter(["some text for a usual model"] * 9)
+    flags = {"vocab_size": 30, "hard_vocab_limit": False, "minloglevel": 3}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=model, **flags)
     with pytest.raises(UserError, match="prepare-stdlib"):
         Tokenizer(model.getvalue())
     with pytest.raises(UserError, match="not a sentencepiece model"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import string
 import subprocess
@@ -12,18 +11,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.questions import metrics
 from fairseq_rpe.questions.metrics import Scored, Undefined, check, names, normalised, score
 
-A = Scored(
-    "The committee approved the harbour budget and delayed the bridge repairs.",
-    (
-        "The committee approved the budget for the harbour.",
-        "Bridge repairs were delayed, and the harbour budget was approved.",
-    ),
-)
+ANSWERS = ("The committee approved the budget for the harbour.",)
+ANSWERS += ("Bridge repairs were delayed, and the harbour budget was approved.",)
+A = Scored("The committee approved the harbour budget and delayed the bridge repairs.", ANSWERS)
 B = Scored("Nothing was decided.", ("The members decided to meet again in spring.",))
 C = Scored("", ("A short summary.",))
 SWAPPED = Scored("The boats were painted. The crew slept.", ("The crew slept. The boats were painted.",))
@@ -57,11 +54,6 @@ def test_rouge(items, r1, r2, rl, mean):
     assert mean is None or four("rgm", items) == mean
 
 
-def test_the_geometric_mean_is_of_the_means():
-    each = [score("rgm", [item]) for item in (A, B)]
-    assert sum(each) / 2 == pytest.approx(60.9523 / 2, abs=1e-4) and four("rgm", [A, B]) == 35.6095
-
-
 @pytest.mark.parametrize(
     ("metric", "prediction", "answers", "value"),
     [  # the tests of rouge-score
@@ -72,7 +64,7 @@ def test_the_geometric_mean_is_of_the_means():
         ("rouge1", "text first", ["first text", "first something"], 1),
         ("rouge2", "text first", ["first text", "first something"], 0),
         ("rougeL", "text first", ["first text", "first something"], 1 / 2),
-        *((metric, empty, ["testing one two"], 0) for metric in ("rouge1", "rouge2", "rougeL") for empty in ("", "/")),
+        ("rougeL", "/", ["testing one two"], 0),
         ("rouge1", "don t re open caf no 7", ["Don't re-open café No. 7!"], 1),
     ],
 )
@@ -81,13 +73,28 @@ def test_examples_of_rouge_score(metric, prediction, answers, value):
 
 
 def test_example_of_the_documentation_of_scrolls():
-    items = [
-        Scored("exact match example", ("exact match example",)),
-        Scored("hello there", ("hello", "hi there")),
-        Scored("general kenobi", ("commander kenobi",)),
-    ]
+    pairs = {"exact match example": ("exact match example",), "hello there": ("hello", "hi there")}
+    items = [Scored(*pair) for pair in {**pairs, "general kenobi": ("commander kenobi",)}.items()]
     found = [four(metric, items) for metric in ("rouge1", "rouge2", "rougeL", "rgm")]
     assert found == [72.2222, 33.3333, 72.2222, 55.8136]
+
+
+WORDS = ["the", "a", "An", "Tower", "tower,", "U.S.", "re-open", "no", "7", "café", "...", "The", "anthem", "«x»"]
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(TEXTS, TEXTS, TEXTS)
+def test_scores_of_texts_are_symmetric_bounded_and_of_the_best_answer(one, other, third):
+    for metric in ("f1", "em", "rouge1", "rouge2", "rougeL"):
+        value = score(metric, [Scored(one, (other,))])
+        assert 0 <= value <= 100 and value == pytest.approx(score(metric, [Scored(other, (one,))]))
+        assert score(metric, [Scored(one, (other, third))]) == max(value, score(metric, [Scored(one, (third,))]))
+    answers = (other, third)
+    squad = max(f1_score(one, answer) for answer in answers), any(same(one, answer) for answer in answers)
+    assert (score("f1", [Scored(one, answers)]), score("em", [Scored(one, answers)])) == pytest.approx(
+        (100 * squad[0], 100 * squad[1])
+    )
 
 
 GOLDEN = [
@@ -116,17 +123,13 @@ def test_means_of_f1_and_exact_match():
 
 
 def normalize_answer(s):
-    def remove_articles(text):
-        return re.sub(r"\b(a|an|the)\b", " ", text)
+    punctuation = set(string.punctuation)
+    kept = "".join(ch for ch in s.lower() if ch not in punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
-    def white_space_fix(text):
-        return " ".join(text.split())
 
-    def remove_punc(text):
-        exclude = set(string.punctuation)
-        return "".join(ch for ch in text if ch not in exclude)
-
-    return white_space_fix(remove_articles(remove_punc(s.lower())))
+def same(prediction, answer):
+    return normalize_answer(prediction) == normalize_answer(answer)
 
 
 def f1_score(prediction, ground_truth):
@@ -154,18 +157,6 @@ def f1_score(prediction, ground_truth):
 )
 def test_normalisation_is_that_of_squad(text, normal):
     assert normalised(text) == normalize_answer(text) == normal
-
-
-def test_squads_script_gives_the_same():
-    words = ["the", "a", "An", "Tower", "tower,", "U.S.", "re-open", "no", "7", "café", "...", "The", "anthem", "«x»"]
-    draw = random.Random(0)
-    items, f1, em = [], 0.0, 0.0
-    for _ in range(300):
-        prediction, *answers = (" ".join(draw.choices(words, k=draw.randrange(5))) for _ in range(3))
-        items.append(Scored(prediction, tuple(answers)))
-        f1 += max(f1_score(prediction, answer) for answer in answers)
-        em += max(normalize_answer(prediction) == normalize_answer(answer) for answer in answers)
-    assert score("f1", items) == pytest.approx(f1 / 3, abs=1e-9) and score("em", items) == pytest.approx(em / 3)
 
 
 def test_classification():
@@ -206,19 +197,13 @@ def test_multirc():
     assert round((score("group_em", items) + score("f1a", items)) / 2, 4) == 54.1667
     shuffled = [items[n] for n in (3, 0, 6, 2, 4, 1, 5)]
     assert four("group_em", shuffled) == 33.3333
-
-
-def test_what_has_no_group_is_by_itself():
+    # what has no group is by itself
     assert score("group_em", of_classes([1, 0, 1, 0], [1, 0, 1, 1])) == 75.0
 
 
 def test_record():
-    right = {
-        "Lake Orrin": ("Orrin Lake", "Lake Orrin"),
-        "the Dunmore Bridge": ("Dunmore Bridge",),
-        "Ada Quill": ("Quill", "A. Quill"),
-        "Tessaly": ("Marrow",),
-    }
+    right = {"Lake Orrin": ("Orrin Lake", "Lake Orrin"), "the Dunmore Bridge": ("Dunmore Bridge",)}
+    right |= {"Ada Quill": ("Quill", "A. Quill"), "Tessaly": ("Marrow",)}
     items = [Scored(prediction, answers) for prediction, answers in right.items()]
     assert (four("em", items), four("f1", items)) == (50.0, 66.6667)
     assert round((score("em", items) + score("f1", items)) / 2, 4) == 58.3333
@@ -228,9 +213,8 @@ def test_similarities():
     gold, given = ["0.0", "1.2", "2.4", "3", "4.6", "5.0"], ["0.4", "1.0", "3", "2.8", " 4.0", "5.0"]
     items = [Scored(g, (r,)) for r, g in zip(gold, given, strict=True)]
     assert (four("pearson", items), four("spearman", items)) == (97.6479, 94.2857)
-    odd = [
-        Scored(text, item.answers) for item, text in zip(items, ["nan", "", "inf", "2.8", "x", "1e999"], strict=True)
-    ]
+    texts = ["nan", "", "inf", "2.8", "x", "1e999"]
+    odd = [Scored(text, item.answers) for item, text in zip(items, texts, strict=True)]
     least = [Scored("2.8" if item.prediction == "2.8" else "-1", item.answers) for item in odd]
     for metric in ("pearson", "spearman"):
         assert score(metric, odd) == score(metric, least)
@@ -260,8 +244,8 @@ def test_plain_arithmetic_gives_the_same():
 
 
 def test_accuracy_compares_words_as_they_are():
-    for given, right in ((" True\t", True), ("true", False), ("True.", False), ("", False), ("not  so", True)):
-        assert score("accuracy", [Scored(given, ("True", "not so"))]) == 100 * right
+    for text, right in ((" True\t", True), ("true", False), ("True.", False), ("", False), ("not  so", True)):
+        assert score("accuracy", [Scored(text, ("True", "not so"))]) == 100 * right
     assert score("em", [Scored("NotMentioned", ("Not mentioned",))]) == 0
     assert score("em", [Scored("not mentioned.", ("Not mentioned",))]) == 100
 
@@ -272,11 +256,7 @@ def test_accuracy_compares_words_as_they_are():
         ("f2", [A], "unknown metric 'f2' (did you mean 'f1'?); known: f1, em"),
         ("f1", [], "there are no answers to compute f1 of"),
         ("matthews", [A], "matthews is of classes, and these questions have fewer than two choices: prepare them"),
-        (
-            "f1a",
-            of_classes([0], [0], ("a",)),
-            "f1a is of classes, and these questions have fewer than two choices: prepare",
-        ),
+        ("f1a", of_classes([0], [0], ("a",)), "f1a is of classes, and these questions have fewer than two choices"),
         ("macro_f1", [*of_classes([1], [1]), *of_classes([1], [1], ("yes", "no"))], "have not all the same choices"),
         ("binary_f1", of_classes([1], [1], ("a", "b", "c")), "binary_f1 is of two classes, and these questions have 3"),
         ("f1a", [Scored("x", ("z",), "", ("x", "y"))], "f1a: the answer 'z' is none of its choices"),
