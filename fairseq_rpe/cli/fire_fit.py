@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, add_width, heads, positive_int, seed, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_file
+from fairseq_rpe.core.files import atomic_write, check_file, check_replaced
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +27,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    for flag, path in (("--out", args.out), ("--figure", args.figure)):
-        if path is not None:
-            check_file(flag, path)
+    if args.out is not None:
+        check_replaced("--out", args.out, ".json")
+    if args.figure is not None:
+        check_file("--figure", args.figure)
     if args.figure is not None and args.figure.suffix not in (".png", ".pdf"):
         raise UserError(f"--figure {args.figure}: name a file that ends with .png or .pdf")
     if args.figure is None and args.figure_width:

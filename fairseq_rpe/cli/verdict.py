@@ -9,7 +9,7 @@ from typing import Any
 
 from fairseq_rpe.cli.options import add_rpe_module, heads, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_file
+from fairseq_rpe.core.files import atomic_write, check_replaced
 from fairseq_rpe.core.table import csv_text, latex_text
 
 
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> None:
 
     epsilons = list(dict.fromkeys(args.epsilon or judgement.EPSILONS))
     check_epsilons(epsilons, "--epsilon")
-    for flag, path in (("--csv", args.csv), ("--latex", args.latex)):
+    for flag, path, suffix in (("--csv", args.csv, ".csv"), ("--latex", args.latex, ".tex")):
         if path:
-            check_file(flag, path)
+            check_replaced(flag, path, suffix)
     sources = {title: judgement.judge(source) for title, source in asked(args).items()}
     print("\n\n".join(judgement.table(title, rows, epsilons) for title, rows in sources.items()))
     print(

@@ -26,6 +26,8 @@ def no_tpu_no_fsdp(original: Any, parser: Any, input_args: list[str] | None = No
     settings = result[0] if isinstance(result, tuple) else result
     if getattr(settings, "bf16", False) and "--tpu" not in (sys.argv if input_args is None else input_args):
         settings.tpu = False
+    if "rpe" in overrides and hasattr(settings, "max_update"):  # the parser of fairseq-train
+        raise UserError("--rpe-eval belongs to evaluation: train with --rpe")
     if getattr(settings, "ddp_backend", None) == "fully_sharded":
         raise UserError(
             "--ddp-backend fully_sharded is refused: fairseq's FSDP is fairscale's, which fails on CPUs and "

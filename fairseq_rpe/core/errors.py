@@ -36,13 +36,13 @@ _PATHS = {
 _FULL = {
     errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "no space left in the disk quota",
-    errno.EFBIG: "no larger file is allowed (ulimit -f)",
 }
 # of this process or machine, whatever the path
 _LIMITS = {
     errno.EMFILE: "too many files are open: raise ulimit -n",
     errno.ENFILE: "too many files are open on this machine: close some programs",
     errno.EIO: "the system could not read or write (Input/output error): check the disk, or use another one",
+    errno.EFBIG: "a file would be larger than this process may write: raise ulimit -f",
     errno.EAGAIN: "no more processes can be started: ask for fewer, or raise ulimit -u",
 }
 _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with more"

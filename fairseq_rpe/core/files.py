@@ -257,6 +257,10 @@ def check_kind(flag: str, path: Path) -> None:
         raise UserError(f"{flag} {shown(path)} is a device, a pipe or a socket: name a plain file")
 
 
+# what trainings, sweeps and prepared folders are read from
+_RECORDS = {"answers.json", "corpus.json", "environment.json", "run.json", "sweep.json"}
+
+
 def check_file(flag: str, path: Path) -> None:
     """Refuse, before any work, a file that could not be written. Leaves nothing behind."""
     check_kind(flag, path)
@@ -264,6 +268,23 @@ def check_file(flag: str, path: Path) -> None:
         raise UserError(f"{flag} {shown(path)} can only be read: change its permissions or name another one")
     # the temporary name of a file is longer than its own
     _try_out(flag, path, path.parent, f".{path.stem}-{path.suffix}")
+
+
+def check_replaced(flag: str, path: Path, suffix: str) -> None:
+    """Refuse, as a file to write, one that exists and holds something else.
+
+    Args:
+        flag: the option that names the file, for the message.
+        path: it need not exist.
+        suffix: of the files that the command writes.
+
+    Raises:
+        UserError: the file exists and has another suffix, or the name of a record of this package; or it cannot be
+            written.
+    """
+    if path.exists() and (path.suffix != suffix or path.name in _RECORDS):
+        raise UserError(f"{flag} {shown(path)} exists and would be replaced: name another one, which ends in {suffix}")
+    check_file(flag, path)
 
 
 def check_folder(folder: Path, names: Iterable[str] = (), flag: str = "--out") -> None:

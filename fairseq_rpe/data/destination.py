@@ -144,6 +144,8 @@ def _error_line(error: OSError, dest: Path, folder: Path) -> str:
     path = error.filename
     inside = isinstance(path, str) and Path(path).is_relative_to(folder)
     if path is None or inside:
+        if error.errno is None:  # numpy's, of a file that was not written to its end: it does not say why
+            return f"{dest} could not be written to its end ({error}): free space on its disk, or raise ulimit -f"
         return os_line(error, dest) or f"{dest} cannot be written ({error}): name another place"
     return os_line(error) or str(error)
 

@@ -191,7 +191,8 @@ def of_windows(
         name = f"{mode}, stride {stride}" if number else mode
         handles.append(Line2D([], [], color="0.3", linestyle=dashes, label=name))
     for mean in means:
-        name = f"{mean.encoding}, {next(iter(modes))}: mean of windows {mean.first} to {mean.last}"
+        windows = f"{mean.first} to {mean.last}" if mean.first < mean.last else str(mean.first)
+        name = f"{mean.encoding}, {next(iter(modes))}: mean of windows {windows}"
         handles.append(Line2D([], [], color=shown[mean.encoding].colour, linewidth=1, linestyle=_MEAN, label=name))
     legend_of_all(figure, handles=handles, ncols=4)
     return figure

@@ -132,7 +132,6 @@ def _refuse_unsupported(args):
         "no_token_positional_embeddings": "--no-token-positional-embeddings: use --rpe nope instead",
         "decoder_learned_pos": "--decoder-learned-pos: use --rpe learned instead",
         "decoder_xformers_att_config": "xFormers attention has no position bias: drop --decoder-xformers-att-config",
-        "rpe_eval": "--rpe-eval belongs to evaluation: train with --rpe",
         "offload_activations": "--offload-activations is not supported: use --checkpoint-activations",
     }
     for key, message in refusals.items():

@@ -109,6 +109,8 @@ class Rows(Sequence[Row]):
         self._ids, sizes = map_split(folder, split)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self.sizes = sizes  # tokens of each item, (items,)
+        if not self._path.stat().st_size:
+            raise UserError(f"{self._path} is empty: prepare {folder} again")
         self._lines = np.asarray(np.memmap(self._path, np.uint8, "r"))
         self._breaks = np.flatnonzero(self._lines == ord("\n"))
 

@@ -68,8 +68,10 @@ def check_warmup(warmup: int, updates: int) -> None:
         updates: updates of the training, those of the warm-up included.
 
     Raises:
-        UserError: the warm-up is as long as the training, or longer.
+        UserError: the warm-up is as long as the training or longer, or the training has one update.
     """
+    if updates < 2:
+        raise UserError(f"a training of {updates} update has no room for a warm-up: raise --updates to at least 2")
     if warmup >= updates:
         raise UserError(
             f"a warm-up of {warmup} is not below the {updates} updates of the training, so the learning rate never "

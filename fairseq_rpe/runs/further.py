@@ -64,6 +64,8 @@ def check_extra(extra: Sequence[str], given: Collection[str] = ()) -> None:
         if flag in OURS:
             how = f"give {OURS[flag]} before the -- instead" if OURS[flag] else "leave it out"
             raise UserError(f"{flag} after -- is set by this command itself: {how}")
+        if flag == "--rpe-eval":
+            raise UserError("--rpe-eval after -- belongs to evaluation: give --rpe to fairseq-rpe eval instead")
         if twice.get(flag) in given:
             option = "--" + twice[flag].replace("_", "-")
             raise UserError(f"{flag} after -- is set already: give {option} before the -- instead")

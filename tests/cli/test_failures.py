@@ -44,6 +44,19 @@ def test_an_unknown_error_is_one_line_and_debug_shows_where_it_comes_from(monkey
 
 
 @pytest.mark.parametrize(
+    "words", [("verdict", "alibi", "--csv"), ("verdict", "alibi", "--latex"), ("fire-fit", "alibi", "--out")]
+)
+@pytest.mark.parametrize("name", ["dict.txt", "checkpoint.pt", "sweep.json", "results.csv"])
+def test_a_table_replaces_nothing_but_tables(words, name, tmp_path):
+    file = tmp_path / name
+    file.write_text("kept")
+    if not (words[2] == "--csv" and name == "results.csv"):
+        done = run_here(*words, file, ok=False)
+        assert done.returncode == 2 and f"{name} exists and would be replaced" in done.stderr
+        assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
     ("error", "words"),
     [
         (path_error(errno.ENOENT), "/a/b does not exist: "),
@@ -55,7 +68,7 @@ def test_an_unknown_error_is_one_line_and_debug_shows_where_it_comes_from(monkey
         (path_error(errno.ENAMETOOLONG, "x" * 300), "x has too long a name: shorten it"),
         (path_error(errno.ELOOP), "/a/b is a link that leads back to itself: "),
         (path_error(errno.ENOSPC), "no space left on the disk while writing /a/b: free some and run this again"),
-        (OSError(errno.EFBIG, ""), "no larger file is allowed (ulimit -f): "),
+        (OSError(errno.EFBIG, ""), "larger than this process may write: raise ulimit -f"),
         (path_error(errno.EIO), f"/a/b cannot be used ({os.strerror(errno.EIO)}): "),
         (OSError(errno.EMFILE, ""), "raise ulimit -n"),
         (OSError(errno.EIO, os.strerror(errno.EIO)), "could not read or write (Input/output error): check the disk"),

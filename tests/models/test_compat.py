@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGE, make_model, model_args, run
+from conftest import PACKAGE, TRAIN_FLAGS, make_model, model_args, run, run_here
+from in_process import fairseq
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
@@ -431,3 +432,14 @@ def test_guard_counts_tokens():
         Module.eval_lm(None, [[[-1.0, float("-inf"), 0.0]]])
     expect(3, num_shards=2)
     assert Module.eval_lm(None, [])["scored_tokens"] == 0
+
+
+def test_an_encoding_of_evaluation_is_refused_in_training(corpus, tmp_path):
+    """In fairseq-train and after the -- of our command, before any update."""
+    save = ["--save-dir", tmp_path / "run"]
+    done = fairseq("train", corpus, *TRAIN_FLAGS, "--rpe", "rope", "--rpe-eval", "alibi", *save, ok=False)
+    assert done.returncode and "error: --rpe-eval belongs to evaluation: train with --rpe" in done.stderr
+    words = ["train", corpus, "--rpe", "rope", "--tokens", "32", "--updates", "5", *save, "--", "--rpe-eval=zzz"]
+    done = run_here(*words, ok=False)
+    assert done.returncode == 2 and "--rpe-eval after -- belongs to evaluation" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -156,7 +156,6 @@ def test_shape_names_its_own_evaluation(task):
         ({"rpe": "rope", "positions_train": "wrap"}, "unknown position transform 'wrap'.*did you mean 'warp'"),
         ({"rpe": "rope", "positions_train": "warp:alpha=2"}, "between 0 and 1"),
         ({"rpe": "rope", "positions_train": "warp:head=0.9,tail=0.9"}, "add up to more than 1"),
-        ({"rpe": "rope", "rpe_eval": "alibi"}, "--rpe-eval belongs to evaluation"),
     ],
 )
 def test_refusals(task, changes, words):
