@@ -56,8 +56,7 @@ def test_of_longer_texts(spec, n, constant, monkeypatch):
     assert_same(second(spec, n, "reference", constant=constant), second(spec, n, constant=constant), 1e-8)
 
 
-@pytest.mark.parametrize("spec", ["kerple_log", "fire", "dape"])
-@pytest.mark.parametrize("n", [40, 140])
+@pytest.mark.parametrize(("spec", "n"), [("kerple_log", 40), ("kerple_log", 140), ("fire", 270), ("dape", 140)])
 def test_with_dropout(spec, n):
     def seeded(*args, **options):
         torch.manual_seed(5)
