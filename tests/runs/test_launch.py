@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import held_encoding
 import pytest
 import torch
 from conftest import run, run_here
+from sweep_commands import SMALL, refusal
 
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import devices, files
-from fairseq_rpe.runs import checkpoints, launch
+from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import Request, plan
 from fairseq_rpe.sweeps.local import places
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
-RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
+RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1", "--save-every", "2"]
+QUIET = [*SMALL, "--disable-validation"]
 SLURM_VARIABLES = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+FREQUENCY, SAVED, UPDATES, LARGEST = 2, 2, 3, 200
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +39,24 @@ def no_cluster(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(CheckpointFolder(folder).last)["model"]
+@pytest.fixture(scope="module")
+def held(tmp_path_factory) -> list[str]:
+    """The options of a training by ``held_encoding`` at random positions, which it notes."""
+    module = shutil.copy(held_encoding.__file__, tmp_path_factory.mktemp("held"))
+    return [*RUN, "--rpe", "held", "--rpe-module", module, "--positions-train", f"randomized:max={LARGEST}"]
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None, log: Path | None = None) -> None:
+    """Wait until it is true; ``process`` may not end before, and says in ``log`` why it did."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        said = log.read_text()[-2000:] if log else ""
+        assert time.monotonic() < deadline and (process is None or process.poll() is None), said
+        time.sleep(0.02)
 
 
 def assert_same_model(a: Path, b: Path) -> None:
-    first, second = parameters(a), parameters(b)
+    first, second = (torch.load(CheckpointFolder(folder).last)["model"] for folder in (a, b))
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=name)
@@ -56,100 +73,147 @@ def processes_about(text: str) -> list[int]:
     return found
 
 
-def on_nodes(corpus: Path, folder: Path, updates: int, *more: str) -> list[subprocess.Popen]:
-    """Start a run on two nodes, the second one first."""
-    port = 20000 + os.getpid() % 10000
-    command = [*PROGRAM, "train", str(corpus), *RUN, "--updates", str(updates), "--save-dir", str(folder), *more]
-    command += ["--nodes", "2", "--master", f"localhost:{port}", "--node-rank"]
-    logs = [folder.parent / f"node{rank}.log" for rank in (1, 0)]
-    return [
-        subprocess.Popen([*command, str(rank), *SMALL], stdout=open(log, "w"), stderr=subprocess.STDOUT)
-        for rank, log in zip((1, 0), logs, strict=True)
-    ]
+def notes(folder: Path, rank: int = 0) -> list[dict]:
+    """What a process noted of its training batches, and at its end."""
+    path = folder / f"rank{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
-    """Two batches accumulated by one process; a node killed outright ends the other, and the same commands go on."""
-    folder = tmp_path / "two"
-    second, first = on_nodes(corpus, folder, 100000, "--save-every", "4")
+def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monkeypatch):
+    """SIGKILL of the command ends torchrun and both ranks; the same command goes on from the last checkpoint.
+
+    Each rank draws its own random positions, and the resumed ones those that the killed ones drew.
+    """
+    folder, seen = tmp_path / "two", tmp_path / "seen"
+    seen.mkdir()
+    monkeypatch.setenv("HELD_NOTES", str(seen))
+    train = ["train", str(corpus), *held, "--updates", str(UPDATES)]
+    command = [*PROGRAM, *train, "--update-freq", str(FREQUENCY), "--save-dir", str(folder), "--nproc", "2", *QUIET]
+    (seen / "hold").write_text(str(FREQUENCY * SAVED))
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 120
-        while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
-            assert first.poll() is None, (tmp_path / "node0.log").read_text()[-2000:]
-            time.sleep(0.02)
+        begun = FREQUENCY * SAVED + 1
+        wait_for(lambda: [len(notes(seen, rank)) for rank in (0, 1)] == [begun, begun], process, tmp_path / "log")
+        assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not processes_about(f"--save-dir\0{folder}"))
+    (seen / "hold").unlink()
+    run(*command)
+    assert f"@ {SAVED} updates" in (folder / "train.log").read_text()
+    assert files.read_json(folder / "run.json")["finished"]["updates"] == UPDATES
+
+    drawn = {}
+    for rank in (0, 1):
+        *batches, end = notes(seen, rank)
+        # its threads can abort a process that ends beside them
+        assert end["grouped"] is False, "the process group was left to itself"
+        assert len({batch["process"] for batch in batches}) == 2  # the killed one and the resumed one
+        rows = [row for batch in batches for row in batch["positions"]]
+        assert all(len(row) == 32 and row == sorted(set(row)) and 0 <= row[0] and row[-1] < LARGEST for row in rows)
+        assert rows[begun - 1] == rows[begun]  # the batch that was held, and again after the last checkpoint
+        drawn[rank] = rows[: begun - 1] + rows[begun:]
+        assert len(drawn[rank]) == FREQUENCY * UPDATES
+    both = drawn[0] + drawn[1]
+    assert all(a != b for i, a in enumerate(both) for b in both[:i])
+    scales = [[batch["scale"] for batch in notes(seen, rank)[:-1]] for rank in (0, 1)]
+    assert scales[0] == scales[1] and len(set(scales[0])) == UPDATES  # one value for each update
+
+    # one process that accumulates the batches of both has the same model; all blocks are equally long, so that it draws
+    # as rank 0 does, for as many batches
+    (tmp_path / "one").mkdir()
+    monkeypatch.setenv("HELD_NOTES", str(tmp_path / "one"))
+    run_here(*train, "--update-freq", 2 * FREQUENCY, "--save-dir", tmp_path / "one/run", *QUIET)
+    alone = [batch["positions"][0] for batch in notes(tmp_path / "one")]
+    assert [row for n, row in enumerate(alone) if n % (2 * FREQUENCY) < FREQUENCY] == drawn[0]
+    assert_same_model(tmp_path / "one/run", folder)
+
+
+def test_a_stopped_training_ends_its_child_and_is_told(corpus, tmp_path, monkeypatch):
+    children = []
+
+    def spawn(*given: object, real=processes.spawn):
+        """Start the child; SIGTERM arrives as soon as its end is waited for."""
+        child = real(*given)
+        wait = child.wait
+        monkeypatch.setattr(child, "wait", lambda *timeout: wait(*timeout) if timeout else os.kill(os.getpid(), 15))
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(processes, "spawn", spawn)
+    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    train = ["train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run"]
+    done = run_here(*train, ok=False, processes=True)
+    assert done.returncode == 143 and "stopped by SIGTERM; rerun the same command to resume" in done.stderr
+    assert [child.poll() for child in children] == [-signal.SIGTERM]
+
+
+@pytest.mark.release
+def test_an_interrupted_torchrun_is_told(corpus, held, tmp_path, monkeypatch):
+    folder, seen = tmp_path / "run", tmp_path / "seen"
+    seen.mkdir()
+    (seen / "hold").write_text("1")
+    monkeypatch.setenv("HELD_NOTES", str(seen))
+    command = [*PROGRAM, "train", str(corpus), *held, "--save-dir", str(folder), "--nproc", "2", *QUIET]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: notes(seen, 0) and notes(seen, 1), process, tmp_path / "log")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+    assert "stopped by SIGTERM; rerun the same command to resume" in (tmp_path / "log").read_text()
+    assert not processes_about(f"--save-dir\0{folder}")
+
+
+@pytest.mark.release
+def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, held, tmp_path, monkeypatch):
+    """A node killed outright ends the other one, and the same commands go on."""
+    folder, seen = tmp_path / "two", tmp_path / "seen"
+    seen.mkdir()
+    (seen / "hold").write_text(str(SAVED))
+    monkeypatch.setenv("HELD_NOTES", str(seen))
+    train = ["train", str(corpus), *held, "--updates", str(UPDATES)]
+    meeting = ["--nodes", "2", "--master", f"localhost:{20000 + os.getpid() % 10000}"]
+    logs = [tmp_path / "node1.log", tmp_path / "node0.log"]
+
+    def on_nodes() -> list[subprocess.Popen]:
+        """Start the run on two nodes, the second one first."""
+        of = [*PROGRAM, *train, "--save-dir", str(folder), *meeting, "--node-rank"]
+        return [
+            subprocess.Popen([*of, rank, *QUIET], stdout=open(log, "w"), stderr=subprocess.STDOUT)
+            for rank, log in zip(("1", "0"), logs, strict=True)
+        ]
+
+    second, first = on_nodes()
+    try:
+        begun = [SAVED + 1, SAVED + 1]
+        wait_for(lambda: [len(notes(seen, rank)) for rank in (0, 1)] == begun, first, tmp_path / "node0.log")
         second.kill()
-        assert first.wait(60) == 2
-        second.wait()
+        (seen / "hold").unlink()
+        assert first.wait(120) == 2
     finally:
         for node in (first, second):
             node.kill()
     assert "error: fairseq-train failed: " in (tmp_path / "node0.log").read_text()
     done = checkpoints.newest(CheckpointFolder(folder))[0]
-    end = done + 4
-    nodes = on_nodes(corpus, folder, end, "--save-every", "4")
-    assert [node.wait(120) for node in nodes] == [0, 0], (tmp_path / "node0.log").read_text()[-2000:]
-    assert files.read_json(folder / "run.json")["finished"]["updates"] == end
-    assert files.read_json(folder / "run.json")["settings"]["nproc"] == 2
+    assert [node.wait(240) for node in on_nodes()] == [0, 0], (tmp_path / "node0.log").read_text()[-2000:]
+    record = files.read_json(folder / "run.json")
+    assert record["finished"]["updates"] == UPDATES and record["settings"]["nproc"] == 2
     starts = files.read_json(folder / "environment.json")["starts"]
-    assert [start["from_update"] for start in starts] == [0, done]  # noted by the first node alone
-    assert f"@ {done} updates" in (folder / "train.log").read_text() or done == 0
+    assert [start["from_update"] for start in starts] == [0, done] and done >= SAVED  # noted by the first node alone
     told = (tmp_path / "node1.log").read_text()
     assert f"node 1 of 2 has joined, its messages: {folder}/train-node1.log" in told and "INFO" not in told
-    one = tmp_path / "one"
-    run_here("train", corpus, *RUN, "--updates", end, "--update-freq", 2, "--save-dir", one, *SMALL)
-    assert_same_model(one, folder)
+    run_here(*train, "--update-freq", 2, "--save-dir", tmp_path / "one", *QUIET)
+    assert_same_model(tmp_path / "one", folder)
 
 
-def test_killed_torchrun_takes_its_processes_along(corpus, tmp_path):
-    """SIGKILL of the command ends torchrun and every process of it; rerunning resumes."""
-    folder = tmp_path / "run"
-    command = ["train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*PROGRAM, *command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.02)
-        assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
-        process.kill()
-        process.wait()
-    deadline = time.monotonic() + 20
-    while left := processes_about(f"--save-dir\0{folder}"):
-        assert time.monotonic() < deadline, f"processes {left} outlived their parent"
-        time.sleep(0.1)
-    done = checkpoints.newest(CheckpointFolder(folder))[0]
-    assert done > 0
-    run_here(*command, "--updates", str(done + 4), *SMALL)
-    assert f"@ {done} updates" in (folder / "train.log").read_text()
-    assert files.read_json(folder / "run.json")["finished"]["updates"] == done + 4
-
-
-def test_an_interrupted_torchrun_is_told(corpus, tmp_path):
-    folder = tmp_path / "run"
-    command = ["train", str(corpus), *RUN, "--save-dir", str(folder), "--save-every", "4", "--nproc", "2"]
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*PROGRAM, *command, "--updates", "100000", *SMALL], stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while not CheckpointFolder(folder).last.exists() and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 143
-    assert "stopped by SIGTERM; rerun the same command to resume" in (tmp_path / "log").read_text()
-    assert not processes_about(f"--save-dir\0{folder}")
-
-
-def error_of(capsys, *argv: object) -> str:
-    capsys.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
-
-
-def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, capsys, monkeypatch):
+def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, monkeypatch):
     def refused(*more: object) -> str:
-        return error_of(capsys, "train", corpus, *RUN, "--save-dir", tmp_path / "run", *more)
+        return refusal("train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run", *more)
 
     assert "give --nodes too" in refused("--node-rank", 0)
     assert "give --nodes too" in refused("--master", "host:1")
@@ -163,16 +227,14 @@ def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, capsys,
         assert "is not HOST:PORT" in refused("--nodes", 2, "--master", address)
 
 
-def test_torchrun_is_printed(corpus, tmp_path, capsys):
-    command = ["train", str(corpus), *RUN, "--save-dir", str(tmp_path / "run"), "--dry-run", "--nproc", "4"]
-    assert main([*command, "--nodes", "2", "--node-rank", "1", "--master", "gpu01:29500"]) == 0
-    [line] = capsys.readouterr().out.splitlines()
+def test_torchrun_is_printed(corpus, tmp_path):
+    command = ["train", str(corpus), "--rpe", "alibi", *RUN, "--save-dir", str(tmp_path / "run"), "--dry-run"]
+    command += ["--nproc", "4"]
+    [line] = run_here(*command, "--nodes", 2, "--node-rank", 1, "--master", "gpu01:29500").stdout.splitlines()
     flags = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr gpu01 --master-port 29500"
     assert f"-m torch.distributed.run {flags} -m fairseq_rpe.runs.launch {corpus} " in line
     assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp --distributed-world-size 8" in line
-    on_gpus = [word if word != "cpu" else "cuda" for word in command]
-    assert main(on_gpus) == 0
-    [line] = capsys.readouterr().out.splitlines()
+    [line] = run_here(*(word if word != "cpu" else "cuda" for word in command)).stdout.splitlines()
     assert "--nproc-per-node 4 --standalone -m fairseq_rpe.runs.launch " in line and "--cpu" not in line
     assert "gloo" not in line and "--ddp-backend" not in line and "--distributed-world-size 4" in line
     assert not (tmp_path / "run").exists()

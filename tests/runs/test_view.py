@@ -57,7 +57,8 @@ def test_only_what_a_user_waits_for_is_seen_and_the_log_has_all(capsys):
 
 def test_a_run_that_goes_on_says_from_where(capsys):
     relayed(f"print({LINES.splitlines()[1]!r})", io.BytesIO(), updates=1200, done=1000)
-    assert capsys.readouterr().out == "training alibi, 550,400 parameters, 1,200 updates, 1,000 of them done, into run\n"
+    told = "training alibi, 550,400 parameters, 1,200 updates, 1,000 of them done, into run\n"
+    assert capsys.readouterr().out == told
 
 
 def test_of_a_further_node_nothing_is_seen(capsys):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import run, run_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweep_commands import BROKEN, DRY, SMALL, dry_run_lines, refusal, resolve_sweep, table
 
-from fairseq_rpe.cli.main import build_parser, main
-from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
@@ -27,32 +25,13 @@ from fairseq_rpe.reports.definition import _predicted
 from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
-from fairseq_rpe.sweeps import carry, cells, local
+from fairseq_rpe.sweeps import carry, local
 from fairseq_rpe.sweeps.state import SweepFolder, slug
 
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
 
-BROKEN = '''"""An encoding that can be built but not trained."""
-from fairseq_rpe.encodings import DistanceBias, register
 
-
-@register("broken")
-class Broken(DistanceBias):
-    """Raises as soon as training asks it for a bias."""
-
-    formula = "none"
-    paper = "none"
-
-    def bias(self, d):
-        if self.training:
-            raise RuntimeError("this encoding is broken")
-        return -d.expand(self.heads, -1)
-'''
-
-
-def sweep_command(data: Path, out: Path, encodings: str, updates: int = 6, *more: str) -> list[str]:
+def sweep_command(data: Path, out: Path, encodings: str, updates: int = 2, *more: str) -> list[str]:
     base = ["sweep", str(data), "--encodings", encodings, "--out", str(out), "--updates", str(updates)]
     return [*base, *OPTIONS, *more, *SMALL]
 
@@ -63,7 +42,7 @@ def swept(corpus: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedPro
     folder = tmp_path_factory.mktemp("sweep")
     module = folder / "broken.py"
     module.write_text(BROKEN)
-    command = sweep_command(corpus, folder / "out", "alibi broken", 6, "--rpe-module", str(module))
+    command = sweep_command(corpus, folder / "out", "alibi broken", 2, "--rpe-module", str(module))
     return folder / "out", run_here(*command, ok=False), module
 
 
@@ -76,26 +55,25 @@ def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
     assert f"log: {out}/runs/broken-seed1/train.log" in errors[0]
     assert "Traceback" not in done.stderr
 
-    with open(out / "results.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(out / "results.csv")
     assert list(rows[0]) == ["encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"]
     assert [(r["encoding"], r["length"]) for r in rows] == [("alibi", "32"), ("alibi", "64"), ("alibi", "128")]
     assert float(rows[0]["ratio"]) == 1.0
     assert float(rows[2]["ratio"]) == pytest.approx(float(rows[2]["ppl"]) / float(rows[0]["ppl"]))
     assert {int(r["tokens"]) for r in rows} == {corpus_files.count_tokens(corpus, "test")}
-    table = (out / "results.md").read_text()
-    assert table in done.stdout and "128 / 32" in table
+    shown = (out / "results.md").read_text()
+    assert shown in done.stdout and "128 / 32" in shown
     assert all(str(out / name) in done.stdout for name in ("results.csv", "ppl.png", "tensorboard"))
     assert (out / "ppl.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "ppl.pdf").read_bytes().startswith(b"%PDF")
     assert any((out / "tensorboard" / "alibi-seed1").rglob("events*"))
-    [judged] = csv.DictReader((out / "extrapolation.csv").read_text().splitlines())
+    [judged] = table(out / "extrapolation.csv")
     assert (judged["encoding"], judged["prediction"]) == ("alibi", "converges")
     assert judged["heads_converging"] == judged["heads"] == "4"
     worst = max(abs(float(r["ratio"]) - 1) for r in rows)
     assert float(judged["largest_deviation"]) == pytest.approx(worst)
     # trained for a few updates only
-    assert judged["extrapolates"] == "no verdict" and "Definition 0.1" in table
+    assert judged["extrapolates"] == "no verdict" and "Definition 0.1" in shown
 
 
 def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
@@ -104,7 +82,7 @@ def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
     noted = state["commands"]
     assert list(noted) == ["alibi-seed1", "broken-seed1"] and list(noted["alibi-seed1"]) == ["training", "evaluating"]
     assert state["data"] == str(corpus)
-    command = sweep_command(corpus, out, "alibi", 6, "--rpe-module", str(module), "--launcher", "dry-run")
+    command = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module), *DRY)
     printed = run_here(*command).stdout.splitlines()
     assert [noted["alibi-seed1"]["training"], noted["alibi-seed1"]["evaluating"]] == [[line] for line in printed]
     [start] = files.read_json(out / "runs/alibi-seed1/checkpoints/environment.json")["starts"]
@@ -116,7 +94,7 @@ def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
 def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
     out, _, module = swept
     before = {p: p.stat().st_mtime_ns for p in (out / "runs" / "alibi-seed1").rglob("*") if p.is_file()}
-    command = sweep_command(corpus, out, "alibi", 6, "--rpe-module", str(module))
+    command = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module))
     code = (
         "import sys\nfrom fairseq_rpe.cli.main import main\n"
         f"assert main({command!r}) == 0\nassert not {{'torch', 'fairseq'}} & set(sys.modules)"
@@ -125,60 +103,44 @@ def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
 
-def test_refusals_in_one_line(swept, corpus, tmp_path, capsys):
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(rows=st.sets(st.integers(0, 2), max_size=2), torn=st.integers(1, 60))
+def test_evaluations_that_are_cut_off_come_to_the_same(swept, corpus, rows, torn):
+    """Of a finished run some results are lost, the last of them in the middle of its line."""
     out, _, module = swept
+    results, before = out / "runs/alibi-seed1/eval.jsonl", table(out / "results.csv")
+    lines = results.read_text().splitlines(keepends=True)[:3]
+    results.write_text("".join(lines[n] for n in sorted(rows)) + lines[2][:torn])
+    run_here(*sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module)))
+    assert table(out / "results.csv") == before
 
-    def refused(*argv: str) -> str:
-        capsys.readouterr()
-        assert main(list(argv)) == 2
-        captured = capsys.readouterr()
-        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-        return captured.err
 
+def test_refusals_in_one_line(swept, corpus, tmp_path):
+    out, _, module = swept
     own = ["--rpe-module", str(module)]
-    assert "(updates is 6 there, 8 here)" in refused(*sweep_command(corpus, out, "alibi", 8, *own))
-    assert "--encodings is empty" in refused(*sweep_command(corpus, tmp_path / "x", " "))
-    assert "names one twice" in refused(*sweep_command(corpus, tmp_path / "x", "alibi alibi"))
-    assert "are the same encoding" in refused(*sweep_command(corpus, tmp_path / "y", "kerple_log kerple_log:a=none"))
-    assert "less than one block" in refused(*sweep_command(corpus, tmp_path / "x", "alibi", 6, "--lengths", "999999"))
-    assert "does not exist" in refused(*sweep_command(tmp_path / "none", tmp_path / "x", "alibi"))
-    assert "did you mean" in refused(*sweep_command(corpus, tmp_path / "z", "alibbi"))
-    assert not (tmp_path / "z").exists()
+
+    def refused(encodings: str, *more: str, to: Path = tmp_path / "x", updates: int = 2, data: Path = corpus) -> str:
+        return refusal(*sweep_command(data, to, encodings, updates, *more))
+
+    assert "(updates is 2 there, 8 here)" in refused("alibi", *own, to=out, updates=8)
+    assert "--encodings is empty" in refused(" ")
+    assert "names one twice" in refused("alibi alibi")
+    assert "less than one block" in refused("alibi", "--lengths", "999999")
+    assert "does not exist" in refused("alibi", data=tmp_path / "none")
+    assert not (tmp_path / "x").exists()
+    assert "are the same encoding" in refused("kerple_log kerple_log:a=none")
     with files.lock(out / ".lock", "busy"):
-        assert "another sweep is running" in refused(*sweep_command(corpus, out, "alibi", 6, *own))
-    assert "holds no sweep.json" in refused("report", str(tmp_path))
+        assert "another sweep is running" in refused("alibi", *own, to=out)
+    assert "holds no sweep.json" in refusal("report", tmp_path)
 
 
-def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path, capsys):
-    argv = sweep_command(corpus, tmp_path / "x", "alibi type1:form=paper", 6, "--launcher", "dry-run", "--seeds", "1,2")
-    assert main(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path):
+    argv = sweep_command(corpus, tmp_path / "x", "alibi type1:form=paper", 6, "--seeds", "1,2")
+    lines = dry_run_lines(*argv[1:])
     assert len(lines) == 8 and not (tmp_path / "x").exists()
     assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 4
     assert len({line.split("--save-dir ")[1].split()[0] for line in lines if " train " in line}) == 4
     assert all("--lengths 32,64,128" in line for line in lines if " eval " in line)
-
-
-def test_killed_sweep_goes_on(corpus, tmp_path):
-    """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
-    out = tmp_path / "out"
-    command = sweep_command(corpus, out, "alibi nope", 6, "--jobs", "1")
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*PROGRAM, *command], stdout=log, stderr=log)
-        first, second = out / "runs/alibi-seed1/eval.jsonl", out / "runs/nope-seed1/train.log"
-        deadline = time.monotonic() + 180
-        while not second.exists() and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.05)
-        time.sleep(1.0)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    kept = first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns
-    assert len(kept[0].splitlines()) == 3
-    run_here(*command)
-    assert kept == (first.read_text(), os.stat(out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt").st_mtime_ns)
-    with open(out / "results.csv", newline="") as file:
-        assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, corpus, tmp_path):
@@ -186,11 +148,15 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, 
     out = tmp_path / "out"
     shutil.copytree(swept[0], out)
     folder = out / "runs/alibi-seed1"
-    kept = {p: p.stat().st_mtime_ns for p in (folder / "checkpoints/checkpoint_last.pt", folder / "eval.jsonl")}
-    both = sweep_command(corpus, out, "alibi nope", 6, "--rpe-module", str(swept[2]))
+    unchanged = {p: p.stat().st_mtime_ns for p in (folder / "checkpoints/checkpoint_last.pt", folder / "eval.jsonl")}
+    both = sweep_command(corpus, out, "alibi nope", 2, "--rpe-module", str(swept[2]))
     smaller = (folder / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 4
-    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (smaller, smaller))  # noqa: E731
-    done = run(*PROGRAM, *both, ok=False, preexec_fn=full)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (smaller, unlimited[1]))
+    try:
+        done = run_here(*both, ok=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "nope-seed1 failed while training: checkpoint " in line and "could not be written (" in line
@@ -199,9 +165,8 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, 
     assert left == {".lock", "run.json", "environment.json"}
     assert "alibi" in done.stdout and "| nope" not in done.stdout
     run_here(*both)
-    assert kept == {p: p.stat().st_mtime_ns for p in kept}
-    with open(out / "results.csv", newline="") as file:
-        assert [r["encoding"] for r in csv.DictReader(file)] == ["alibi"] * 3 + ["nope"] * 3
+    assert unchanged == {p: p.stat().st_mtime_ns for p in unchanged}
+    assert [row["encoding"] for row in table(out / "results.csv")] == ["alibi"] * 3 + ["nope"] * 3
 
 
 def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,)) -> None:
@@ -222,16 +187,15 @@ def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[i
                 files.append_json_line(place / "eval.jsonl", {**row, "length": lengths[0], "ppl": 1.0, **other})
 
 
-def test_report_table(tmp_path, capsys):
+def test_report_table(tmp_path):
     write_results(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
-    assert main(["report", str(tmp_path)]) == 0
+    assert "128 / 64" in run_here("report", tmp_path).stdout
     assert (tmp_path / "results.md").read_text() == (
         "| encoding         |    64 |   128 |   128 / 64 |\n"
         "|:-----------------|------:|------:|-----------:|\n"
         "| alibi            | 50.00 | 49.00 |      0.980 |\n"
         "| type1:form=paper | 40.00 |       |            |\n"
     )
-    assert "128 / 64" in capsys.readouterr().out
     made = ["extrapolation.csv", "ppl.pdf", "ppl.png", "report.html", "results.csv", "results.md", "tensorboard"]
     assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
 
@@ -265,27 +229,20 @@ def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
     assert [(one.result.length, one.result.ppl) for one in collect(folder, folder.state()).rows] == [(64, 8), (128, 7)]
 
 
-def ended(capsys, *argv: object) -> tuple[int, str]:
-    capsys.readouterr()
-    code = main(["sweep", *map(str, argv), "--launcher", "dry-run", "--device", "cpu"])
-    out, err = capsys.readouterr()
-    return code, out + err
-
-
-def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path, capsys):
+def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path):
     place = ["--recipe", "warping-lm", "--methods", "rope randomized-2x", "--out", tmp_path / "x", "--tokens", "64"]
-    code, said = ended(capsys, corpus, *place, "--lengths", "96,128,200,300")
+    said = dry_run_lines(corpus, *place, "--lengths", "96,128,200,300")
     why = "# randomized-2x: its positions end at 128 tokens, so it is not evaluated at 2 lengths from 200 to 300"
-    assert code == 0 and said.count("#") == 1 and why in said.splitlines()
-    asked = [line.partition(" --lengths ")[2].split()[0] for line in said.splitlines() if " eval " in line]
-    assert asked == ["64,96,128,200,300", "64,96,128"]
+    assert [line for line in said if line.startswith("#")] == [why]
+    lengths = [line.partition(" --lengths ")[2].split()[0] for line in said if " eval " in line]
+    assert lengths == ["64,96,128,200,300", "64,96,128"]
     task = ["--recipe", "warping-algorithmic", "--methods", "randomized-3x", "--algorithms", "copy:items=3,test=600"]
-    code, said = ended(capsys, *task)
+    said = "\n".join(dry_run_lines(*task))
     # 8 tokens in training, and 2 n + 2 for n items
-    assert code == 0 and "end at 11 items, so it is not evaluated at 4 lengths from 12 to 15" in said
+    assert "end at 11 items, so it is not evaluated at 4 lengths from 12 to 15" in said
     assert "--lengths 2,3,4,5,6,7,8,9,10,11 " in said
-    code, said = ended(capsys, *task, "--lengths", "12")
-    assert code == 2 and "not evaluated at 12: give smaller --lengths, or leave the method out" in said
+    refused = refusal("sweep", *task, "--lengths", "12", *DRY, "--device", "cpu")
+    assert "not evaluated at 12: give smaller --lengths, or leave the method out" in refused
 
 
 def test_the_report_says_where_positions_end(tmp_path):
@@ -370,8 +327,7 @@ def test_progress_reads_only_whole_lines(tmp_path):
 
 def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
     """An update is three passes over its batch; an evaluation one over the text, the dearer the longer its blocks."""
-    argv = sweep_command(corpus, tmp_path, "alibi", 100, "--lengths", "64,2000")[: -len(SMALL)]
-    [cell] = cells.make(resolved(build_parser("sweep").parse_args(argv)), "digest")
+    _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, "--lengths", "64,2000")[1:])
     tokens, at_32 = corpus_files.count_tokens(corpus, "test"), 1 + 32 / 2000
     work = local.Work.of(cell)
     assert work.update == pytest.approx(3 * 4 * 32 * at_32)
@@ -381,8 +337,7 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
 
 
 def test_the_bar_of_generated_tasks(tmp_path):
-    argv = ["sweep", "--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", str(tmp_path)]
-    [cell] = cells.make(resolved(build_parser("sweep").parse_args(argv)), None)
+    _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
     results = local.Work.of(cell).results
     assert len(results) == cell.rows and results == sorted(results) and results[0] > 0
 
@@ -400,12 +355,8 @@ def test_state_of_an_older_sweep_is_extended(swept):
     ],
 )
 def test_a_setting_that_is_left_out_later_makes_another_sweep(more, words, corpus, tmp_path):
-    def made(*more: str):
-        argv = [*sweep_command(corpus, tmp_path, "alibi")[: -len(SMALL)], *more]
-        sweep = resolved(build_parser("sweep").parse_args(argv))
-        return sweep, cells.make(sweep, "digest")
-
-    SweepFolder(tmp_path).write(carry.state(*made(*more)))
-    assert carry.state(*made(*more)).encodings == ("alibi",)
+    base = sweep_command(corpus, tmp_path, "alibi", 6)[1 : -len(SMALL)]
+    SweepFolder(tmp_path).write(carry.state(*resolve_sweep(*base, *more)))
+    assert carry.state(*resolve_sweep(*base, *more)).encodings == ("alibi",)
     with pytest.raises(UserError, match=words):
-        carry.state(*made())
+        carry.state(*resolve_sweep(*base))

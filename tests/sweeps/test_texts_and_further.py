@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,20 +11,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import checkpoint_with, command_words, run_here, with_vocabulary
+from conftest import checkpoint_with, run_here, with_vocabulary
+from sweep_commands import (
+    DRY,
+    LAUNCHERS,
+    SMALL,
+    dry_run,
+    dry_run_lines,
+    flag,
+    parse,
+    recipe_error,
+    refusal,
+    resolve_sweep,
+    table,
+)
 
-from fairseq_rpe.cli.main import build_parser, main
-from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.reports import kept
 from fairseq_rpe.reports.write import write
-from fairseq_rpe.sweeps import carry, cells, local, recipes, slurm
-from fairseq_rpe.sweeps.cells import Cell
-from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.sweeps import carry, local, slurm
 from fairseq_rpe.sweeps.state import Further, Method, Scored, SweepFolder
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
+QUIET = [*SMALL, "--disable-validation"]
 RECIPE = """
 title = "t"
 paper = "p"
@@ -68,33 +75,18 @@ def other(corpus: Path, tmp_path_factory) -> Path:
     return folder
 
 
-def asked(*argv: object) -> tuple[Sweep, list[Cell]]:
-    sweep = resolved(build_parser("sweep").parse_args(["sweep", *map(str, argv), "--device", "cpu"]))
-    return sweep, cells.make(sweep, carry.check_data(sweep, dry=True))
-
-
-def dry_run(capsys, *argv: object) -> list[str]:
-    capsys.readouterr()
-    assert main(["sweep", *map(str, argv), "--device", "cpu", "--launcher", "dry-run"]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def refused(capsys, *argv: object) -> str:
-    capsys.readouterr()
-    assert main(["sweep", *map(str, argv), "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    return err
+def refused(*argv: object) -> str:
+    return refusal("sweep", *argv, "--device", "cpu")
 
 
 # what is printed
 
 
-def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, other, tmp_path, capsys):
+def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, other, tmp_path):
     given = [corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", tmp_path / "x"]
-    lines = [command_words(line) for line in dry_run(capsys, *given, "--nproc", "1")]
+    lines = dry_run(*given, "--nproc", "1")
     assert [line[0] for line in lines] == ["train", "eval", "eval"] * 2
-    first, further = (build_parser().parse_args(line) for line in (lines[0], lines[3]))
+    first, further = (parse(line) for line in (lines[0], lines[3]))
     assert (first.rpe, first.tokens, first.updates, first.finetune_from) == ("rope", 32, 4, None)
     assert further.rpe == "rope:scaling=yarn,factor=2,original_length=32"
     assert (further.tokens, further.updates, further.batch_sentences, further.lr) == (64, 3, 2, 1e-3)
@@ -102,50 +94,51 @@ def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, ot
     assert [line[2] for line in lines if line[0] == "eval"] == [str(corpus), str(other)] * 2
     assert all("32,64" in line for line in lines if line[0] == "eval")
     # the one that is continued is trained even where it is not compared
-    alone = [command_words(line) for line in dry_run(capsys, *given, "--methods", "yarn")]
+    alone = dry_run(*given, "--methods", "yarn")
     assert [line[0] for line in alone] == ["train", "train", "eval", "eval"] and alone[0] == lines[0]
 
 
-def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, corpus, tmp_path, capsys):
+def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, corpus, tmp_path):
     """Of the method that is continued, and of the method's own where another encoding evaluates it."""
     text = RECIPE.replace('rpe = "rope"', 'rpe = "rope:base=500"\nrpe_eval = "longrope:factors=2"')
     recipe.write_text(text)
     given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = [command_words(line) for line in dry_run(capsys, *given)]
-    trained = [build_parser().parse_args(line).rpe for line in lines if line[0] == "train"]
+    lines = dry_run(*given)
+    trained = [parse(line).rpe for line in lines if line[0] == "train"]
     assert trained == ["rope:base=500", "rope:scaling=yarn,factor=2,original_length=32,base=500"]
-    evaluated = [build_parser().parse_args(line).rpe for line in lines if line[0] == "eval"]
+    evaluated = [parse(line).rpe for line in lines if line[0] == "eval"]
     assert evaluated == ["longrope:factors=2,base=500", None]
     recipe.write_text(text.replace("longrope:factors=2", "longrope:factors=2,base=10000"))
-    assert "give base=500, or leave it out" in refused(capsys, *given)
+    assert "give base=500, or leave it out" in refused(*given)
 
 
-def test_its_batch_is_divided_too(recipe, corpus, tmp_path, capsys):
+def test_its_batch_is_divided_too(recipe, corpus, tmp_path):
     given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = [line for line in dry_run(capsys, *given, "--nproc", "2") if " train " in line]
-    assert ["--batch-sentences 2" in lines[0], "--batch-sentences 1" in lines[1]] == [True, True]
-    assert "the recipe's 2 sequences per update cannot be divided among 4" in refused(capsys, *given, "--nproc", "4")
+    lines = dry_run(*given, "--nproc", "2")
+    assert [flag(line, "--batch-sentences") for line in lines if line[0] == "train"] == ["2", "1"]
+    assert "the recipe's 2 sequences per update cannot be divided among 4" in refused(*given, "--nproc", "4")
 
 
-def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, capsys, monkeypatch):
+def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.toml"
     path.write_text('base = "fire-lm"\n[scales.paper.evaluate]\narxiv = "data-bin/arxiv-gpt2"\n')
-    lines = dry_run(capsys, "--recipe", path, "--scale", "paper", "--eval-data", "github=data-bin/g")
-    made = [command_words(line) for line in lines[:3]]
+    lines = dry_run("--recipe", path, "--scale", "paper", "--eval-data", "github=data-bin/g")
+    made = lines[:3]
     assert made[0][:4] == ["prepare-known", "c4", "--dest", "data-bin/c4-gpt2"]
     assert made[1:] == [
         ["prepare-known", "arxiv", "--dest", "data-bin/arxiv-gpt2", "--vocab-from", "data-bin/c4-gpt2"],
         ["prepare-known", "github", "--dest", "data-bin/g", "--vocab-from", "data-bin/c4-gpt2"],
     ]
     for words in made:
-        build_parser().parse_args(words)
-    assert [command_words(line)[2] for line in lines[4:7]] == ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
+        parse(words)
+    evaluated = [line[2] for line in lines if line[0] == "eval"]
+    assert evaluated[:3] == ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
 
 
-def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, capsys, monkeypatch):
+def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch):
     given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = [line for line in dry_run(capsys, *given, "--slurm", "partition=gpu") if line.startswith("#")]
+    lines = [line for line in dry_run_lines(*given, "--slurm", "partition=gpu") if line.startswith("#")]
     assert lines[0].startswith("# an array of 1 SLURM jobs: ") and "one of 1 that wait" in lines[1]
     assert lines[2] == "# job rope-seed1:" and lines[3].endswith(", after rope-seed1:")
     submitted: list[tuple[list[tuple[str, str]], list[str]]] = []
@@ -159,7 +152,7 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, capsys, mon
         return SimpleNamespace(map_array=map_array)
 
     monkeypatch.setattr(slurm, "executor", executor)
-    sweep, made = asked(*given)
+    sweep, made = resolve_sweep(*given)
     assert slurm._submit(sweep, [("partition", "gpu")], made) == ""
     (first, runs), (behind, waiting) = submitted
     assert first == [("partition", "gpu")] and behind == [*first, ("dependency", "afterany:8_0")]
@@ -169,10 +162,10 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, capsys, mon
 # what is refused
 
 
-def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path, capsys):
+def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path):
     def said(*texts: object) -> str:
         words = [word for text in texts for word in ("--eval-data", text)]
-        return refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", *words)
+        return refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *words)
 
     more = with_vocabulary(corpus, tmp_path, 9_000)
     how = f"fairseq-rpe prepare SOURCE --dest {more} --vocab-from {corpus}"
@@ -184,141 +177,109 @@ def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path, caps
     assert "named with letters, digits" in said(f"a/b={other}")
     assert "has no test.idx" in said(f"a={tmp_path}") or "is not a binarised data folder" in said(f"a={tmp_path}")
     task = ["--algorithms", "copy", "--encodings", "nope", "--out", tmp_path / "x"]
-    assert "--eval-data is for text" in refused(capsys, *task, "--eval-data", f"a={other}")
+    assert "--eval-data is for text" in refused(*task, "--eval-data", f"a={other}")
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("old", "new", "words"),
     [
-        (('continues = "rope"', 'continues = "roppe"'), "an unknown method 'roppe' (did you mean 'rope'?)"),
-        (('continues = "rope"', 'continues = "yarn"'), "continues 'yarn', which continues another one"),
-        (("further.yarn", "further.rope"), "further of scale 'laptop' names 'rope', which continues no method"),
-        (("updates = 3", "arch = 3"), "unknown key 'arch'"),
-        (('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "rope"\nfurther = {updates = 3}'), "of nothing"),
+        ('continues = "rope"', 'continues = "roppe"', "an unknown method 'roppe' (did you mean 'rope'?)"),
+        ('continues = "rope"', 'continues = "yarn"', "continues 'yarn', which continues another one"),
+        ("further.yarn", "further.rope", "further of scale 'laptop' names 'rope', which continues no method"),
+        ("updates = 3", "arch = 3", "unknown key 'arch'"),
+        ('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "rope"\nfurther = {updates = 3}', "of nothing"),
     ],
 )
-def test_methods_that_continue_nothing(change, words, tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(RECIPE.replace(*change))
-    with pytest.raises(UserError) as caught:
-        recipes.load(str(path))
-    assert words in str(caught.value) and str(path) in str(caught.value)
+def test_methods_that_continue_nothing(old, new, words, recipe):
+    recipe.write_text(RECIPE.replace(old, new))
+    assert words in recipe_error(recipe)
 
 
 OTHER_PARAMETERS = "other parameters than 'rope', which the model was trained with"
+YARN = "rope:scaling=yarn,factor=2,original_length=$tokens"
+ALONE = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace(YARN, "rope")  # a method that continues none
 
 
-@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("text", "words"),
     [
-        ("fire", OTHER_PARAMETERS),
-        ("t5_bias", OTHER_PARAMETERS),
-        ("roep", "unknown encoding 'roep' (did you mean 'rope'?)"),
-        ("longrope:factors=1+2", "factors"),
+        (RECIPE.replace(YARN, "fire"), OTHER_PARAMETERS),
+        (RECIPE.replace(YARN, "roep"), "unknown encoding 'roep' (did you mean 'rope'?)"),
+        (RECIPE.replace(YARN, "longrope:factors=1+2"), "factors"),
+        (ALONE.replace('continues = "rope"', 'rpe_eval = "fire"'), OTHER_PARAMETERS),
+        (ALONE.replace('continues = "rope"', 'rpe_eval = "roep"'), "unknown encoding 'roep'"),
+        (ALONE.replace('continues = "rope"', 'rpe_eval = "rerope:base=500"'), "'rerope:base=500' has base=500"),
+        (
+            ALONE.replace('continues = "rope"', 'rpe_eval = "nope"\npositions_eval = "interpolate"'),
+            "'nope' reads no positions",
+        ),
     ],
 )
-def test_a_method_that_cannot_continue_the_other_is_refused_before_training(
-    spec, words, launcher, recipe, corpus, tmp_path, capsys
+def test_a_method_that_cannot_continue_or_be_evaluated_is_refused_before_training(
+    text, words, launcher, recipe, corpus, tmp_path
 ):
-    recipe.write_text(RECIPE.replace("rope:scaling=yarn,factor=2,original_length=$tokens", spec))
-    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
+    recipe.write_text(text)
+    said = refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
     assert "method 'yarn': " in said and words in said
     assert not (tmp_path / "x/runs").exists()
 
 
-def test_a_table_of_another_length_cannot_be_continued(recipe, corpus, tmp_path, capsys):
-    """The two trainings have other lengths, and with them other tables."""
-    learned = RECIPE.replace("rope:scaling=yarn,factor=2,original_length=$tokens", "learned")
-    recipe.write_text(learned.replace('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "learned"'))
-    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", "--launcher", "dry-run")
-    assert "'learned' has other parameters than 'learned'" in said and "size mismatch" in said
+def test_trainings_that_cannot_follow_the_first(recipe, corpus, tmp_path):
+    """Its table has another length, its updates are all warm-up, or the backend does not serve the evaluation."""
+
+    def said(text: str, *more: str) -> str:
+        recipe.write_text(text)
+        return refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *DRY, *more)
+
+    tables = RECIPE.replace(YARN, "learned").replace('[methods.rope]\nrpe = "rope"', '[methods.rope]\nrpe = "learned"')
+    message = said(tables)
+    assert "'learned' has other parameters than 'learned'" in message and "size mismatch" in message
+    message = said(RECIPE.replace("warmup = 1", "warmup = 3"))
+    assert "further training of method 'yarn': a warm-up of 3 is not below the 3 updates" in message
+    content = ALONE.replace('continues = "rope"', 'rpe_eval = "cope"').replace('rpe = "rope"', 'rpe = "nope"', 1)
+    assert "backend 'triton' never holds" in said(content, "--attention-backend", "triton")
 
 
-@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ('rpe_eval = "fire"', OTHER_PARAMETERS),
-        ('rpe_eval = "roep"', "unknown encoding 'roep'"),
-        ('rpe_eval = "rerope:base=500"', "'rerope:base=500' has base=500"),
-        ('rpe_eval = "nope"\npositions_eval = "interpolate"', "'nope' reads no positions"),
-    ],
-)
-def test_an_encoding_for_evaluation_that_does_not_fit_is_refused_before_training(
-    method, words, launcher, recipe, corpus, tmp_path, capsys
-):
-    text = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace('continues = "rope"', method)
-    recipe.write_text(text.replace("rope:scaling=yarn,factor=2,original_length=$tokens", "rope"))
-    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
-    assert "method 'yarn': " in said and words in said
-    assert not (tmp_path / "x/runs").exists()
-
-
-def test_the_backend_of_a_training_must_serve_the_encoding_of_its_evaluation(recipe, corpus, tmp_path, capsys):
-    text = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace('continues = "rope"', 'rpe_eval = "cope"')
-    recipe.write_text(text.replace("rope:scaling=yarn,factor=2,original_length=$tokens", "nope"))
-    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x", "--launcher", "dry-run"]
-    assert "backend 'triton' never holds" in refused(capsys, *given, "--attention-backend", "triton")
-
-
-def test_a_further_training_that_is_all_warmup_is_refused_by_its_method(recipe, corpus, tmp_path, capsys):
-    recipe.write_text(RECIPE.replace("warmup = 1", "warmup = 3"))
-    said = refused(capsys, corpus, "--recipe", recipe, "--out", tmp_path / "x", "--launcher", "dry-run")
-    assert "further training of method 'yarn': a warm-up of 3 is not below the 3 updates" in said
-
-
-@pytest.mark.parametrize("launcher", [(), ("--launcher", "dry-run")])
-def test_a_sweep_of_misspelt_encodings_is_refused_before_training(launcher, corpus, tmp_path, capsys):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_sweep_of_misspelt_encodings_is_refused_before_training(launcher, corpus, tmp_path):
     given = [corpus, "--lengths", "64", "--tokens", "32", "--out", tmp_path / "x", *launcher]
-    assert "unknown encoding 'alibbi'" in refused(capsys, *given, "--encodings", "alibbi rope")
-    assert "can only be shared by: model" in refused(capsys, *given, "--encodings", "rope", "--rpe-share", "layer")
+    assert "unknown encoding 'alibbi'" in refused(*given, "--encodings", "alibbi rope")
+    assert "can only be shared by: model" in refused(*given, "--encodings", "rope", "--rpe-share", "layer")
     moved = [*given, "--encodings", "nope", "--positions-train", "randomized:max=99"]
-    assert "'nope' reads no positions" in refused(capsys, *moved)
+    assert "'nope' reads no positions" in refused(*moved)
     assert not (tmp_path / "x/runs").exists()
 
 
-def test_a_sweep_with_a_backend_that_cannot_train_here_is_refused(corpus, tmp_path, capsys):
+def test_a_sweep_with_a_backend_that_cannot_train_here_is_refused(corpus, tmp_path):
     given = [corpus, "--lengths", "64", "--tokens", "32", "--encodings", "alibi", "--attention-backend", "flex"]
-    said = refused(capsys, *given, "--out", tmp_path / "x")
+    said = refused(*given, "--out", tmp_path / "x")
     assert "--attention-backend flex" in said and "use 'sdpa'" in said and not (tmp_path / "x/runs").exists()
     # a machine that only prints commands need not be the one that trains
-    assert dry_run(capsys, *given, "--out", tmp_path / "x")
+    assert dry_run(*given, "--out", tmp_path / "x")
 
 
-def test_a_checkpoint_to_begin_with_that_is_not_there(corpus, tmp_path, capsys):
-    given = ["train", corpus, "--rpe", "rope", "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32"]
-    assert main([*map(str, given), "--finetune-from", str(tmp_path / "no.pt")]) == 2
-    assert f"checkpoint {tmp_path}/no.pt does not exist" in capsys.readouterr().err
-    assert main([*map(str, given), "--finetune-from", "no.pt", "--", "--finetune-from-model", "a.pt"]) == 2
-    assert "give --finetune-from before the -- instead" in capsys.readouterr().err
-
-
-def test_a_dry_run_refuses_a_checkpoint_that_is_missing(corpus, tmp_path, capsys):
-    given = ["train", corpus, "--rpe", "rope", "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32"]
-    assert main([*map(str, given), "--init-from", str(tmp_path / "no.pt"), "--dry-run"]) == 2
-    printed = capsys.readouterr()
-    assert f"checkpoint {tmp_path}/no.pt does not exist" in printed.err and not printed.out
-
-
-def test_what_the_spec_of_a_further_training_leaves_open_is_the_checkpoints(state, corpus, tmp_path, capsys):
-    checkpoint = checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5")
-    given = ["train", corpus, "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32", "--dry-run"]
-    given += ["--init-from", checkpoint, "--rpe"]
-    assert main([*map(str, given), "rope:scaling=linear,factor=2"]) == 0
-    words = shlex.split(capsys.readouterr().out)
-    assert words[words.index("--rpe") + 1] == "rope:scaling=linear,factor=2,base=500,rotary_fraction=0.5"
-    assert main([*map(str, given), "longrope:factors=2,base=10000"]) == 2
-    assert "give base=500, or leave it out" in capsys.readouterr().err
-    assert main([*map(str, given), "alibi"]) == 0
+def test_a_checkpoint_to_begin_with(state, corpus, tmp_path):
+    """One that is not there is refused; what the spec of the further training leaves open is the checkpoint's."""
+    given = ["train", corpus, "--save-dir", tmp_path / "x", "--device", "cpu", "--tokens", "32", "--rpe"]
+    missing = tmp_path / "no.pt"
+    for more in (["--finetune-from", missing], ["--init-from", missing, "--dry-run"]):
+        assert f"checkpoint {missing} does not exist" in refusal(*given, "rope", *more)
+    twice = [*given, "rope", "--finetune-from", "no.pt", "--", "--finetune-from-model", "a.pt"]
+    assert "give --finetune-from before the -- instead" in refusal(*twice)
+    from_rope = ["--init-from", checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5"), "--dry-run"]
+    words = shlex.split(run_here(*given, "rope:scaling=linear,factor=2", *from_rope).stdout)
+    assert flag(words, "--rpe") == "rope:scaling=linear,factor=2,base=500,rotary_fraction=0.5"
+    assert "give base=500, or leave it out" in refusal(*given, "longrope:factors=2,base=10000", *from_rope)
+    assert run_here(*given, "alibi", *from_rope).stdout
 
 
 # what is carried out, and kept
 
 
 def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path, monkeypatch):
-    _, made = asked(corpus, "--recipe", recipe, "--out", tmp_path / "x")
+    _, made = resolve_sweep(corpus, "--recipe", recipe, "--out", tmp_path / "x")
     rope, yarn = made
     stages = {cell: cell.work_left() for cell in made}
     waiting = [(yarn, stages[yarn]), (rope, stages[rope])]
@@ -333,46 +294,61 @@ def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path
     assert not yarn.folder.train_log.exists()
 
 
-def test_a_sweep_on_two_texts_with_a_continued_method_is_cut_and_goes_on(recipe, corpus, other, tmp_path):
+def training_processes(folder: Path) -> list[str]:
+    """The command lines of what trains into it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text(errors="replace"))
+        except OSError:
+            continue
+    return [words for words in found if f"--save-dir\0{folder}" in words]
+
+
+def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path):
+    """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
     out = tmp_path / "out"
     command = ["sweep", corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", out, "--jobs", "1"]
-    command = [*map(str, command), "--device", "cpu", *SMALL]
+    command = [*map(str, command), "--device", "cpu"]
     first, second = out / "runs/rope-seed1", SweepFolder(out).run_of(Method("yarn", "", continues="rope"), 1).path
+    run_here(*command, "--methods", "rope", *QUIET)
+    finished = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
+    before = [path.stat().st_mtime_ns for path in finished]
+    assert len(files.read_json_lines(finished[0])) == 4
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*PROGRAM, *command], stdout=log, stderr=log)
-        deadline = time.monotonic() + 180
-        while not (second / "train.log").exists() and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
+        process = subprocess.Popen([*PROGRAM, *command, *QUIET], stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 240
+        while not any("fairseq_rpe.runs.launch" in words for words in training_processes(second)):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.01)
+    finally:
+        process.kill()
         process.wait()
-    kept_files = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
-    before = [path.stat().st_mtime_ns for path in kept_files]
-    assert len(files.read_json_lines(kept_files[0])) == 4
-    assert run_here(*command).stdout.count("| yarn") == 2  # a table for each text
-    assert before == [path.stat().st_mtime_ns for path in kept_files]
+    while left := training_processes(second):
+        assert time.monotonic() < deadline, f"{left} outlived the sweep"
+        time.sleep(0.01)
+    assert run_here(*command, *QUIET).stdout.count("| yarn") == 2  # a table for each text
+    assert before == [path.stat().st_mtime_ns for path in finished]
 
     record = files.read_json(second / "checkpoints/run.json")
     assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 3
-    assert record["settings"]["finetune_from"] == files.file_digest(kept_files[1])
+    assert record["settings"]["finetune_from"] == files.file_digest(finished[1])
     assert "loading pretrained model from" in (second / "train.log").read_text()
     assert "finetune_from" not in files.read_json(first / "checkpoints/run.json")["settings"]
-    for name, data in (("", corpus), ("-more", other)):
-        with open(out / f"results{name}.csv", newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert [(r["encoding"], r["length"]) for r in rows] == [
-            (method, length) for method in ("yarn", "rope") for length in ("32", "64")
-        ]
-        assert (out / f"ppl{name}.png").exists() and (out / f"ppl{name}.pdf").exists(), data
+    for name in ("", "-more"):
+        found = [(row["encoding"], row["length"]) for row in table(out / f"results{name}.csv")]
+        assert found == [(method, length) for method in ("rope", "yarn") for length in ("32", "64")]
+        assert (out / f"ppl{name}.png").exists() and (out / f"ppl{name}.pdf").exists()
     page, folder = (out / "report.html").read_text(), SweepFolder(out)
-    assert (
-        "The same on more" in page and "yarn continues the training of rope for 3 updates at 64 tokens. So more" in page
-    )
+    continued = "yarn continues the training of rope for 3 updates at 64 tokens. So more"
+    assert "The same on more" in page and continued in page
     # nothing is left to do, and what is on record says so
-    sweep, made = asked(*command[1 : command.index("--")])
+    sweep, made = resolve_sweep(*command[1:-2], *QUIET)
     assert folder.state().methods["yarn"].further == Further(tokens=64, batch_sentences=2, updates=3, lr=1e-3, warmup=1)
     assert kept.text(folder) is not None and sweep.evaluate == {"more": other}
     assert all(cell.parent is None or cell.parent is made[0] for cell in made)
+    assert not any(cell.work_left() for cell in made)
 
 
 def scored(folder: Path, texts: dict[str, float]) -> None:
@@ -409,19 +385,20 @@ def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path):
 
 def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    sweep, made = asked(*given, "--eval-data", f"more={other}")
+    sweep, made = resolve_sweep(*given, "--eval-data", f"more={other}")
     SweepFolder(sweep.out).write(carry.state(sweep, made))
     # without it, the text stays on record
-    assert set(carry.state(*asked(*given)).evaluate) == {"more"}
+    assert set(carry.state(*resolve_sweep(*given)).evaluate) == {"more"}
     changed = shutil.copytree(other, tmp_path / "changed")
     for end in ("bin", "idx"):
         shutil.copy(corpus / f"train.{end}", changed / f"test.{end}")
     with pytest.raises(UserError, match="holds another text 'more'"):
-        carry.state(*asked(*given, "--eval-data", f"more={changed}"))
+        carry.state(*resolve_sweep(*given, "--eval-data", f"more={changed}"))
 
 
 def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
-    sweep, made = asked(corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x")
+    given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
+    sweep, made = resolve_sweep(*given)
     folder = SweepFolder(sweep.out)
     folder.write(carry.state(sweep, made))
     record = files.read_json(folder.state_path)

@@ -1,0 +1,93 @@
+"""What a command line about sweeps comes to: the sweep with its runs, the commands of a dry run, or a refusal."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from conftest import command_words, run_here
+
+from fairseq_rpe.cli.main import build_parser
+from fairseq_rpe.cli.sweep import resolved
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.sweeps import carry, cells, recipes, tuned_cells
+from fairseq_rpe.sweeps.cells import Cell
+from fairseq_rpe.sweeps.request import Sweep
+
+SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+DRY = ("--launcher", "dry-run")
+LAUNCHERS = [(), DRY]
+parser = functools.cache(build_parser)
+
+BROKEN = '''"""An encoding that can be built but not trained."""
+from fairseq_rpe.encodings import DistanceBias, register
+
+
+@register("broken")
+class Broken(DistanceBias):
+    """Raises as soon as training asks it for a bias."""
+
+    formula = "none"
+    paper = "none"
+
+    def bias(self, d):
+        if self.training:
+            raise RuntimeError("this encoding is broken")
+        return -d.expand(self.heads, -1)
+'''
+
+
+def resolve_sweep(*argv: object) -> tuple[Sweep, list[Cell]]:
+    """The sweep that a command line asks for, and its runs."""
+    words = ["sweep", *map(str, argv), "--device", "cpu"]
+    cut = words.index("--") if "--" in words else len(words) - 2
+    args = parser().parse_args([*words[:cut], "--device", "cpu"])
+    args.extra = tuple(words[cut + 1 : -2])
+    sweep = resolved(args)
+    make = (tuned_cells if sweep.questions else cells).make
+    return sweep, make(sweep, carry.check_data(sweep, dry=True))
+
+
+def dry_run_lines(*argv: object) -> list[str]:
+    return run_here("sweep", "--device", "cpu", *DRY, *argv).stdout.splitlines()
+
+
+def dry_run(*argv: object) -> list[list[str]]:
+    """The commands of a sweep, without the program, and without comments."""
+    return [command_words(line) for line in dry_run_lines(*argv) if not line.startswith("#")]
+
+
+def parse(words: list[str]) -> Namespace:
+    """A command's options; ``extra`` holds the flags for fairseq-train that follow a --."""
+    end = words.index("--") if "--" in words else len(words)
+    return Namespace(**{**vars(parser().parse_args(words[:end])), "extra": words[end + 1 :]})
+
+
+def flag(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def refusal(command: str, *argv: object) -> str:
+    """The line of a command that must fail with exactly one."""
+    done = run_here(command, *map(str, argv), ok=False)
+    assert done.returncode == 2 and done.stdout == "", done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def recipe_error(path: Path) -> str:
+    """Why a recipe's file is refused, in one line that names it."""
+    with pytest.raises(UserError) as caught:
+        recipes.load(str(path))
+    said = str(caught.value)
+    assert str(path) in said and "\n" not in said
+    return said
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
