@@ -9,15 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import held_encoding
 import pytest
 import torch
 from conftest import run, run_here
+from live_processes import HELD_ENCODING, processes_about, wait_for
 from sweep_commands import SMALL, refusal
 
 from fairseq_rpe.core import devices, files
@@ -42,17 +40,8 @@ def no_cluster(monkeypatch):
 @pytest.fixture(scope="module")
 def held(tmp_path_factory) -> list[str]:
     """The options of a training by ``held_encoding`` at random positions, which it notes."""
-    module = shutil.copy(held_encoding.__file__, tmp_path_factory.mktemp("held"))
+    module = shutil.copy(HELD_ENCODING, tmp_path_factory.mktemp("held"))
     return [*RUN, "--rpe", "held", "--rpe-module", module, "--positions-train", f"randomized:max={LARGEST}"]
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None, log: Path | None = None) -> None:
-    """Wait until it is true; ``process`` may not end before, and says in ``log`` why it did."""
-    deadline = time.monotonic() + 240
-    while not condition():
-        said = log.read_text()[-2000:] if log else ""
-        assert time.monotonic() < deadline and (process is None or process.poll() is None), said
-        time.sleep(0.02)
 
 
 def assert_same_model(a: Path, b: Path) -> None:
@@ -60,17 +49,6 @@ def assert_same_model(a: Path, b: Path) -> None:
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
-def processes_about(text: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if text in path.read_text(errors="replace"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def notes(folder: Path, rank: int = 0) -> list[dict]:

@@ -65,24 +65,6 @@ def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
         history.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b'title = "\xff"\n', "is not TOML: 'utf-8' codec can't decode"),
-        (b"a = " + b"[" * 200_000, "is not TOML: "),
-        (b'base = "../x/mine.toml"\n', "mine.toml is its own base"),
-        (b"", "lacks "),
-    ],
-)
-def test_a_damaged_recipe(content: bytes, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "x" / "mine.toml"
-    path.parent.mkdir()
-    path.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        recipes.load(str(path))
-    assert words in str(caught.value) and "mine.toml" in str(caught.value) and len(str(caught.value)) < 300
-
-
 def test_a_recipe_that_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").mkdir()
     (tmp_path / "b.toml").symlink_to("b.toml")

@@ -561,7 +561,10 @@ def refused_with(tmp_path):
     return refused_sweep
 
 
-@pytest.mark.parametrize("text", [b"title = ", b"[methods\n", b"a = 1\na = 2\n", b"\xff\xfe\x00"])
+NO_TOML = [b"title = ", b"[methods\n", b"a = 1\na = 2\n", b"\xff\xfe\x00", b"a = " + b"[" * 200_000]
+
+
+@pytest.mark.parametrize("text", NO_TOML, ids=range(len(NO_TOML)))
 def test_what_is_not_toml_is_refused(text, tmp_path, refused_with):
     path = tmp_path / "mine.toml"
     path.write_bytes(text)

@@ -10,16 +10,15 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import fake_slurm
-import held_encoding
 import pytest
 from conftest import run_here
+from live_processes import HELD_ENCODING, processes_about, wait_for
 from sweep_commands import BROKEN, SMALL, dry_run_lines, refusal, resolve_sweep, table
 
 from fairseq_rpe.core import files
@@ -123,21 +122,10 @@ def test_refusals_in_one_line(corpus, tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def submitit_jobs(out: Path) -> list[int]:
-    """The processes of submitit that carry out a sweep's job, one for each of its nodes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_text(errors="replace")
-            if f"-u\0-m\0submitit.core._submit\0{out}" in words and "\0srun\0" not in words:
-                found.append(int(path.parent.name))
-    return found
-
-
 def test_a_run_on_two_nodes_survives_preemption_and_a_busy_one_is_left_alone(corpus, tmp_path, cluster, monkeypatch):
     """One job is told to make room in the middle of its training, which ends the other node, and is requeued."""
     monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.2)
-    out, seen, module = tmp_path / "out", tmp_path / "seen", shutil.copy(held_encoding.__file__, tmp_path)
+    out, seen, module = tmp_path / "out", tmp_path / "seen", shutil.copy(HELD_ENCODING, tmp_path)
     seen.mkdir()
     (seen / "hold").write_text(str(FIRST))
     monkeypatch.setenv("HELD_NOTES", str(seen))
@@ -147,22 +135,19 @@ def test_a_run_on_two_nodes_survives_preemption_and_a_busy_one_is_left_alone(cor
 
     def preempt() -> None:
         """Once both nodes are held, with a checkpoint behind them."""
-        deadline = time.monotonic() + 240
         ranks = [seen / f"rank{n}.jsonl" for n in (0, 1)]
-        while not all(rank.exists() and len(rank.read_text().splitlines()) > FIRST for rank in ranks):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.02)
-        for job in submitit_jobs(out):
+        wait_for(lambda: ended.is_set() or all(r.exists() and r.read_text().count("\n") > FIRST for r in ranks))
+        for job in set(processes_about(f"-u\0-m\0submitit.core._submit\0{out}")) - set(processes_about("\0srun\0")):
             os.kill(job, signal.SIGUSR2)
         (seen / "hold").unlink()
 
-    watcher = threading.Thread(target=preempt)
+    watcher, ended = threading.Thread(target=preempt), threading.Event()
     watcher.start()
     with files.lock(out / "runs/nope-seed1/.lock", "busy"):
         done = run_here(*argv, ok=False, processes=True)
+    ended.set()
     watcher.join()
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     assert "nope-seed1 is already being run by a job of an earlier call: leaving it to that job" in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "nope-seed1 is not finished: another job is busy with it" in line
@@ -209,7 +194,7 @@ def test_a_failing_job_is_told_and_alone_submitted_again(corpus, tmp_path, monke
     assert first.returncode == 1 and len(errors) == 1
     assert "broken-seed1 is not finished, training is left: " in errors[0] and "this encoding is broken" in errors[0]
     assert "Traceback" not in first.stderr and "of alibi-seed1, broken-seed1\n" in first.stderr
-    assert logs.getvalue().startswith("error: broken-seed1 failed while training: ")
+    assert "error: broken-seed1 failed while training: " in logs.getvalue()
     assert [row["length"] for row in files.read_json_lines(out / "runs/alibi-seed1/eval.jsonl")] == [32, 64]
     # nothing is done twice: only the run that failed is submitted again
     last = out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -81,7 +80,8 @@ def test_a_sweep_notes_its_commands_and_environment(swept, corpus):
     state = files.read_json(out / "sweep.json")
     noted = state["commands"]
     assert list(noted) == ["alibi-seed1", "broken-seed1"] and list(noted["alibi-seed1"]) == ["training", "evaluating"]
-    assert state["data"] == str(corpus)
+    assert state["data"] == str(corpus) and state["encodings"] == ["alibi", "broken"]
+    assert state["lengths"] == [32, 64, 128] and state["seeds"] == [1]
     command = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module), *DRY)
     printed = run_here(*command).stdout.splitlines()
     assert [noted["alibi-seed1"]["training"], noted["alibi-seed1"]["evaluating"]] == [[line] for line in printed]
@@ -340,11 +340,6 @@ def test_the_bar_of_generated_tasks(tmp_path):
     _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
     results = local.Work.of(cell).results
     assert len(results) == cell.rows and results == sorted(results) and results[0] > 0
-
-
-def test_state_of_an_older_sweep_is_extended(swept):
-    state = json.loads((swept[0] / "sweep.json").read_text())
-    assert state["encodings"] == ["alibi", "broken"] and state["lengths"] == [32, 64, 128] and state["seeds"] == [1]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import checkpoint_with, run_here, with_vocabulary
+from live_processes import processes_about, wait_for
 from sweep_commands import (
     DRY,
     LAUNCHERS,
@@ -294,17 +294,6 @@ def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path
     assert not yarn.folder.train_log.exists()
 
 
-def training_processes(folder: Path) -> list[str]:
-    """The command lines of what trains into it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_text(errors="replace"))
-        except OSError:
-            continue
-    return [words for words in found if f"--save-dir\0{folder}" in words]
-
-
 def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path):
     """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
     out = tmp_path / "out"
@@ -318,16 +307,12 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen([*PROGRAM, *command, *QUIET], stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 240
-        while not any("fairseq_rpe.runs.launch" in words for words in training_processes(second)):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.01)
+        trainer = ("fairseq_rpe.runs.launch", f"--save-dir\0{second}")
+        wait_for(lambda: processes_about(*trainer), process, tmp_path / "log")
     finally:
         process.kill()
         process.wait()
-    while left := training_processes(second):
-        assert time.monotonic() < deadline, f"{left} outlived the sweep"
-        time.sleep(0.01)
+    wait_for(lambda: not processes_about(f"--save-dir\0{second}"))
     assert run_here(*command, *QUIET).stdout.count("| yarn") == 2  # a table for each text
     assert before == [path.stat().st_mtime_ns for path in finished]
 
