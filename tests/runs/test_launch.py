@@ -47,7 +47,8 @@ def held(tmp_path_factory) -> list[str]:
 def assert_same_model(a: Path, b: Path) -> None:
     first, second = (torch.load(CheckpointFolder(folder).last)["model"] for folder in (a, b))
     assert first.keys() == second.keys()
-    for name in first:
+    # a bias of all keys moves the scores of a query alike, so that its gradient is rounding alone
+    for name in (name for name in first if not name.endswith("k_proj.bias")):
         torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6, msg=name)
 
 

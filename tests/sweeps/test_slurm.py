@@ -88,9 +88,9 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     sweep, _ = resolve_sweep(*words)
     sweep = replace(sweep, base=replace(sweep.base, device="auto"))
     made = slurm.executor(sweep, given)
-    [job] = made.map_array(print, ["nothing"])
+    job, _ = made.map_array(print, ["nothing", "nothing"])
     [script] = submitted(cluster).values()
-    for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gres=gpu:4"):
+    for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gres=gpu:4", "array=0-1%2"):
         assert f"#SBATCH --{line}\n" in script
     assert "#SBATCH --requeue\n" in script and "gpus-per-node" not in script
     assert "\nmodule load cuda\nmodule load gcc\n" in script and job.paths.folder.parent == tmp_path / "out/slurm"
@@ -152,10 +152,10 @@ def test_a_run_on_two_nodes_survives_preemption_and_a_busy_one_is_left_alone(cor
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "nope-seed1 is not finished: another job is busy with it" in line
     [(number, script)] = submitted(cluster).items()
-    for setting in ("partition=gpu", "array=0-0%1", "nodes=2", "ntasks-per-node=1", "signal=USR2@"):
+    for setting in ("partition=gpu", "nodes=2", "ntasks-per-node=1", "signal=USR2@"):
         assert f"#SBATCH --{setting}" in script
     assert "-m submitit.core._submit" in script and "gpus" not in script
-    assert (cluster / f"{number}_0.requeued").exists()
+    assert (cluster / f"{number}.requeued").exists()
 
     run = out / "runs/held-seed1"
     state = files.read_json(run / "checkpoints/run.json")
