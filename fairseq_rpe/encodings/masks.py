@@ -74,7 +74,7 @@ class Maskable(nn.Module):
         """The same as a ``score_mod`` of torch's FlexAttention, a function of (score, batch, head, query, key).
 
         It adds the log-bias and makes scores of the future -inf, so that it is right without a ``block_mask``; one that
-        is causal makes FlexAttention faster. FIRE enters by its straight pieces: exact for networks of ReLUs.
+        is causal makes FlexAttention faster. A FIRE network of ReLUs enters by its straight pieces.
 
         Args:
             n: tokens that it serves, as many queries as keys, at positions 0 … n-1; fewer will do, more index past the

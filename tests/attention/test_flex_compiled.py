@@ -55,7 +55,6 @@ def inductor(monkeypatch):
         ("kerple_power", Pointwise),
         ("window:window=40", Pointwise),
         ("fire", Curve),
-        ("fire:activation=gelu", Curve),
     ],
 )
 def test_equals_reference(spec, kind):

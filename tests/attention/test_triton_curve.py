@@ -1,6 +1,5 @@
 """Curves (FIRE) on the Triton backend against the network run for every pair: outputs and all gradients."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ pytest.importorskip("triton", reason="needs the package triton")
 
 from test_triton import D, H, assert_same, both, left_padding, outputs_and_gradients
 
-from fairseq_rpe.attention import Plan, reference, sdpa
+from fairseq_rpe.attention import Plan, reference
 from fairseq_rpe.attention.curve import pieces_of
 from fairseq_rpe.attention.triton import refusal, triton, tuning
 from fairseq_rpe.core import Positions, UserError
@@ -75,15 +74,6 @@ def test_half_precision(spec, dtype):
         if name == f"mlp.{build(spec, H, H * D).config.hidden_layers}.bias":
             scale = a[name.replace("bias", "weight")].abs().max()
         assert error.square().mean().sqrt() <= (1e-3 if rounded else 1e-4) * scale, name
-
-
-def test_smooth_network(monkeypatch):
-    """GELU: the same pieces as the sdpa backend, here coarse ones, since the interpreter takes its time for each."""
-    monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.sdpa"), "CURVE_FROM", 2)
-    monkeypatch.setattr("fairseq_rpe.encodings.segments.FIRST", 64)
-    monkeypatch.setattr("fairseq_rpe.encodings.segments.CLOSE", 0.1)
-    a, b = (outputs_and_gradients(f, "fire:activation=gelu,init_L=10", 20) for f in (sdpa, triton))
-    assert_same(a, b, 2e-5)
 
 
 def test_the_same_again():
