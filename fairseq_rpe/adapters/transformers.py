@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..attention import choose
 from ..core import UserError
+from ..core.arguments import described
 from ..core.spec import canonical, parse
 from ..encodings import Encoding, build, names, normalise
 from ..encodings.base import registry
@@ -73,6 +74,8 @@ def use_encoding(
         UserError: a model, config or encoding that cannot be served; in a forward pass, what attention here does not
             do (sliding windows, packed texts, attention weights, caches of fixed size). Nothing is left out in silence.
     """
+    if not isinstance(encoding, Encoding | str):
+        raise UserError(f"encoding is a spec such as 'rope' or what build(...) returns, not {described(encoding)}")
     base, layers = _parts(model)
     config = base.config
     _check_config(config)

@@ -7,31 +7,11 @@ import torch
 from torch import Tensor
 
 from ..core import Positions, UserError
-from ..core.arguments import described
+from ..core.tensors import FLOATS, check_tensor
 from ..encodings import Encoding
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of queries, keys and values
 EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # each holds every whole number up to here
 MOST_DISTANCES = 1 << 24  # columns of a table of distances between tokens at positions of any spacing
-
-
-def check_tensor(name: str, x: Any) -> None:
-    """Check that an argument is a tensor whose numbers torch's plain operations can read.
-
-    Args:
-        name: of the argument, in the plural.
-        x: the argument.
-
-    Raises:
-        UserError: it is no tensor, sparse, nested or quantised, or on device "meta".
-    """
-    if not isinstance(x, Tensor):
-        raise UserError(f"{name} must be a torch tensor, not {described(x)}: convert it with torch.as_tensor")
-    if x.layout != torch.strided or x.is_nested or x.is_quantized:
-        kind = "nested" if x.is_nested else "quantised" if x.is_quantized else str(x.layout).removeprefix("torch.")
-        raise UserError(f"{name} must be a dense tensor, not a {kind} one: convert it, as with to_dense()")
-    if x.is_meta:
-        raise UserError(f"{name} are on device 'meta', where tensors have no values: create them on another device")
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:

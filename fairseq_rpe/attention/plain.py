@@ -1,5 +1,7 @@
 """Attention with any encoding for programs that have nothing but torch: a function, and a module with a cache."""
 
+import itertools
+import uuid
 from dataclasses import dataclass, field
 
 import torch
@@ -7,12 +9,16 @@ from torch import Tensor, nn
 
 from ..core import Positions, UserError
 from ..core.arguments import check_count, check_probability, described
+from ..core.spec import canonical
 from ..encodings import Encoding, build
 from ..encodings.contract import check_contract
 from .given import check_documents, check_fit, check_input, check_notes, check_shapes, positions_of
 from .layer import carry_out, check_separable, counted, exactly, plan_of, separated
 from .room import Room, followed
 from .select import choose
+
+_PROCESS = uuid.uuid4().hex  # numbers of layers are of this process: a cache that was saved does not know them
+_numbers = itertools.count()
 
 
 def attend(
@@ -118,22 +124,42 @@ def _stateless(spec: str, heads: int, width: int) -> Encoding:
 class Cache:
     """Keys and values (B, H, m, D) of the m tokens that a ``RelativeAttention`` has seen, keys not turned; and notes.
 
-    They are views of ``rooms``, memory with room for more; without it, as after a change of k and v, they are copied.
+    ``layer`` identifies the layer that filled it. Keys and values are views of ``rooms``, memory with room for more;
+    without it, as after a change of k and v, they are copied.
     """
 
     k: Tensor | None = None
     v: Tensor | None = None
     notes: Tensor | None = None
     rooms: tuple[Room | None, ...] = field(default=(None, None, None), repr=False)
+    layer: tuple[str, int, str] | None = field(default=None, repr=False)  # process, number and encoding of its layer
 
     def __len__(self) -> int:
         return 0 if self.k is None else self.k.shape[2]
 
-    def followed_by(self, *new: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Its keys, values and notes and then these (B, H, n, D).
+    def check_layer(self, layer: tuple[str, int, str]) -> None:
+        """Check that a layer may continue what is in the cache.
+
+        Of a layer of another process, where a saved cache is from, the encoding alone is compared.
 
         Raises:
-            UserError: the cache is of another batch, or of a layer with other heads, dtype, device or notes.
+            UserError: another layer filled it.
+        """
+        if not len(self) or self.layer is None or self.layer == layer:
+            return
+        if self.layer[0] != layer[0] and self.layer[2] == layer[2]:
+            return
+        if self.layer[:2] != layer[:2]:
+            raise UserError(
+                f"the cache is of another layer, with {self.layer[2]}, and this layer has {layer[2]}: each layer needs "
+                "a cache of its own, of new_cache()"
+            )
+
+    def followed_by(self, layer: tuple[str, int, str], *new: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Its keys, values and notes and then these (B, H, n, D) of a layer.
+
+        Raises:
+            UserError: the cache is of another batch or another layer, or of another dtype or device.
         """
         old = self.k, self.v, self.notes
         if old[0] is None or new[0] is None:
@@ -149,6 +175,7 @@ class Cache:
                     f"the cache holds {name} ({held}), and this layer adds {name} ({added}): each layer needs a cache "
                     "of its own, in one dtype and on one device"
                 )
+        self.check_layer(layer)
         all_of = zip(self.rooms, old, new, strict=True)
         found = [(y, None) if x is None or y is None else followed(room, x, y) for room, x, y in all_of]
         self.rooms = tuple(room for _, room in found)
@@ -229,6 +256,7 @@ class RelativeAttention(nn.Module):
         choose(backend, [encoding])
         self.width, self.heads, self.dropout, self.backend = width, heads, dropout, backend
         self.encoding = encoding
+        self._number = _PROCESS, next(_numbers)
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width, bias) for _ in range(4))
 
     def new_cache(self) -> Cache:
@@ -272,8 +300,9 @@ class RelativeAttention(nn.Module):
         )
         with exactly(x):
             notes = self.encoding.note(x)
+        layer = (*self._number, canonical(type(self.encoding).__name__, self.encoding.config))
         if cache is not None:
-            k, v, notes = cache.followed_by(k, v, notes)
+            k, v, notes = cache.followed_by(layer, k, v, notes)
         out = attend(
             q,
             k,
@@ -287,6 +316,7 @@ class RelativeAttention(nn.Module):
             backend=self.backend,
         )
         if cache is not None:  # only now: what was refused is not in it
+            cache.layer = layer
             cache.k, cache.v, cache.notes = k, v, notes
         return self.out_proj(out.transpose(1, 2).flatten(2))
 

@@ -8,10 +8,13 @@ from typing import Any
 
 from .errors import UserError
 
+LARGEST_COUNT = 1 << 53  # what a float64 counts: torch refuses larger sizes with an error of its own
 _LONGEST = 40  # characters of a value that a message shows
 
 
-def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = False) -> None:
+def check_count(
+    name: str, value: Any, minimum: int = 1, *, optional: bool = False, maximum: int = LARGEST_COUNT
+) -> None:
     """Check that an argument is an integer, of Python's or of another package.
 
     Args:
@@ -19,16 +22,19 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
         value: the argument.
         minimum: smallest integer allowed.
         optional: whether None is allowed.
+        maximum: largest integer allowed.
 
     Raises:
-        UserError: it is not an integer, or below ``minimum``.
+        UserError: it is not an integer, below ``minimum`` or above ``maximum``.
     """
-    if (type(value) is int and value >= minimum) or (value is None and optional):
+    if (type(value) is int and minimum <= value <= maximum) or (value is None and optional):
         return
     try:
         valid = not isinstance(value, bool) and operator.index(value) >= minimum
     except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises any of them
         valid = False
+    if valid and operator.index(value) > maximum:
+        raise UserError(f"{name} must be at most {maximum}, not {described(operator.index(value))}")
     if not valid:
         raise UserError(
             f"{name} must be an integer of at least {minimum}{' or None' if optional else ''}, not {described(value)}"

@@ -1,11 +1,13 @@
 """Errors that a user is meant to read, and the one line that each is told in."""
 
+import contextlib
 import errno
 import importlib.util
 import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 
 DEBUG = "FAIRSEQ_RPE_DEBUG"  # set for the children of a command that is to show tracebacks
 
@@ -49,6 +51,7 @@ _MEMORY = "choose smaller lengths, batches, heads or widths, or a machine with m
 _FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf", "hydra")  # what comes with the extra of that name
 _FAIRSEQ_PLATFORM = "Linux on x86-64 with Python 3.11 or 3.12"  # for which its wheels are built
 _TORCH_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|CUDA out of memory")
+_TOO_LARGE = re.compile(r"can't allocate memory|out of memory|overflow", re.IGNORECASE)
 _LIBRARY = re.compile(r"([^\s:]+): failed to map segment from shared object")
 
 
@@ -113,6 +116,24 @@ def _library_line(error: BaseException) -> str | None:
         f"not enough memory to load {match[1]}: raise the limit of address space (ulimit -v), or end other programs; "
         "if neither is short, see whether the library's disk is mounted with noexec"
     )
+
+
+@contextlib.contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Turn an error of torch's allocators into one line.
+
+    Args:
+        what: is allocated within.
+
+    Raises:
+        UserError: this machine's memory is too small for it.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or _TOO_LARGE.search(str(error)):
+            raise UserError(f"not enough memory for {what}: choose a smaller one") from error
+        raise
 
 
 def told(error: BaseException) -> str | None:

@@ -282,6 +282,7 @@ def check_replaced(flag: str, path: Path, suffix: str) -> None:
         UserError: the file exists and has another suffix, or the name of a record of this package; or it cannot be
             written.
     """
+    check_kind(flag, path)
     if path.exists() and (path.suffix != suffix or path.name in _RECORDS):
         raise UserError(f"{flag} {shown(path)} exists and would be replaced: name another one, which ends in {suffix}")
     check_file(flag, path)

@@ -6,10 +6,23 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
+from .arguments import described
 from .errors import UserError, shown
 from .spec import Option, canonical, configure, nearest, options_of, parse
 
 T = TypeVar("T")
+
+
+def _place(item: Any) -> str:
+    """A class, function or other object by its kind, its name and where it begins."""
+    if not isinstance(item, type) and not inspect.isfunction(item):
+        return described(item)
+    kind = "the class" if isinstance(item, type) else "the function"
+    try:
+        place = f" ({shown(inspect.getsourcefile(item) or '')}:{inspect.getsourcelines(item)[1]})"
+    except (OSError, TypeError):  # typed into an interpreter
+        place = ""
+    return f"{kind} {item.__name__}{place}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,11 @@ class Registry(Generic[T]):
         """Class decorator: ``@registry.register("alibi")``."""
 
         def add(item: T) -> T:
+            if not isinstance(item, type) or not hasattr(item, "Config"):
+                raise UserError(
+                    f"@register('{shown(name)}') is on {_place(item)}, which is no {self.kind}: put it on a class that "
+                    f"is derived from one of the base classes of {self.group}"
+                )
             if name in self._table and self._table[name] is not item:
                 raise UserError(f"{self.kind} '{name}' is registered twice: rename one of them")
             self._table[name] = item

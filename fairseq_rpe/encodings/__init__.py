@@ -9,6 +9,7 @@ from pathlib import Path
 from ..core import UserError, option
 from ..core.arguments import check_count, check_text, check_texts, described
 from ..core.contract import call, is_shipped
+from ..core.errors import enough_memory
 from ..core.files import file_digest
 from . import (  # noqa: F401  (registers)
     absolute,
@@ -81,11 +82,13 @@ def build(
     check_count("width", width)
     check_count("length", length, optional=True)
     check_texts("symbols", symbols)
+    heads, width, length = int(heads), int(width), None if length is None else int(length)  # of numpy or torch
     cls, _, config = registry.resolve(spec)
     if width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
     if is_shipped(cls):
-        return cls(config, heads, width, length, symbols)
+        with enough_memory(f"'{spec}' of width {width} and length {length}"):
+            return cls(config, heads, width, length, symbols)
     encoding: Encoding = call(cls, "setup", cls, config, heads, width, length, symbols)
     check_contract(encoding, len(symbols or ()))
     return encoding

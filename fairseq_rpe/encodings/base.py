@@ -9,9 +9,12 @@ from torch import Tensor
 
 from ..core import Form, LogWeight, Pair, Pointwise, Positions, Registry, Toeplitz, UserError, block
 from ..core.arguments import check_count
+from ..core.errors import enough_memory
+from ..core.tensors import check_embedded
 from .doors import Doors
 
 _WIDE = (torch.float32, torch.float64)
+_SMALL_TABLE = 1 << 16  # distances; a table of so many takes no time
 
 
 class Encoding(Doors):
@@ -112,11 +115,12 @@ class Encoding(Doors):
         if self.of_content or self.reads_tokens:
             raise UserError(f"{type(self).__name__} depends on what the tokens are: there is no bias of the distance")
         first = next(self.parameters(), None)
-        pos = Positions.arange(1, n, dtype=torch.float64, device=None if first is None else first.device)
-        form = self.form(pos)
-        if form is None:
-            return pos.k.new_zeros(self.heads, n)
-        return block(form, pos)[0, :, 0].flip(-1)
+        with enough_memory(f"a profile of {n} distances"):
+            pos = Positions.arange(1, n, dtype=torch.float64, device=None if first is None else first.device)
+            form = self.form(pos)
+            if form is None:
+                return pos.k.new_zeros(self.heads, n)
+            return block(form, pos)[0, :, 0].flip(-1)
 
     def series(self) -> list[str] | list[LogWeight] | None:
         """ln b_n = bias(n) of each head as a formula in n, H of them; None where no formula is known.
@@ -151,6 +155,16 @@ registry: Registry[type[Encoding]] = Registry(
 register = registry.register
 
 
+def reach_of(pos: Positions, step: float) -> int:
+    """Number of distances, 0 and multiples of ``step``, up to the longest one at these positions."""
+    return pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / step)) + 1
+
+
+def is_far(pos: Positions, reach: int) -> bool:
+    """Whether a table of ``reach`` distances has more entries than there are pairs of tokens, and is not small."""
+    return reach > max(_SMALL_TABLE, pos.q.numel() * pos.k.shape[1])
+
+
 class DistanceBias(Encoding):
     """An additive bias that depends on the distance alone. Fill ``bias``.
 
@@ -175,11 +189,12 @@ class DistanceBias(Encoding):
         return type(self).form is DistanceBias.form and not self.reads_length
 
     def form(self, pos: Positions) -> Form:
-        if pos.step is None and type(self).bias is DistanceBias.bias:
+        reach = 0 if pos.step is None else reach_of(pos, pos.step)
+        by_pair = pos.step is None or is_far(pos, reach)
+        if by_pair and type(self).bias is DistanceBias.bias:
             return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
-        if pos.step is None:
+        if pos.step is None or by_pair:
             return Pair(self._pairwise)
-        reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / pos.step)) + 1
         return Toeplitz(self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step)
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
@@ -212,6 +227,7 @@ class Absolute(Encoding):
         raise NotImplementedError
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
+        check_embedded(x, pos, self.width)
         return x + self.vectors(pos.q).to(x.dtype)
 
 

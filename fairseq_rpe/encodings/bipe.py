@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import Form, Positions, UserError, option
+from ..core.tensors import check_embedded
 from .absolute import Sinusoidal
 from .alibi import Alibi, slopes
 from .base import Encoding, register
@@ -136,6 +137,7 @@ class Bipe(Encoding):
         return Segments(segments[:, -pos.q.shape[1] :], segments, 1.0, contiguous=False)
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
+        check_embedded(x, pos, self.width)
         place = self.counted(pos)[1][:, -x.shape[1] :]
         if self.table is None:
             return x + self.waves.vectors(place.to(pos.k.dtype)).to(x.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import Positions, UserError, option
+from ..core.tensors import check_embedded
 from .base import Encoding, register
 
 
@@ -44,6 +45,7 @@ class Complex(Encoding):
         self.frequencies = nn.Parameter(start.repeat(words, 1) if self.reads_tokens else start)
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
+        check_embedded(x, pos, self.width)
         phase = pos.q[..., None] * self._of(pos, x.shape[1]).to(pos.q.dtype)
         cos, sin = phase.cos(), phase.sin()
         real, imaginary = x.to(phase.dtype).chunk(2, dim=-1)

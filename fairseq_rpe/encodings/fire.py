@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core import Curve, LogWeight, Pair, Positions, option
 from .base import PairBias, register
-from .segments import Stage, straight_pieces
+from .segments import Stage, is_piecewise_linear, straight_pieces
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
@@ -44,7 +44,7 @@ class Fire(PairBias):
         )
         init_c: float = option(0.1, "initial c", above=0)
         init_L: float = option(512.0, "initial L in tokens", above=0)
-        exact: bool = option(False, "run f for every pair, as the published listing does; false: f's straight pieces")
+        exact: bool = option(False, "run f for every pair, as published and for GELU; false: by f's straight pieces")
 
     formula = "f(psi(i-j) / psi(max(L, i))),  psi(x) = ln(c·x + 1),  f: MLP, c and L learned"
     paper = "Li et al. 2024 (arXiv 2310.04418), Eq. 4"
@@ -89,10 +89,12 @@ class Fire(PairBias):
         return [(layer.weight, layer.bias, _ACTIVATIONS[a]) for layer, a in zip(layers, names, strict=True)]
 
     def form(self, pos: Positions) -> Pair:
-        if self.config.exact or not pos.contiguous:
+        stages = self.stages()
+        # a smooth network has no straight pieces, and pieces that are close have wrong derivatives
+        if self.config.exact or not pos.contiguous or not is_piecewise_linear(stages):
             return Pair(self.bias)
         d = torch.arange(pos.k.shape[1], device=pos.k.device, dtype=pos.k.dtype) * pos.step
-        pieces = functools.partial(straight_pieces, self.stages(), dtype=pos.k.dtype)
+        pieces = functools.partial(straight_pieces, stages, dtype=pos.k.dtype)
         return Curve(self.bias, far=self.psi(d), near=1 / self.threshold(pos.q), pieces=pieces)
 
     def scalars(self) -> dict[str, Tensor]:

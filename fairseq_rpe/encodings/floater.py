@@ -6,11 +6,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..core import Positions, option
+from ..core import Positions, UserError, option
 from .base import Encoding, register
 from .ode import Solution, need_solver, overflow, solve
 
 QUERY, KEY, VALUE = range(3)
+MOST_STEPS = 1 << 24  # of the solver: float32 cannot tell later times apart
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Floater(Encoding):
         if count <= len(known):
             return known
         steps, first = self.config.steps, len(known) - 1
+        if (count - 1) * steps > MOST_STEPS:
+            raise UserError(
+                f"'floater' takes {steps} steps to each position, and position {count - 1} is too far for that: use "
+                f"positions up to {MOST_STEPS // steps}"
+            )
         times = torch.arange(first * steps, (count - 1) * steps + 1, dtype=torch.float64, device=known.device)
         times = (times * (self.config.dt / steps)).to(known.dtype)
         return torch.cat([known, solve(self.flow, known[-1], times, steps, adjoint=self.config.adjoint)[1:]])

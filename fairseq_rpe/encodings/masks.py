@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..core import Form, Positions, Region, UserError, block
 from ..core.arguments import check_count, described
+from ..core.errors import enough_memory
 from ..core.scores import score_mod
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # a mask needs -inf, which float8 lacks
@@ -65,16 +66,17 @@ class Maskable(nn.Module):
             raise UserError(
                 f"a mask of log-biases needs a floating-point dtype of 16 bits or more, not {kind}: use torch.float32"
             )
-        form, pos = self._additive(n, torch.promote_types(dtype, torch.float32), device)
-        bias = pos.k.new_zeros(self.heads, n, n) if form is None else block(form, pos)[0]
-        future = torch.ones(n, n, dtype=torch.bool, device=bias.device).triu(1)
-        return bias.masked_fill(future, float("-inf")).to(device=device, dtype=dtype)
+        with enough_memory(f"a mask of {n} tokens"):
+            form, pos = self._additive(n, torch.promote_types(dtype, torch.float32), device)
+            bias = pos.k.new_zeros(self.heads, n, n) if form is None else block(form, pos)[0]
+            future = torch.ones(n, n, dtype=torch.bool, device=bias.device).triu(1)
+            return bias.masked_fill(future, float("-inf")).to(device=device, dtype=dtype)
 
     def score_mod(self, n: int, *, device: torch.device | str | None = None) -> Callable[..., Tensor]:
         """The same as a ``score_mod`` of torch's FlexAttention, a function of (score, batch, head, query, key).
 
         It adds the log-bias and makes scores of the future -inf, so that it is right without a ``block_mask``; one that
-        is causal makes FlexAttention faster. FIRE enters by its straight pieces: exact for networks of ReLUs.
+        is causal makes FlexAttention faster. A FIRE network of ReLUs enters by its straight pieces.
 
         Args:
             n: tokens that it serves, as many queries as keys, at positions 0 … n-1; fewer will do, more index past the
@@ -93,8 +95,9 @@ class Maskable(nn.Module):
         >>> torch.allclose(y, attend(q, k, v, alibi), atol=1e-6)
         True
         """
-        form, pos = self._additive(n, torch.float32, device)
-        add = score_mod(form, pos, 1)
+        with enough_memory(f"a score_mod of {n} tokens"):
+            form, pos = self._additive(n, torch.float32, device)
+            add = score_mod(form, pos, 1)
 
         def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return torch.where(j <= i, score if add is None else add(score, b * 0, h, i, j), float("-inf"))

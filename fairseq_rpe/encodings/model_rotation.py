@@ -133,5 +133,10 @@ def _check_scaling(
     own = next((option for option, quantity in options.items() if quantity == "scaling"), None)
     if not model.scaling or (own in stated if own else model.spec and name == parse(model.spec)[0]):
         return
+    if model.scaling == "longrope" and name == "longrope" and "factors" in stated:
+        return
     remedy = f"name a scaling, if need be {own}=none" if own else "use rope, which has scalings"
+    if model.scaling == "longrope":
+        factors = "longrope:factors=…,factor=…, with the long_factor of the model's config or factors of your own"
+        remedy = f"{remedy}, or use {factors}" if own else f"use {factors}"
     raise UserError(f"the model's own rotation is scaled ({model.scaling}), and '{spec}' would drop that: {remedy}")

@@ -6,8 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..core import ByQuery, Form, Levels, Positions, Sum, option
-from .base import Encoding, register
+from ..core import ByQuery, Dense, Form, Levels, Positions, Sum, option
+from .base import Encoding, is_far, reach_of, register
 
 
 @register("transformer_xl")
@@ -47,10 +47,21 @@ class TransformerXL(Encoding):
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
         step, scale = pos.step or 1.0, q.shape[-1] ** -0.5
-        reach = pos.k.shape[1] if pos.contiguous else int(torch.round((pos.q.max() - pos.k.min()) / step)) + 1
+        of_key = torch.matmul(k, (self.u * scale).to(k.dtype)[:, :, None])[..., 0]
+        levels = Levels(of_key.new_zeros(1).expand(q.shape[:3]), of_key)
+        query, reach = (q + self.v.to(q.dtype)[:, None]) * scale, reach_of(pos, step)
+        if is_far(pos, min(reach, int(self.config.clamp / step) + 2) if self.config.clamp else reach):
+            return Sum((self._by_pair(query, pos), levels))
         d = torch.arange(reach, device=q.device, dtype=q.dtype) * step
         if self.config.clamp:
             d = d[: int(self.config.clamp / step) + 2].clamp_max(self.config.clamp)
-        of_key = torch.matmul(k, (self.u * scale).to(k.dtype)[:, :, None])[..., 0]
-        by_distance = ByQuery((q + self.v.to(q.dtype)[:, None]) * scale, self.vectors(d), step=step)
-        return Sum((by_distance, Levels(of_key.new_zeros(1).expand(q.shape[:3]), of_key)))
+        return Sum((ByQuery(query, self.vectors(d), step=step), levels))
+
+    def _by_pair(self, query: Tensor, pos: Positions) -> Dense:
+        """The same of tokens so far apart that there are more distances than pairs: query (B, H, n, D)."""
+        d = (pos.q[:, :, None] - pos.k[:, None]).clamp_min(0).to(query.dtype)  # (B or 1, n, m)
+        if self.config.clamp:
+            d = d.clamp_max(self.config.clamp)
+        # (H, B or 1, n, m, D) · (B, H, n, D) -> (B, H, n, m)
+        vectors = self.vectors(d.flatten()).unflatten(1, d.shape).expand(-1, len(query), -1, -1, -1)
+        return Dense(torch.einsum("hbnmd,bhnd->bhnm", vectors, query))

@@ -207,3 +207,61 @@ def test_caches():
     for value in ({}, (X, X), "cache", 3, Cache):
         assert_refused(lambda value=value: layer(ROWS, value), "cache is what new_cache() returns")
     assert len(cache) == N
+
+
+def test_meta_of_one_argument_is_singular():
+    assert_refused(lambda: attend(X.to("meta"), X, X, "alibi"), "q is on device 'meta'")
+
+
+@pytest.mark.parametrize("spec", ["sinusoidal", "learned", "complex:frequencies=dimension"])
+def test_what_is_embedded(spec):
+    encoding, at = build(spec, H, H * D, 9), Positions.arange(N)
+    for x in (ROWS.tolist(), ROWS[..., :8], ROWS[0], ROWS.to("meta"), ROWS.long(), None):
+        assert_refused(lambda x=x: encoding.embed(x, at), "x ")
+    for other in (torch.arange(N), None, Positions.arange(N - 1), Positions.arange(N, device="meta")):
+        assert_refused(lambda other=other: encoding.embed(ROWS, other), "positions ")
+    assert encoding.embed(ROWS, at).shape == ROWS.shape
+
+
+def test_caches_of_other_layers_of_the_same_size():
+    alibi = build("alibi", H, H * D)
+    layers = [RelativeAttention(H * D, H, spec) for spec in ("rope", alibi, alibi, "alibi")]
+    cache = layers[0].new_cache()
+    layers[0](ROWS, cache)
+    for other in layers[1:]:
+        assert_refused(lambda other=other: other(ROWS, cache), "of another layer, with Rope", "Alibi")
+    cache.layer = "another process", 0, cache.layer[2]  # as one that was saved
+    layers[0](ROWS, cache)
+    assert len(cache) == 2 * N
+
+
+@pytest.mark.parametrize("spec", ["sandwich", "transformer_xl", "transformer_xl:clamp=100000"])
+def test_far_positions_need_no_table_of_all_distances(spec, monkeypatch):
+    """What they give equals what a table of the distances, here a short one, gives."""
+    encoding, at = build(spec, H, H * D).double(), torch.arange(0, 5 * 40_000, 40_000, dtype=torch.float64)
+    far = attend(X.double(), X.double(), X.double(), encoding, positions=at)
+    monkeypatch.setattr("fairseq_rpe.encodings.base._SMALL_TABLE", 1 << 20)
+    torch.testing.assert_close(far, attend(X.double(), X.double(), X.double(), encoding, positions=at))
+
+
+def test_positions_that_no_solver_reaches():
+    floater = build("floater", H, H * D)
+    assert_refused(lambda: attend(X, X, X, floater, positions=torch.arange(N) * 8e5 * 5), "'floater'", "up to 3355443")
+
+
+@pytest.mark.parametrize("spec", ["learned", "tupe", "music"])
+def test_sizes_that_no_memory_holds(spec):
+    assert_refused(lambda: build(spec, 4, 64, 10**30), "length must be at most")
+    assert_refused(lambda: build(spec, 4, 64, 10**13), "not enough memory for", spec)
+    alibi = build("alibi", H, H * D)
+    for call in (alibi.profile, alibi.mask, alibi.score_mod):
+        assert_refused(lambda call=call: call(10**12), "not enough memory for", "1000000000000")
+        assert_refused(lambda call=call: call(10**30), "must be at most")
+
+
+def test_what_is_registered_is_a_class():
+    def bias(d):
+        return -d
+
+    assert_refused(lambda: encodings.register("x")(bias), "the function bias", "test_arguments.py:", "is no encoding")
+    assert_refused(lambda: encodings.register("x")(Cache), "the class Cache")

@@ -80,7 +80,6 @@ def backward(monkeypatch):
         ("fire", padded(131)),
         (dense, {"n": 131, "padding": left_padding(131)}),
         ("kerple_power", {"n": 131, "pos": warped(131), "padding": left_padding(131)}),
-        pytest.param("fire:threshold=none,activation=gelu", padded(131), marks=pytest.mark.release),
         pytest.param("t5_bias", padded(131), marks=pytest.mark.release),
         pytest.param("nope", padded(131), marks=pytest.mark.release),
     ],

@@ -59,7 +59,6 @@ def release(*values):
         release("kerple_power", Pointwise),
         release("window:window=40", Pointwise),
         release("fire", Curve),
-        release("fire:activation=gelu", Curve),
     ],
 )
 def test_equals_the_reference(spec, kind):

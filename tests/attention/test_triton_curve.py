@@ -1,12 +1,11 @@
 """Curves (FIRE) on the Triton backend against the network run for every pair: outputs and all gradients."""
 
-import importlib
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from calls import INPUTS, D, H, assert_same, compare, in_documents, outcome, padded
+from calls import INPUTS, D, H, compare, in_documents, outcome, padded
 from conftest import DEVICE
 
 pytest.importorskip("triton", reason="needs the package triton")
@@ -66,14 +65,6 @@ def test_half_precision(spec, dtype):
         if name == f"mlp.{build(spec, H, H * D).config.hidden_layers}.bias":
             scale = a[name.replace("bias", "weight")].abs().max()
         assert error.square().mean().sqrt() <= (1e-3 if name in INPUTS else 1e-4) * scale, name
-
-
-def test_smooth_network(monkeypatch):
-    """GELU: the same pieces as the sdpa backend, here coarse ones, since the interpreter takes its time for each."""
-    monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.sdpa"), "CURVE_FROM", 2)
-    monkeypatch.setattr("fairseq_rpe.encodings.segments.FIRST", 64)
-    monkeypatch.setattr("fairseq_rpe.encodings.segments.CLOSE", 0.1)
-    assert_same(*(outcome(name, "fire:activation=gelu,init_L=10", 20, rows=1) for name in ("sdpa", "triton")))
 
 
 def test_the_same_again():

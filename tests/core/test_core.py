@@ -68,10 +68,11 @@ def test_bad_specs_are_one_line(spec, words):
 
 def test_registry_refuses_duplicates_and_suggests():
     registry = Registry("thing", "no.such.group")
-    registry.register("alpha")(int)
-    registry.register("alpha")(int)  # the same object again is no duplicate
+    one, two = (type(name, (), {"Config": Example}) for name in ("One", "Two"))
+    registry.register("alpha")(one)
+    registry.register("alpha")(one)  # the same object again is no duplicate
     with pytest.raises(UserError, match="registered twice"):
-        registry.register("alpha")(str)
+        registry.register("alpha")(two)
     with pytest.raises(UserError, match="unknown thing 'alhpa'.*did you mean 'alpha'.*known: alpha"):
         registry.get("alhpa")
 

@@ -464,7 +464,7 @@ def test_malformed_recipes_are_refused(change, words, tmp_path):
     [
         ('rpe = "rope:scaling=linear,factor=2"\ncontinues', 'rpe = "fire"\ncontinues', "'fire' has other parameters"),
         ('rpe_eval = "rope:scaling=linear,factor=2"', 'rpe_eval = "fire"', "'fire' has other parameters than 'rope'"),
-        ("updates = 2,", "updates = 1,", "a warm-up of 1 is not below the 1 updates"),
+        ("updates = 2,", "updates = 1,", "raise --updates to at least 2"),
     ],
 )
 def test_methods_that_do_not_fit_are_refused_before_training(place, corpus, old, new, words, launcher):
