@@ -107,6 +107,7 @@ def test_a_model_refuses_documents_that_it_would_not_separate(task):
     [
         ({"documents": torch.zeros(1, 5, dtype=torch.int64)}, r"shape \(1, 4\)"),
         ({"documents": torch.zeros(1, 4)}, "float32"),
+        ({"documents": [[0, 0, 1, 1]]}, "documents must be a torch tensor, not of type list"),
         ({"positions": torch.arange(4)}, "leave positions out"),
         ({"padding": torch.zeros(1, 4, dtype=torch.bool)}, "leave padding out"),
         ({"q": Q[:, :, 2:], "documents": torch.zeros(1, 2, dtype=torch.int64)}, "give all queries"),

@@ -580,6 +580,14 @@ def test_destination_may_be_a_link_or_an_empty_folder(rows: Path, tmp_path: Path
     assert tmp_path.joinpath("elsewhere").stat().st_mode == tmp_path.joinpath("folder").stat().st_mode
 
 
+def test_the_current_folder_is_not_replaced(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder/inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "folder/inner")
+    for dest in (Path(), Path("..")):
+        assert "is the current folder or one above it" in refused(quick(dest, rows))
+    assert list(tmp_path.joinpath("folder").rglob("*")) == [tmp_path / "folder/inner"]
+
+
 def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path) -> None:
     dest = tmp_path / "folder"
     dest.mkdir()
@@ -951,6 +959,7 @@ def test_blocks_of_text_are_decoded_across_their_ends(tmp_path: Path, monkeypatc
     [
         (["--valid", "a.txt", "--test", "a.txt", "--seed", "3"], "--seed has no effect"),
         (["--valid", "a.txt", "--test", "a.txt", "--test-fraction", "0.1"], "--test-fraction has no effect"),
+        (["--seed", "٣"], "'٣' is not a whole number"),
         (["--tokenizer", "words", "--sample-bytes", "200000"], "--sample-bytes is for a vocabulary that bpe learns"),
         (["--vocab-from", "other", "--sample-bytes", "200000"], "--sample-bytes is for a vocabulary that bpe learns"),
     ],

@@ -261,6 +261,12 @@ def test_the_picture_of_delta_says_what_delta_is():
         assert "δ(i, j) = ‖o_i − o_i^j‖" in said and "its j nearest keys" in said and "bound" in said
 
 
+def test_the_picture_of_delta_is_drawn_where_no_key_can_be_left_out():
+    zero = torch.zeros(1, 1)
+    figure = fields.truncated([fields.Lost("alibi", 1, 1, [1], zero, zero)])
+    assert figure.axes[0].get_yscale() == "linear"
+
+
 def test_erf_and_trf_are_a_curve_for_each_method_side_by_side():
     found = masses(["alibi", "type1"])
     plain = fields.Mass("rope", 16, found[0].mass, None)

@@ -153,7 +153,7 @@ def test_a_cosine_that_is_none_is_refused(asked, words):
 
 
 TOO_LONG = [{"warmup": 100, "updates": 100}, {"warmup": 101, "updates": 100, "schedule": "linear"}, {"warmup": 400}]
-TOO_LONG += [{"updates": 1}, {"warmup": 3000, "algorithm": "copy", "data": None}]
+TOO_LONG += [{"warmup": 3000, "algorithm": "copy", "data": None}]
 
 
 @pytest.mark.parametrize(("updates", "warmup"), [(None, 80), (400, 80), (5000, 80), (100, 20), (7, 1), (2, 1)])
@@ -165,6 +165,11 @@ def test_the_default_warmup_takes_at_most_a_fifth_of_the_updates(updates, warmup
 def test_a_warmup_that_takes_all_updates_is_refused(asked):
     with pytest.raises(UserError, match="a warm-up of .* is not below the .* updates .*lower --warmup or raise"):
         plan(replace(ASKED, **asked), "")
+
+
+def test_a_training_of_one_update_is_refused():
+    with pytest.raises(UserError, match="raise --updates to at least 2"):
+        plan(replace(ASKED, updates=1), "")
 
 
 def test_a_warmup_below_the_updates_is_kept_as_stated():

@@ -132,6 +132,10 @@ def test_refusals_in_one_line(swept, corpus, tmp_path):
     with files.lock(out / ".lock", "busy"):
         assert "another sweep is running" in refused("alibi", *own, to=out)
     assert "holds no sweep.json" in refusal("report", tmp_path)
+    cell = next((out / "runs").iterdir())
+    for folder in (cell, cell / "checkpoints"):
+        assert "is the folder of a run" in refused("alibi", to=folder)
+    assert "is a sweep's folder" in refusal("train", corpus, "--rpe", "alibi", "--save-dir", out)
 
 
 def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path):
