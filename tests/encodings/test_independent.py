@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+from types import ModuleType
 
 import pytest
 import torch
-from numeric import exact
 
 from fairseq_rpe import attend
+from fairseq_rpe.attention.skewed import quick_block
+from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.encodings.t5 import bucket
 
-pytest.importorskip("transformers")
-importlib.import_module("fairseq_rpe.adapters.present")  # for its way with torchaudio
+
+def library(name: str) -> ModuleType:
+    """The module, or skip where the package is not installed; one that is and does not load is a failure."""
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if package == "transformers":
+        importlib.import_module("fairseq_rpe.adapters.present")  # for its way with torchaudio
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.fail(f"{package} is installed and {name} does not load ({error}): repair it or remove it")
 
 
 @pytest.mark.parametrize("heads", [8, 12, 16, 6])
 def test_alibi_of_bloom(heads):
-    bloom = importlib.import_module("transformers.models.bloom.modeling_bloom")
+    bloom = library("transformers.models.bloom.modeling_bloom")
     n = 33
     theirs = bloom.build_alibi_tensor(torch.ones(1, n, dtype=torch.long), heads, torch.float32)[:, 0]
     ours = build("alibi", heads, heads * 8).profile(n).flip(-1).float()
     # Bloom adds k·j to every row, which softmax cannot tell from -k·(i - j)
     torch.testing.assert_close(theirs - theirs[:, -1:], ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (64, 128), (32, 500)])
+def test_buckets_of_t5(buckets, far):
+    t5 = library("transformers.models.t5.modeling_t5")
+    d = torch.arange(1500)
+    theirs = t5.T5Attention._relative_position_bucket(-d, bidirectional=False, num_buckets=buckets, max_distance=far)
+    assert torch.equal(bucket(d.float(), buckets, far), theirs)
+
+
+@pytest.mark.parametrize("heads", [8, 12])
+def test_alibi_of_x_transformers(heads):
+    theirs_all = library("x_transformers.x_transformers")
+    n = 21
+    theirs = theirs_all.AlibiPositionalBias(heads=heads, total_heads=heads)(n, n)[:, -1].flip(-1)
+    torch.testing.assert_close(theirs, build("alibi", heads, heads * 8).profile(n).float())
+    assert theirs_all.AlibiPositionalBias._get_slopes(heads) == pytest.approx(alibi_slopes(heads))
 
 
 def projected(x, project, heads):
@@ -31,10 +62,16 @@ def projected(x, project, heads):
 
 @pytest.mark.parametrize(("buckets", "far"), [(-1, 7), (6, 12)])
 def test_attention_of_deberta_v2(buckets, far):
-    deberta = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
+    deberta = library("transformers.models.deberta_v2.modeling_deberta_v2")
     torch.manual_seed(0)
-    config = deberta.DebertaV2Config(hidden_size=32, num_attention_heads=4, position_buckets=buckets)
-    config.update({"pos_att_type": ["c2p", "p2c"], "relative_attention": True, "max_relative_positions": far})
+    config = deberta.DebertaV2Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        pos_att_type=["c2p", "p2c"],
+        relative_attention=True,
+        position_buckets=buckets,
+        max_relative_positions=far,
+    )
     theirs = deberta.DisentangledSelfAttention(config).double().eval()
     spec = f"deberta:max_distance={far}" + (f",buckets={buckets}" if buckets > 0 else "")
     ours = build(spec, 4, 32).double()
@@ -46,5 +83,46 @@ def test_attention_of_deberta_v2(buckets, far):
         seen = torch.ones(n, n, dtype=torch.bool).tril().expand(2, 1, -1, -1)
         wanted = theirs(x, seen, rel_embeddings=ours.table)[0]
         q, k, v = (projected(x, project, 4) for project in (theirs.query_proj, theirs.key_proj, theirs.value_proj))
-        got = attend(q, k, v, ours, positions=exact(n)).transpose(1, 2).flatten(2)
+        positions = Positions.arange(n, dtype=torch.float64)
+        got = attend(q, k, v, ours, positions=positions).transpose(1, 2).flatten(2)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)  # its scale is float32
+
+
+def test_shift_of_transformer_xl_and_xlnet():
+    xlnet = library("transformers.models.xlnet.modeling_xlnet")
+    torch.manual_seed(0)
+    n, encoding = 19, build("transformer_xl", 3, 24).double()
+    q, k = (torch.randn(2, 3, n, 8, dtype=torch.float64) for _ in range(2))
+    pos = Positions.arange(n, dtype=torch.float64)
+    by_distance = encoding.scores(q, k, pos, None).forms[0]
+    products = by_distance.query @ by_distance.vectors.flip(1).mT  # columns of falling distances, as there
+    theirs = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.nn.functional.pad(products, (1, 0)), klen=n)
+    torch.testing.assert_close(block(by_distance, pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(quick_block(by_distance, pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
+
+
+def test_cope_of_x_transformers():
+    theirs = library("x_transformers.x_transformers").CoPE(dim=8, heads=3, max_pos=5)
+    torch.manual_seed(0)
+    ours = build("cope:max_positions=5,scaled=content", 3, 24)
+    q, k = torch.randn(2, 2, 3, 17, 8)
+    future = torch.ones(17, 17, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT / 8**0.5).masked_fill(future, float("-inf"))
+    with torch.no_grad():
+        ours.vectors.normal_()
+        theirs.pos_emb.copy_(ours.vectors.T)
+        got, wanted = ours.remap(scores, q, Positions.arange(17)), scores + theirs(q, scores)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_forgetting_of_x_transformers():
+    theirs = library("x_transformers.x_transformers").DataDependentAlibi(dim=24, heads=3)
+    ours = build("forgetting", 3, 24)
+    x, q = torch.randn(2, 17, 24), torch.randn(2, 3, 17, 8)
+    with torch.no_grad():
+        linear = theirs.to_forget_gates[0]
+        ours.project.weight.copy_(linear.weight)
+        ours.bias.copy_(linear.bias)
+        pos = Positions.arange(17)
+        got = block(ours.scores(q, q, pos, ours.note(x)), pos).float().tril()
+        torch.testing.assert_close(got, theirs(x).tril(), rtol=1e-5, atol=1e-5)

@@ -8,7 +8,6 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import make_model
-from test_decoding import liven
 from test_model import EOS, FIRST, PAD, logits
 
 from fairseq_rpe.core import UserError
@@ -21,6 +20,12 @@ SPECS = [
 ]
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5], [30, 31, 32, 2, 33, 34, 35, 36, 37, 38, 39]]
 MOST = 9
+
+
+def liven(encodings):
+    """Learned parameters start small, or at 0, which would hide them."""
+    for parameter in encodings.parameters():
+        parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
 
 
 def loud(task, spec, seed=0, **changes):
