@@ -134,6 +134,7 @@ def bad_files(tmp_path) -> dict[str, Path]:
     """Places where no file can be written, by what the message says of them."""
     (tmp_path / "file").write_text("kept")
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nothing").symlink_to("absent")
     (tmp_path / "device").symlink_to("/dev/full")
     os.mkfifo(tmp_path / "pipe")
     return {
@@ -157,6 +158,9 @@ def test_places_that_cannot_be_written_are_found_before_any_work(bad_files, tmp_
             words = "is a file, not a folder" if words in ("is a device", "a pipe") else words
             with pytest.raises(errors.UserError, match=f"^--dest .*{words}"):
                 files.check_folder(path.with_name("x" * 300) if "name" in words else path, flag="--dest")
+    for below in (tmp_path / "nothing", tmp_path / "nothing/below"):
+        with pytest.raises(errors.UserError, match=r"^--out .*nothing is a link to nothing, not a folder"):
+            files.check_folder(below)
     with pytest.raises(errors.UserError, match=f"^--out .*{tmp_path.name} is a folder"):
         files.check_folder(tmp_path.parent, [tmp_path.name])
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
