@@ -23,7 +23,7 @@ _SAID = {
     "compute_dtype": "compute_dtype",
     "rpe_share": "rpe_share",
 }
-# of the text, of the machine, of what is another one in the further training; layers once left out are not there any more
+# of the text, of the machine, of what is another one in the further training; layers once left out are gone
 _OTHER = {"max_target_positions", "tokens_per_sample", "add_bos_token", "tpu", "checkpoint_activations"}
 _OTHER |= {"offload_activations", "min_params_to_wrap", "relu_dropout", "attention_backend", "decoder_layers_to_keep"}
 _OTHER |= {"positions_train", "positions_eval", "decoder_xformers_att_config"}

@@ -25,8 +25,8 @@ def cores() -> int:
 def wait_briefly() -> None:
     """Let the threads of torch sleep soon where they wait for each other, here and in children; before torch is loaded.
 
-    They spin for milliseconds otherwise. On idle cores that gains nothing, and on a core that another process wants they
-    use up the time that the thread waited for would need. What the user set stays.
+    They spin for milliseconds otherwise. On idle cores that gains nothing, and on a core that another process wants
+    they use up the time that the thread waited for would need. What the user set stays.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"  # about 0.1 ms; 1000 costs up to a sixth on idle cores

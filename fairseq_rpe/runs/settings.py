@@ -107,8 +107,8 @@ class Settings:
     """What fixes the numbers of a run and may not change between two starts; ``None``: not on record.
 
     ``data``, ``rpe_module`` and ``finetune_from`` are digests (for a generated task its spec), ``nproc`` counts the
-    processes of all nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from ``compute_dtype`` on
-    ``None`` is what runs had before there was a choice, of ``blocks`` a stream.
+    processes of all nodes. ``last_update`` is there for a ``schedule`` that depends on it. Of the settings from
+    ``compute_dtype`` on ``None`` is what runs had before there was a choice, of ``blocks`` a stream.
     """
 
     rpe: str | None = None
@@ -149,7 +149,7 @@ class Settings:
         return {**found, "extra": list(self.extra or ())}
 
     def usual(self, name: str) -> Any:
-        """``blocks`` or a setting of ``LATER`` as it takes effect: what runs had before there was a choice, unless it is set."""
+        """``blocks`` or a setting of ``LATER`` as it takes effect: without a choice, what runs had before it."""
         value = getattr(self, name)
         if name == "blocks":
             return value or STREAM
@@ -253,7 +253,7 @@ def _check_blocks(request: Request) -> None:
     if request.algorithm:
         raise UserError(f"{named} is for text: drop it, the examples of a generated task are whole")
     if request.blocks == "document" and request.separate_documents:
-        raise UserError("--separate-documents is for --blocks stream, each block of --blocks document is of one: drop it")
+        raise UserError("--separate-documents is for --blocks stream: drop it, a block of --blocks document is of one")
     flags = {word.partition("=")[0] for word in request.extra}
     if "--sample-break-mode" in flags:
         raise UserError(f"--sample-break-mode after -- contradicts {named}: give one of them")

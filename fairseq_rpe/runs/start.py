@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 from fairseq_rpe.core import checkpoint_file
@@ -13,10 +12,10 @@ from fairseq_rpe.core.errors import DEBUG, UserError, need_fairseq
 from fairseq_rpe.core.files import check_folder, file_digest, lock
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.runs import checkpoints, environment, launch
-from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.launch import Node
 from fairseq_rpe.runs.messages import Ending
 from fairseq_rpe.runs.model_check import STANDING_LAYERS, check_backend, check_model, check_replacement
+from fairseq_rpe.runs.run_folder import CheckpointFolder, Finished
 from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
 from fairseq_rpe.runs.view import Summary, View
 

@@ -8,12 +8,13 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import make_model
-from test_model import EOS, FIRST, PAD, logits
+from test_model import FIRST, PAD, logits
 
 from fairseq_rpe.core import UserError
 from fairseq_rpe.modules.beams import beam
 from fairseq_rpe.modules.generation import Writing, continued, greedy, likelihoods, padded, settled
 
+EOS = 2
 SPECS = [
     *("alibi", "rope", "fire", "kerple_log", "nope", "shaw:clip=5", "cope:max_positions=5", "forgetting"),
     *("t5_bias:init_std=1", "sinusoidal", "bipe:ends=</s>+w1+w2", "transformer_xl", "self_extend:group=4,window=8"),
@@ -22,6 +23,7 @@ PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5], [30, 31, 32, 2, 33, 34, 35,
 MOST = 9
 
 
+@torch.no_grad()
 def liven(encodings):
     """Learned parameters start small, or at 0, which would hide them."""
     for parameter in encodings.parameters():
