@@ -93,7 +93,8 @@ def measure(setting: Setting, length: int) -> tuple[list[Timing], list[str]]:
     for key, found in in_turns(ways, setting.repeats, setting.device).items():
         mean, least, most = (round(1000 * of(found), 3) for of in (statistics.fmean, min, max))
         first = timings[0].milliseconds if timings else mean
-        timings.append(Timing(*key, STEP, length, mean, round(mean / first, 3), least, most))
+        ratio = round(mean / first, 3) if first else 1.0  # too short to be timed
+        timings.append(Timing(*key, STEP, length, mean, ratio, least, most))
     return timings, left_out
 
 
