@@ -196,11 +196,6 @@ def command_words(line: str) -> list[str]:
     return shlex.split(line.partition(" fairseq_rpe.cli.main ")[2])
 
 
-def fairseq_process(command: str, *flags: str | Path, **kwargs) -> subprocess.CompletedProcess:
-    """Run ``fairseq_cli.<command>`` in another process, which takes seconds to start: see ``in_process.fairseq``."""
-    return run(sys.executable, "-m", f"fairseq_cli.{command}", *flags, **kwargs)
-
-
 PROGRAM = (sys.executable, "-m", "fairseq_rpe.cli.main")
 TRAIN_FLAGS = [
     *("--user-dir", str(PACKAGE), "--task", "language_modeling", "--arch", "transformer_rpe_lm_tiny"),

@@ -28,11 +28,7 @@ _ENTRY_POINTS = {"fairseq_rpe.runs.launch": "fairseq_cli.train", "fairseq_rpe.cl
 
 
 def fairseq(
-    command: str,
-    *flags: str | Path,
-    ok: bool = True,
-    input: str = "",
-    environment: Mapping[str, str] | None = None,
+    command: str, *flags: str | Path, ok: bool = True, input: str = "", environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``fairseq_cli.<command>`` in this process.
 

@@ -41,7 +41,7 @@ class Broken(DistanceBias):
 
 
 def resolve_sweep(*argv: object) -> tuple[Sweep, list[Cell]]:
-    """The sweep that a command line asks for, and its runs."""
+    """Resolve a command line of ``sweep``: returns the sweep and its runs."""
     words = ["sweep", *map(str, argv), "--device", "cpu"]
     cut = words.index("--") if "--" in words else len(words) - 2
     args = parser().parse_args([*words[:cut], "--device", "cpu"])
@@ -68,14 +68,6 @@ def parse(words: list[str]) -> Namespace:
 
 def flag(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
-
-
-def refusal(command: str, *argv: object) -> str:
-    """The line of a command that must fail with exactly one."""
-    done = run_here(command, *map(str, argv), ok=False)
-    assert done.returncode == 2 and done.stdout == "", done.stdout
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
 
 
 def recipe_error(path: Path) -> str:

@@ -154,7 +154,7 @@ def write_sweeps(zoo: Path) -> None:
 
 
 CASES = r"""
-# places that cannot be written; of every kind in tests/cli/test_failures.py
+# Paths that cannot be written. tests/cli/test_failures.py has every kind of them.
 +eval|report|fire-fit --out {zoo}/folder  -> --out folder is a folder: name a file
 +eval --log {zoo}/folder  -> --log folder is a folder: name a file
 +formula --csv {zoo}/folder  -> --csv folder is a folder: name a file
@@ -169,7 +169,7 @@ CASES = r"""
 +sweep --out {data}  -> is a data folder (it has dict.txt): name another one
 +sweep --out {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
 +prepare --dest {here}  -> is the current folder or one above it
-+train --save-dir {zoo}/sweep  -> is a sweep's folder (it has sweep.json)
++train --save-dir {zoo}/sweep  -> is the folder of a sweep (it has sweep.json)
 +sweep --out {zoo}/sweep/runs/alibi-seed1  -> is the folder of a run (it has
 +prepare --dest {zoo}/texts  -> texts is not empty and was not made by this command: move it or give
 # modules of the user
@@ -397,7 +397,10 @@ NUMBERS = {
 }
 OF_CORPORA = "a whole number from 0 to 9223372036854775808"  # and below 0, with the range said by another check
 ELSEWHERE = {"sensitivity --head-width": "a whole number from 1 to 1000000000"}
-ELSEWHERE |= {"profile --width": "a whole number from 1 to 65536", "profile --length": "a whole number from 1 to 16777216"}
+ELSEWHERE |= {
+    "profile --width": "a whole number from 1 to 65536",
+    "profile --length": "a whole number from 1 to 16777216",
+}
 
 
 def cases() -> list[pytest.param]:

@@ -28,9 +28,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Non
         raise UserError(f"{n} queries and {m} keys: the queries are the last of the tokens, so give all keys")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or q.dtype not in FLOATS:
         given = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)).replace("torch.", "")
-        raise UserError(
-            f"q, k and v are {given}: give them one floating-point dtype of 16 bits or more and one device"
-        )
+        raise UserError(f"q, k and v are {given}: give them one floating-point dtype of 16 bits or more and one device")
     if padding is not None:
         check_tensor("padding", padding)
     if padding is not None and (padding.shape != (batch, m) or padding.dtype != torch.bool):

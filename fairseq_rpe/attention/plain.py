@@ -145,11 +145,10 @@ class Cache:
         Raises:
             UserError: another layer filled it.
         """
-        if not len(self) or self.layer is None or self.layer == layer:
+        if not len(self) or self.layer is None:
             return
-        if self.layer[0] != layer[0] and self.layer[2] == layer[2]:
-            return
-        if self.layer[:2] != layer[:2]:
+        compared = slice(0, 3) if self.layer[0] == layer[0] else slice(2, 3)
+        if self.layer[compared] != layer[compared]:
             raise UserError(
                 f"the cache is of another layer, with {self.layer[2]}, and this layer has {layer[2]}: each layer needs "
                 "a cache of its own, of new_cache()"
@@ -300,8 +299,8 @@ class RelativeAttention(nn.Module):
         )
         with exactly(x):
             notes = self.encoding.note(x)
-        layer = (*self._number, canonical(type(self.encoding).__name__, self.encoding.config))
         if cache is not None:
+            layer = (*self._number, canonical(type(self.encoding).__name__, self.encoding.config))
             k, v, notes = cache.followed_by(layer, k, v, notes)
         out = attend(
             q,

@@ -122,9 +122,7 @@ class Rows(torch.autograd.Function):
 
         saved = tuple(ctx.saved_tensors)  # may be unpacked only once, under activation checkpointing
         learned = blocks.plan.learned
-        return None, *differentiable(
-            lambda: Rows.gradients(ctx, grad, saved), formula, grad, saved, needs, learned
-        )
+        return None, *differentiable(lambda: Rows.gradients(ctx, grad, saved), formula, grad, saved, needs, learned)
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

@@ -60,9 +60,7 @@ def run(args: argparse.Namespace) -> None:
     if args.lengths is None:
         from fairseq_rpe.evaluation.lengths import default_lengths
 
-        args.lengths = default_lengths(
-            args.checkpoint, args.data, args.subset, args.rpe, args.positions, args.blocks
-        )
+        args.lengths = default_lengths(args.checkpoint, args.data, args.subset, args.rpe, args.positions, args.blocks)
     request = filled(TextRequest, args)
     if request.rpe is not None:
         from fairseq_rpe.evaluation.replaced_encoding import with_checkpoint_rotation

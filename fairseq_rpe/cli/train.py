@@ -50,14 +50,12 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.core import checkpoint_file
     from fairseq_rpe.data.folder import check_not_data
     from fairseq_rpe.runs import launch, training_data
-    from fairseq_rpe.runs.run_folder import CheckpointFolder
+    from fairseq_rpe.runs.run_folder import CheckpointFolder, check_no_sweep
     from fairseq_rpe.runs.settings import Request
-    from fairseq_rpe.sweeps.state import SweepFolder
 
     request = filled(Request, args)
     check_not_data("--save-dir", request.save_dir)
-    if (record := SweepFolder(request.save_dir).state_path).exists():
-        raise UserError(f"--save-dir {request.save_dir} is a sweep's folder (it has {record.name}): name another one")
+    check_no_sweep("--save-dir", request.save_dir)
     if request.inspect_every and not request.tensorboard:
         raise UserError("--inspect-every writes for TensorBoard: give --tensorboard DIR too")
     if request.finetune_from:

@@ -15,8 +15,11 @@ overrides: dict[str, str] = {}  # settings of the checkpoint that this command's
 
 
 @replaces(options, "parse_args_and_arch")
-def no_tpu_no_fsdp(original: Any, parser: Any, input_args: list[str] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """``--bf16`` sets ``tpu`` for everybody, which then fails on the missing XLA device.
+def check_flags(original: Any, parser: Any, input_args: list[str] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Refuse flags that would be ignored or fail late, and undo ``tpu``.
+
+    ``--bf16`` sets ``tpu`` for everybody, which then fails on the missing XLA device. ``--rpe-eval`` is added to every
+    command, and training would ignore it.
 
     fairseq's FSDP is fairscale's, whose last release is of 2022: it fails without a GPU (in its own code, with torch
     2.13), and on GPUs it was never tried with these models, whose parameters are read outside the forward pass.

@@ -14,8 +14,8 @@ from torch import Tensor
 from .checkpoint_file import damaged, read
 from .errors import UserError
 from .files import vocabulary_digest
+from .tensors import FLOATS
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COUNTS = (torch.int32, torch.int64, torch.uint8, torch.bool)  # of buffers; a model says where it has any
 _MOST_VALUES, _MOST_NESTED = 100_000, 20  # of settings: fairseq's are 400 values, three deep
 _TIED = 4  # tensors of one checkpoint may share memory: twice where input and output embedding do
@@ -223,7 +223,7 @@ def _weights(path: Path, found: object) -> Mapping[str, Tensor]:
         name = name if len(name) <= 100 else name[:97] + "..."
         if not isinstance(one, Tensor):
             raise _odd(path, f"weight {name}", "a tensor", one)
-        kinds = _FLOATS if name.endswith((".weight", ".bias")) else (*_FLOATS, *_COUNTS)
+        kinds = FLOATS if name.endswith((".weight", ".bias")) else (*FLOATS, *_COUNTS)
         if one.layout != torch.strided or one.device.type != "cpu" or one.dtype not in kinds:
             kind = str(one.dtype if one.layout == torch.strided else one.layout).removeprefix("torch.")
             raise UserError(

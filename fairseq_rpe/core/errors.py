@@ -35,10 +35,7 @@ _PATHS = {
     errno.ELOOP: ("is a link that leads back to itself", "remove it or name another one"),
     errno.EBUSY: ("is in use", "free it or name another one"),
 }
-_FULL = {
-    errno.ENOSPC: "no space left on the disk",
-    errno.EDQUOT: "no space left in the disk quota",
-}
+_FULL = {errno.ENOSPC: "no space left on the disk", errno.EDQUOT: "no space left in the disk quota"}
 # of this process or machine, whatever the path
 _LIMITS = {
     errno.EMFILE: "too many files are open: raise ulimit -n",

@@ -58,11 +58,7 @@ def pieces_between(
 
 
 def score_mod(
-    form: Form | None,
-    pos: Positions,
-    batch: int,
-    padding: Tensor | None = None,
-    last_query: Tensor | None = None,
+    form: Form | None, pos: Positions, batch: int, padding: Tensor | None = None, last_query: Tensor | None = None
 ) -> Function | None:
     """What adds the bias ``form`` to a score, for ``batch`` rows; None where there is no bias.
 

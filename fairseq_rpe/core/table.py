@@ -23,6 +23,7 @@ _BOLD, _LEFT, _RIGHT, _BELOW, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\u
 _MARKS = {_BOLD: r"\textbf{", _LEFT: r"\shortstack[l]{", _RIGHT: r"\shortstack[r]{"}
 _MARKS |= {_BELOW: r"\\ \scriptsize ", _END: "}"}
 
+
 @dataclass(frozen=True)
 class Cell:
     """What a table shows; ``value`` is the exact number behind it, which CSV has; ``note`` stands small beside it."""

@@ -9,7 +9,7 @@ from .arguments import described
 from .errors import UserError
 from .forms import Positions
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of queries, keys, values and inputs
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of 16 bits or more
 
 
 def check_tensor(name: str, x: Any) -> None:

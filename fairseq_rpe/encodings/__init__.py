@@ -87,7 +87,7 @@ def build(
     if width % heads:
         raise UserError(f"{heads} heads do not divide a model width of {width}: choose another number of heads")
     if is_shipped(cls):
-        with enough_memory(f"'{spec}' of width {width} and length {length}"):
+        with enough_memory(f"'{spec}' of width {width}" + (f" and length {length}" if length else "")):
             return cls(config, heads, width, length, symbols)
     encoding: Encoding = call(cls, "setup", cls, config, heads, width, length, symbols)
     check_contract(encoding, len(symbols or ()))

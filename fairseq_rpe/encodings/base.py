@@ -189,11 +189,9 @@ class DistanceBias(Encoding):
         return type(self).form is DistanceBias.form and not self.reads_length
 
     def form(self, pos: Positions) -> Form:
-        reach = 0 if pos.step is None else reach_of(pos, pos.step)
-        by_pair = pos.step is None or is_far(pos, reach)
-        if by_pair and type(self).bias is DistanceBias.bias:
-            return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
-        if pos.step is None or by_pair:
+        if pos.step is None or is_far(pos, reach := reach_of(pos, pos.step)):
+            if type(self).bias is DistanceBias.bias:
+                return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
             return Pair(self._pairwise)
         return Toeplitz(self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step)
 

@@ -9,8 +9,7 @@ from ..core import Form, Positions, Region, UserError, block
 from ..core.arguments import check_count, described
 from ..core.errors import enough_memory
 from ..core.scores import score_mod
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # a mask needs -inf, which float8 lacks
+from ..core.tensors import FLOATS
 
 
 class Maskable(nn.Module):
@@ -61,7 +60,7 @@ class Maskable(nn.Module):
                 [-0.0625, -0.0000,    -inf],
                 [-0.1250, -0.0625, -0.0000]])
         """
-        if dtype not in FLOATS:
+        if dtype not in FLOATS:  # a mask needs -inf, which float8 lacks
             kind = dtype if isinstance(dtype, torch.dtype) else described(dtype)
             raise UserError(
                 f"a mask of log-biases needs a floating-point dtype of 16 bits or more, not {kind}: use torch.float32"

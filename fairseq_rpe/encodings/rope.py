@@ -90,9 +90,7 @@ class Rope(Rotary):
         truncate_high: float | None = option(
             None, "truncated: b, pairs of this θ and above keep it; none: 2π/(κ·L)", above=0
         )
-        truncate_low: float | None = option(
-            None, "truncated: a, pairs of θ below it do not turn; none: b/8", minimum=0
-        )
+        truncate_low: float | None = option(None, "truncated: a, pairs of θ below it do not turn; none: b/8", minimum=0)
         truncate_value: float | None = option(
             None, "truncated: ρ, the θ of pairs between a and b; none: b/16", minimum=0
         )

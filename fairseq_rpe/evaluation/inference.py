@@ -90,11 +90,12 @@ def measure(setting: Setting, length: int) -> tuple[list[Timing], list[str]]:
     if not ways:
         raise UserError(f"nothing can be timed at {length} tokens ({left_out[0]}): choose another backend or length")
     timings: list[Timing] = []
+    first = 0.0  # mean seconds of the first way, not rounded
     for key, found in in_turns(ways, setting.repeats, setting.device).items():
         mean, least, most = (round(1000 * of(found), 3) for of in (statistics.fmean, min, max))
-        first = timings[0].milliseconds if timings else mean
-        ratio = round(mean / first, 3) if first else 1.0  # too short to be timed
-        timings.append(Timing(*key, STEP, length, mean, ratio, least, most))
+        seconds = statistics.fmean(found)
+        first = first or seconds
+        timings.append(Timing(*key, STEP, length, mean, round(seconds / first, 3), least, most))
     return timings, left_out
 
 

@@ -95,8 +95,7 @@ def find_subjects(paths: Sequence[Path], rpe_module: Path | None = None) -> list
         raise UserError("a checkpoint is named twice: leave one out")
     labels = [subject.label for subject in found]
     return [
-        replace(s, label=f"{s.label} [{n}]") if labels.count(s.label) > 1 else s
-        for n, s in enumerate(found, start=1)
+        replace(s, label=f"{s.label} [{n}]") if labels.count(s.label) > 1 else s for n, s in enumerate(found, start=1)
     ]
 
 

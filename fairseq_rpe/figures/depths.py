@@ -26,9 +26,7 @@ def heat_maps(grids: Mapping[str, Mapping[str, Grid]], trained: Mapping[str, int
     columns = across(len(shown), 2 if len(shown) == 4 else _COLUMNS, 1.6)
     lines = -(-len(shown) // columns)
     most = max(len({depth for _, depth in grid}) for *_, grid in shown)
-    figure, made = panels(
-        lines, columns, (width(columns), 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False
-    )
+    figure, made = panels(lines, columns, (width(columns), 0.7 + lines * (0.55 + 0.15 * max(most, 6))), grid=False)
     scale = ScalarMappable(Normalize(0, 100), colormaps["viridis"].with_extremes(bad="0.85"))
     for axes, (task, method, grid) in zip(made, shown, strict=False):
         lengths, depths = (sorted({key[axis] for _, g in grids[task].items() for key in g}) for axis in (0, 1))

@@ -140,11 +140,7 @@ class WindowMean(NamedTuple):
 
 
 def of_windows(
-    rows: Sequence[Timed],
-    stride: int,
-    published: float,
-    trained: Sequence[int] = (),
-    means: Sequence[WindowMean] = (),
+    rows: Sequence[Timed], stride: int, published: float, trained: Sequence[int] = (), means: Sequence[WindowMean] = ()
 ) -> Figure:
     """Perplexity of all modes and time of those after the first, which is what times are relative to.
 

@@ -159,8 +159,7 @@ class RPEDecoder(TransformerDecoderBase):
         self, prev_output_tokens: Tensor, incremental_state: Cache, documents: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
         tokens = prev_output_tokens[:, self._cached(incremental_state) :]
-        # positions of a model in float64 are float64, too
-        # adaptive inputs have several tables
+        # positions of a model in float64 are float64, too; adaptive inputs have several tables
         wide = torch.promote_types(next(self.embed_tokens.parameters()).dtype, torch.float32)
         unread, last_query = prev_output_tokens.eq(self.padding_idx), None
         if documents is None:

@@ -29,9 +29,7 @@ def check(folder: SweepFolder, delta: float | None) -> State:
     return state
 
 
-def write(
-    folder: SweepFolder, delta: float | None = None, width: str | None = None, latex: bool = False
-) -> Section:
+def write(folder: SweepFolder, delta: float | None = None, width: str | None = None, latex: bool = False) -> Section:
     """Write a sweep's report into its folder.
 
     Args:

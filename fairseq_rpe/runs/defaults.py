@@ -40,9 +40,7 @@ _PAPER = Defaults(
 _TINY_TASK = replace(
     _TINY, tokens=0, batch_sentences=64, schedule="linear", updates=3000, lr=1e-3, warmup=200, save_every=500
 )
-_PAPER_TASK = replace(
-    _PAPER, tokens=0, batch_sentences=64, schedule="linear", updates=40000, lr=3e-5, warmup=2400
-)
+_PAPER_TASK = replace(_PAPER, tokens=0, batch_sentences=64, schedule="linear", updates=40000, lr=3e-5, warmup=2400)
 # A default warm-up takes at most one update in this many: the share of tiny's own defaults, 80 of 400.
 WARMUP_SHARE = 5
 

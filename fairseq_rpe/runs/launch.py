@@ -196,12 +196,7 @@ def keep_memory(used: int) -> dict[str, str]:
 
 
 def launch(
-    request: Request,
-    plan: Plan,
-    node: Node,
-    held: list[int],
-    log: IO[bytes] | None = None,
-    view: View | None = None,
+    request: Request, plan: Plan, node: Node, held: list[int], log: IO[bytes] | None = None, view: View | None = None
 ) -> Ending:
     """Train until it ends; says how it did. ``held``: open files that the trainers keep open as well.
 

@@ -9,6 +9,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, read_json, write_json
 from fairseq_rpe.runs.settings import Plan, Settings
 
+SWEEP_RECORD = "sweep.json"  # in the folder of a sweep
 Which = Literal["last", "best"]  # of a run's checkpoints; the best one by its validations
 
 
@@ -146,8 +147,22 @@ def check_no_run(flag: str, folder: Path) -> None:
         folder: it need not exist.
 
     Raises:
-        UserError: there is the record of a run in it, and none of a sweep.
+        UserError: there is the record of a run in it.
     """
     for place in (CheckpointFolder(folder), RunFolder(folder).checkpoints):
         if place.record_path.exists():
             raise UserError(f"{flag} {folder} is the folder of a run (it has {place.record_path}): name another one")
+
+
+def check_no_sweep(flag: str, folder: Path) -> None:
+    """Refuse, as the folder of a training or an extension, one that a sweep has written.
+
+    Args:
+        flag: the option that names the folder, for the message.
+        folder: it need not exist.
+
+    Raises:
+        UserError: there is the record of a sweep in it.
+    """
+    if (folder / SWEEP_RECORD).exists():
+        raise UserError(f"{flag} {folder} is the folder of a sweep (it has {SWEEP_RECORD}): name another one")

@@ -29,9 +29,8 @@ from fairseq_rpe.runs import architecture, checkpoints, launch, start, training_
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.defaults import default_warmup, defaults_for
 from fairseq_rpe.runs.model_check import check_backend
-from fairseq_rpe.runs.run_folder import RunFolder
+from fairseq_rpe.runs.run_folder import RunFolder, check_no_sweep
 from fairseq_rpe.runs.settings import IDENTITY, Plan, Request, plan
-from fairseq_rpe.sweeps.state import SweepFolder
 
 ENCODINGS = "decoder.encodings."
 _TINY, _OTHER = {"updates": 100, "warmup": 10}, {"updates": 1000, "warmup": 20}  # where nothing is said
@@ -70,8 +69,7 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     folder = RunFolder(asked.save_dir)
     check_folder(folder.path)
     corpus.check_not_data("--out", folder.path)
-    if (record := SweepFolder(folder.path).state_path).exists():
-        raise UserError(f"--out {folder.path} is the folder of a sweep ({record} is its record): name another folder")
+    check_no_sweep("--out", folder.path)
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")
     corpus.check_folder(data, "train", "valid", subset)

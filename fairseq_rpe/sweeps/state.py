@@ -15,7 +15,7 @@ from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.evaluation.question_results import By
 from fairseq_rpe.evaluation.results import Context
 from fairseq_rpe.questions.layout import Cut
-from fairseq_rpe.runs.run_folder import RunFolder, Which
+from fairseq_rpe.runs.run_folder import SWEEP_RECORD, RunFolder, Which
 from fairseq_rpe.runs.settings import IDENTITY, Settings
 
 Kind = Literal["text", "algorithms", "answers"]
@@ -249,7 +249,7 @@ class SweepFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state_path = path / "sweep.json"
+        self.state_path = path / SWEEP_RECORD
         self.lock = path / ".lock"
         self.tensorboard = path / "tensorboard"
 

@@ -354,6 +354,7 @@ def test_criterion_refuses_what_it_cannot_score(tiny, criterion):
 
 # decoding
 
+
 def tokens(rows: int, n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(4, 60, (rows, n), generator=torch.Generator().manual_seed(seed))
 

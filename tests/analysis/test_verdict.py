@@ -13,7 +13,7 @@ import mpmath
 import pytest
 import sympy
 import torch
-from conftest import make_model, model_args
+from conftest import error_of, make_model, model_args
 from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
@@ -372,13 +372,6 @@ def test_checkpoint_head_by_head_and_layer_by_layer(task, tmp_path, capsys):
         assert words in capsys.readouterr().out
 
 
-def refused(capsys, *argv: object) -> str:
-    assert main([str(a) for a in argv]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
-
-
 @pytest.mark.parametrize(
     ("formula", "words"),
     [
@@ -404,7 +397,7 @@ def refused(capsys, *argv: object) -> str:
     ],
 )
 def test_bad_formulas_are_one_line(formula, words, capsys):
-    assert words in refused(capsys, "verdict", "--formula", formula)
+    assert words in error_of(capsys, "verdict", "--formula", formula)
 
 
 def test_each_formula_of_a_command_is_judged(capsys, tmp_path):
@@ -413,32 +406,32 @@ def test_each_formula_of_a_command_is_judged(capsys, tmp_path):
         decisions = {row["source"]: row["verdict"] for row in csv.DictReader(file)}
     assert decisions == {"-n": CONVERGES, "-log(n+1)": DIVERGES}
     capsys.readouterr()
-    assert "'-n' is given twice" in refused(capsys, "verdict", "--formula=-n", "--formula=-n")
+    assert "'-n' is given twice" in error_of(capsys, "verdict", "--formula=-n", "--formula=-n")
 
 
 def test_other_bad_input_is_one_line(task, capsys, tmp_path):
     for bad in ("0", "1", "-0.5", "2"):
-        assert "between 0 and 1" in refused(capsys, "verdict", "alibi", f"--epsilon={bad}")
+        assert "between 0 and 1" in error_of(capsys, "verdict", "alibi", f"--epsilon={bad}")
     for argv in (["alibi", "--formula", "-n"], ["alibi", "--checkpoint", "x.pt"], []):
-        assert "either SPEC…, or --formula, or --checkpoint" in refused(capsys, "verdict", *argv)
-    assert "does not exist" in refused(capsys, "verdict", "--checkpoint", tmp_path / "none.pt")
-    assert "unknown encoding 'alibbi'" in refused(capsys, "verdict", "alibbi")
-    assert "given twice" in refused(capsys, "verdict", "type1", "type1:form=heads")
+        assert "either SPEC…, or --formula, or --checkpoint" in error_of(capsys, "verdict", *argv)
+    assert "does not exist" in error_of(capsys, "verdict", "--checkpoint", tmp_path / "none.pt")
+    assert "unknown encoding 'alibbi'" in error_of(capsys, "verdict", "alibbi")
+    assert "given twice" in error_of(capsys, "verdict", "type1", "type1:form=heads")
     for rpe in ("rope", "sinusoidal"):
         path = save(tmp_path / "plain.pt", task, rpe)
-        assert "adds no bias" in refused(capsys, "verdict", "--checkpoint", path)
+        assert "adds no bias" in error_of(capsys, "verdict", "--checkpoint", path)
     torch.save({"cfg": {"model": {"_name": "transformer_lm"}}, "model": {}}, tmp_path / "stock.pt")
-    assert "is not of this plugin" in refused(capsys, "verdict", "--checkpoint", tmp_path / "stock.pt")
+    assert "is not of this plugin" in error_of(capsys, "verdict", "--checkpoint", tmp_path / "stock.pt")
     broken = save(tmp_path / "nan.pt", task, "kerple_log", lambda e: e[0].raw_p.fill_(math.nan))
-    assert "not finite" in refused(capsys, "verdict", "--checkpoint", broken)
-    assert "infinite at n = 0" in refused(capsys, "trf", "--formula", "-log(n)", "--out", tmp_path / "out")
-    assert "nothing to draw" in refused(capsys, "trf", "inv_n", "--out", tmp_path / "out")
-    assert "at most" in refused(capsys, "trf", "alibi", "--quantised", 10**9, "--out", tmp_path / "out")
+    assert "not finite" in error_of(capsys, "verdict", "--checkpoint", broken)
+    assert "infinite at n = 0" in error_of(capsys, "trf", "--formula", "-log(n)", "--out", tmp_path / "out")
+    assert "nothing to draw" in error_of(capsys, "trf", "inv_n", "--out", tmp_path / "out")
+    assert "at most" in error_of(capsys, "trf", "alibi", "--quantised", 10**9, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("mine")
     for bad in (tmp_path, tmp_path / "file/below.csv"):
-        assert "--csv" in refused(capsys, "verdict", "alibi", "--csv", bad)
-    assert "--epsilon: 'small' is not a number" in refused(capsys, "verdict", "alibi", "--epsilon", "small")
+        assert "--csv" in error_of(capsys, "verdict", "alibi", "--csv", bad)
+    assert "--epsilon: 'small' is not a number" in error_of(capsys, "verdict", "alibi", "--epsilon", "small")
     with pytest.raises(UserError):
         verdict("alibi")[0].trf(1.5)
 

@@ -1,6 +1,6 @@
-"""Documents that share rows: all of it against each document alone, and what is refused.
+"""Attention in rows that hold several documents equals attention in each document alone; refusals of other calls.
 
-Files of single backends compare theirs with the reference.
+``test_sdpa``, ``test_flex`` and ``test_triton`` compare the back ends with the reference.
 """
 
 from __future__ import annotations

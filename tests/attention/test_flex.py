@@ -158,11 +158,10 @@ def test_rows_that_see_nothing_give_zero():
     assert not out[0, :, :5].any() and not out[1].any() and out[0, :, 5:].abs().amin() > 0
 
 
-@pytest.mark.parametrize("what", [0, 1])
-def test_bad_numbers_propagate(what):
-    """Of queries and of keys."""
+@pytest.mark.parametrize("argument", [0, 1])
+def test_nan_in_queries_or_keys_propagates(argument):
     qkv, plan = inputs(35), Plan(Positions.arange(35, device=DEVICE))
-    qkv[what][0, 1, 20, 0] = math.nan
+    qkv[argument][0, 1, 20, 0] = math.nan
     a, b = reference(*qkv, plan), flex(*qkv, plan)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, equal_nan=True)
     assert b[0, 1, 20].isnan().all() and not b[0, 1, :20].isnan().any()

@@ -45,7 +45,7 @@ def padding_on_both_sides(n: int) -> dict:
     return {"n": n, "pos": pos, "padding": hidden}
 
 
-# lengths of less than a block, of several and ragged ones, in each way in which a call may differ
+# lengths shorter than a block, of several blocks, and no multiple of a block, for each kind of call
 CALLS = {
     "one token": {"n": 1},
     "short": {"n": 7},

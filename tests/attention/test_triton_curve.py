@@ -54,9 +54,7 @@ def test_small_blocks(n, monkeypatch):
     compare("triton", FIRE, n=n, width=40, rows=1)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"), [(FIRE, torch.bfloat16), ("fire:hidden_layers=1,init_L=20", torch.float16)]
-)
+@pytest.mark.parametrize(("spec", "dtype"), [(FIRE, torch.bfloat16), ("fire:hidden_layers=1,init_L=20", torch.float16)])
 def test_half_precision(spec, dtype):
     """As for tables; the last layer's bias shifts whole rows of scores, so its gradient is 0 and rounding."""
     a, b = (outcome(name, spec, 37, rows=1, dtype=dtype) for name in ("reference", "triton"))

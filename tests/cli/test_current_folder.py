@@ -95,7 +95,7 @@ def test_sweeps_slurm_jobs_and_extend(hostile, corpus, tmp_path):
 
 
 def test_two_modules_alone_name_the_interpreter():
-    """All else starts Python with the commands of ``child_processes``, which have a safe path."""
+    """Every other Python process starts with a command of ``child_processes``, whose import path is safe."""
     code = {path: re.sub("#.*", "", path.read_text()) for path in PACKAGE.rglob("*.py")}
     naming = {path.relative_to(PACKAGE).as_posix() for path, text in code.items() if "sys.executable" in text}
     assert naming == {"core/child_processes.py", "core/devices.py"}

@@ -241,9 +241,7 @@ sys.exit(main.main(["user-dir"]))
 """
 
 
-@pytest.mark.parametrize(
-    ("reader", "code"), [("| head -c 1", 0), (">&-", 0), (">&- 2>&-", 0), ("> /dev/full", 2)]
-)
+@pytest.mark.parametrize(("reader", "code"), [("| head -c 1", 0), (">&-", 0), (">&- 2>&-", 0), ("> /dev/full", 2)])
 def test_work_goes_on_when_nobody_reads(reader, code, tmp_path):
     shell = f'"$@" {reader}; exit ${{PIPESTATUS[0]}}'
     done = run("bash", "-c", shell, "bash", sys.executable, "-c", TALKATIVE, tmp_path / "done", ok=False)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import refusal as refusals
 import torch
 from conftest import run_here
 
@@ -25,11 +26,8 @@ def rows_of(command: str, *words: object) -> list[dict]:
 
 
 def refusal(command: str, *words: object) -> str:
-    """The one line with which a command fails, before any result."""
-    done = run_here(command, "--device", "cpu", *map(str, words), ok=False)
-    assert done.returncode == 2 and done.stdout == "", done.stdout + done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    """Run a command on the CPU that must fail before any result: returns its error message."""
+    return refusals.refusal(command, "--device", "cpu", *words)
 
 
 def without_seconds(rows: list[dict]) -> list[dict]:

@@ -308,7 +308,7 @@ def test_contexts_are_those_of_the_training_unless_others_are_named(state, text,
         assert len((tmp_path / f"{len(rows)}.jsonl").read_text().splitlines()) == len(rows)
 
 
-# Lengths, tables and results that are kept
+# Evaluation lengths, printed tables and stored results
 
 
 def test_checkpoint_is_loaded_once_and_results_are_kept(state, text, tmp_path, monkeypatch):

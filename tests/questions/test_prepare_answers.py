@@ -4,6 +4,7 @@ import json
 
 import published
 import pytest
+from conftest import error_of
 from prepared_folder import vocabulary
 from test_gaps import NAMES, story
 
@@ -39,10 +40,7 @@ def prepare(*words):
 
 
 def refusal(capsys, *words):
-    assert prepare(*words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
+    return error_of(capsys, "prepare-answers", *words)
 
 
 def test_all_known_sets_in_one_folder(shipped, vocab, tmp_path, capsys):

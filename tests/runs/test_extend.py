@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import checkpoint_with, run_here, with_documents, with_vocabulary
 from fairseq.trainer import Trainer
-from sweep_commands import flag, parser, refusal
+from refusal import refusal
+from sweep_commands import flag, parser
 
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.core.records import filled
@@ -161,7 +162,7 @@ def test_the_folder_of_a_sweep_is_no_place(short, corpus, tmp_path):
     folder.mkdir()
     (folder / "sweep.json").write_text("{}")
     said = refused(short, corpus, "--tokens", "64", "--out", folder)
-    assert f"--out {folder} is the folder of a sweep" in said and "name another folder" in said
+    assert f"--out {folder} is the folder of a sweep" in said and "name another one" in said
     assert [path.name for path in folder.iterdir()] == ["sweep.json"]
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from conftest import run, run_here
 from live_processes import HELD_ENCODING, processes_about, wait_for
-from sweep_commands import SMALL, refusal
+from refusal import refusal
+from sweep_commands import SMALL
 
 from fairseq_rpe.core import devices, files
 from fairseq_rpe.runs import checkpoints, launch, processes

@@ -14,7 +14,8 @@ import pytest
 import torch
 from conftest import run_here, with_vocabulary
 from prepared_folder import asked_set, make_folder, make_sets, questions
-from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, refusal, resolve_sweep, table
+from refusal import refusal
+from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, resolve_sweep, table
 
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.evaluation.question_results import QuestionResult
@@ -41,7 +42,9 @@ STATED = {
 }
 FOLDERS = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue-superglue"]}
 LENGTHS = {
-    "fire-scrolls": (8192,), "fire-narrativeqa": (512, 2048, 4096, 8192, 16384, 24576, 32768), "fire-glue": (1024,),
+    "fire-scrolls": (8192,),
+    "fire-narrativeqa": (512, 2048, 4096, 8192, 16384, 24576, 32768),
+    "fire-glue": (1024,),
 }
 # FIRE reports the best result in validation
 BEST = ["--eval-answers", "--best-checkpoint-metric", "answers", "--maximize-best-checkpoint-metric"]
@@ -60,7 +63,8 @@ MEANS = {  # as FIRE prints them: Tables 1, 11, 13 and 3
     "fire-glue": by_method(GLUE_ABLATIONS, 71.145, 67.742, 71.152, 69.06, 70.42),
     "fire-scrolls-large": by_method(METHODS, 24.34, 22.39, 26.04, 16.58, 25.72, 25.27, 27.05),
     "fire-glue-large": {"fire": 74.469, "rope": 75.243, "kerple_log": 74.739},
-    "fire-scrolls-shared": {"fire": 24.83}, "fire-glue-shared": {"fire": 71.04},
+    "fire-scrolls-shared": {"fire": 24.83},
+    "fire-glue-shared": {"fire": 71.04},
 }
 
 

@@ -7,7 +7,8 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import with_vocabulary
-from sweep_commands import DRY, dry_run, parse, refusal
+from refusal import refusal
+from sweep_commands import DRY, dry_run, parse
 
 from fairseq_rpe import algorithms
 from fairseq_rpe.core.records import filled
@@ -26,33 +27,45 @@ EXTRAPOLATION = {  # Exploring Transformer Extrapolation, Table 3; ReLU, untied 
     "activation_fn": "relu", "share_embeddings": False,
     "lengths": (512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 9216),
     "vocabulary": 50_265,
-}
+}  # fmt: skip
 FIRE = {  # FIRE, "within documents", and its Table 8; betas, decay, schedule, warm-up, clipping: Brown et al. 2020
     "prepare": "c4", "arch": "base", "tokens": 2048, "blocks": "document", "batch": 256, "updates": 600_000,
     "warmup": round(375e6 / (256 * 2048)), "lr": 6e-4, "schedule": "cosine", "min_lr": 6e-4 / 10, "betas": (0.9, 0.95),
     "weight_decay": 0.1, "clip_norm": 1.0, "dropout": 0.0, "attention_dropout": 0.0, "activation_fn": "gelu",
     "share_embeddings": True, "lengths": (512, 1024, 2048, 4096, 8192), "vocabulary": 50_265,
-}
+}  # fmt: skip
 WARPING = {  # Position Index Warping; dropout, the tanh form of GeLU, tied and unscaled embeddings, vocabulary: GPT-2's
     "prepare": "wikitext103", "arch": "base", "tokens": 512, "batch": 64, "lr": 5e-5, "betas": (0.9, 0.999),
     "weight_decay": 0.0, "clip_norm": 1.0, "dropout": 0.1, "attention_dropout": 0.1, "activation_fn": "gelu_accurate",
     "share_embeddings": True, "extra": ["--no-scale-embedding"], "lengths": (512, 1024, 2048, 3072, 4096),
     "vocabulary": 50_265,
-}
+}  # fmt: skip
 STRETCHED = {  # Position interpolation and YaRN, as their papers fine-tune; length and cosine are ours
-    "tokens": 8192, "batch": 64, "updates": 1_000, "warmup": 20, "lr": 2e-5, "schedule": "cosine", "min_lr": 2e-6,
-    "betas": (0.9, 0.95), "weight_decay": 0.0, "dropout": 0.0, "arch": "base", "share_embeddings": True,
+    "tokens": 8192,
+    "batch": 64,
+    "updates": 1_000,
+    "warmup": 20,
+    "lr": 2e-5,
+    "schedule": "cosine",
+    "min_lr": 2e-6,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.0,
+    "dropout": 0.0,
+    "arch": "base",
+    "share_embeddings": True,
 }
 SURVEY = {  # Length Extrapolation of Transformers: A Survey states data and lengths, the rest is as above
     **EXTRAPOLATION,
-    "arch": "wiki103", "lengths": (512, 1024),
+    "arch": "wiki103",
+    "lengths": (512, 1024),
 }
 PAPERS = {
     "extrapolation-wikitext103": {**EXTRAPOLATION, "prepare": "wikitext103", "arch": "wiki103"},
     "extrapolation-books": {**EXTRAPOLATION, "prepare": "books", "arch": "base"},
     "extrapolation-github": {**EXTRAPOLATION, "prepare": "github", "arch": "base"},
     "extrapolation-wikibook": {**EXTRAPOLATION, "prepare": "wikibook", "arch": "base"},
-    "fire-lm": FIRE, "fire-lm-shared": {**FIRE, "rpe_share": "model"},
+    "fire-lm": FIRE,
+    "fire-lm-shared": {**FIRE, "rpe_share": "model"},
     "fire-lm-large": {**FIRE, "arch": "large", "lr": 3e-4, "min_lr": 3e-5},  # Table 8; Brown et al.: a tenth of it
     "fire-lm-512": {**FIRE, "tokens": 512, "warmup": round(375e6 / (256 * 512))},  # Figure 6
     # Figure 2
@@ -67,23 +80,45 @@ PAPERS = {
     "survey-wikitext103-512": {**SURVEY, "prepare": "wikitext103", "lengths": (512, 1012)},
     "survey-wikitext103-1024": {
         **SURVEY,
-        "prepare": "wikitext103", "tokens": 1024, "batch": 64, "lengths": (1024, 2024),
+        "prepare": "wikitext103",
+        "tokens": 1024,
+        "batch": 64,
+        "lengths": (1024, 2024),
     },
-    "survey-openwebtext2": {**SURVEY, "prepare": "openwebtext2"}, "survey-arxiv": {**SURVEY, "prepare": "arxiv"},
-    "warping-lm": WARPING, "warping-lm-alpha": WARPING,
+    "survey-openwebtext2": {**SURVEY, "prepare": "openwebtext2"},
+    "survey-arxiv": {**SURVEY, "prepare": "arxiv"},
+    "warping-lm": WARPING,
+    "warping-lm-alpha": WARPING,
     "warping-copy": {  # its Figure 3: two layers; for as long as its Table A
-        "arch": "tiny", "algorithm": "copy:items=10,times=2,least=1", "batch": 64, "updates": 40_000,
-        "schedule": "linear", "betas": (0.9, 0.999), "weight_decay": 0.05, "clip_norm": 1.0,
+        "arch": "tiny",
+        "algorithm": "copy:items=10,times=2,least=1",
+        "batch": 64,
+        "updates": 40_000,
+        "schedule": "linear",
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.05,
+        "clip_norm": 1.0,
     },
     "warping-algorithmic": {  # the same; AdamW's own betas
-        "arch": "base", "batch": 64, "updates": 40_000, "warmup": round(0.06 * 40_000), "lr": 3e-5,
-        "schedule": "linear", "betas": (0.9, 0.999), "weight_decay": 0.05, "clip_norm": 1.0, "activation_fn": "relu",
+        "arch": "base",
+        "batch": 64,
+        "updates": 40_000,
+        "warmup": round(0.06 * 40_000),
+        "lr": 3e-5,
+        "schedule": "linear",
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.05,
+        "clip_norm": 1.0,
+        "activation_fn": "relu",
     },
 }
 # parameters of the built model beside the published number; GPT-2's 117 million were counted anew by its authors
 COUNTS = {
-    ("fire-lm", "base"): 125e6, ("fire-lm-shared", "base"): 125e6, ("fire-lm-large", "large"): 350e6,
-    ("fire-lm-512", "base"): 125e6, ("warping-lm", "base"): 124e6,
+    ("fire-lm", "base"): 125e6,
+    ("fire-lm-shared", "base"): 125e6,
+    ("fire-lm-large", "large"): 350e6,
+    ("fire-lm-512", "base"): 125e6,
+    ("warping-lm", "base"): 124e6,
 }
 
 

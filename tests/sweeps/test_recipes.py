@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import with_documents
-from sweep_commands import DRY, LAUNCHERS, dry_run, flag, recipe_error, refusal
+from refusal import refusal
+from sweep_commands import DRY, LAUNCHERS, dry_run, flag, recipe_error
 
 from fairseq_rpe import algorithms, encodings, positions
 from fairseq_rpe.core import UserError
@@ -533,10 +534,22 @@ def test_malformed_published_values_are_refused(published, culprit, tmp_path):
 
 
 OUT_OF_RANGE = {
-    "methods": [[1]], "algorithms": [[3]], "extra": [[1]], "lengths": [["a"], [0]], "seeds": [[0], [1, 1]],
-    "schedule": ["steps"], "betas": [[0.9], [0.9, 1.0]], "weight_decay": [-0.1], "activation_fn": ["tanh"],
-    "share_embeddings": ["yes"], "compute_dtype": ["fp16"], "vocabulary": [0], "rpe_share": ["head"], "updates": [0],
-    "batch_sentences": [-1], "update_freq": [0],
+    "methods": [[1]],
+    "algorithms": [[3]],
+    "extra": [[1]],
+    "lengths": [["a"], [0]],
+    "seeds": [[0], [1, 1]],
+    "schedule": ["steps"],
+    "betas": [[0.9], [0.9, 1.0]],
+    "weight_decay": [-0.1],
+    "activation_fn": ["tanh"],
+    "share_embeddings": ["yes"],
+    "compute_dtype": ["fp16"],
+    "vocabulary": [0],
+    "rpe_share": ["head"],
+    "updates": [0],
+    "batch_sentences": [-1],
+    "update_freq": [0],
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import signal
 import subprocess
@@ -14,23 +13,23 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
-from conftest import PACKAGE, run, run_here
-from test_sweep import BROKEN
+from conftest import PACKAGE, error_of, run, run_here
+from live_processes import processes_about
+from sweep_commands import BROKEN, SMALL, parse, table
 
-from fairseq_rpe.cli.main import build_parser, main
+from fairseq_rpe.cli.main import main
 from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
 from fairseq_rpe.data import folder
 from fairseq_rpe.sweeps import cells, slurm
-from fairseq_rpe.sweeps.request import Sweep
 
 PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--disable-validation"]
+QUIET = [*SMALL, "--disable-validation"]
 
 
 def command(data: Path, out: Path, encodings: str, *more: str, device: str = "cpu") -> list[str]:
     base = ["sweep", str(data), "--encodings", encodings, "--out", str(out), "--tokens", "32", "--device", device]
-    return [*base, "--batch-sentences", "4", "--lengths", "64", *more, *SMALL]
+    return [*base, "--batch-sentences", "4", "--lengths", "64", *more, *QUIET]
 
 
 def submitted(folder: Path) -> dict[str, str]:
@@ -81,20 +80,13 @@ def test_a_dry_run_prints_the_jobs_and_torchrun_and_needs_no_launcher(corpus, tm
     assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 2
 
 
-def asked(argv: list[str]) -> Sweep:
-    """The sweep that a command line asks for."""
-    cut = argv.index("--")
-    args = build_parser("sweep").parse_args(argv[:cut])
-    args.extra = tuple(argv[cut + 1 :])
-    return resolved(args)
-
-
 def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     """As submitit writes them: common ones, those of SLURM, sbatch's own, and commands before the job."""
     given = [("partition", "gpu"), ("exclude", "n1,n2"), ("additional_parameters.mail-type", "END")]
     given += [("setup", "[module load cuda, module load gcc]"), ("timeout_min", "90"), ("mem_gb", "16")]
     given += [("gpus_per_node", "null"), ("gres", "gpu:4"), ("additional_parameters.requeue", "true")]
-    sweep = asked(command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto"))
+    argv = command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto")
+    sweep = resolved(parse(argv))
     made = slurm.executor(sweep, given)
     [job] = made.map_array(print, ["nothing"])
     [script] = submitted(cluster).values()
@@ -115,11 +107,7 @@ def test_a_dry_run_prints_torchrun_for_this_machine(corpus, tmp_path, capsys):
 
 def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
     def refused(*more: str) -> str:
-        capsys.readouterr()
-        assert main(command(corpus, tmp_path / "x", "alibi", *more)) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and said.count("\n") == 1
-        return said
+        return error_of(capsys, *command(corpus, tmp_path / "x", "alibi", *more))
 
     assert "--slurm is for --launcher slurm" in refused("--slurm", "partition=gpu")
     assert "needs --launcher slurm" in refused("--nodes", "2")
@@ -135,18 +123,8 @@ def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def processes() -> Iterator[tuple[int, str]]:
-    """All processes but srun's, with their words."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_text(errors="replace")
-            if "\0srun\0" not in words:
-                yield int(path.parent.name), words
-
-
 def results(out: Path) -> list[tuple[str, str, float]]:
-    with open(out / "results.csv", newline="") as file:
-        return [(row["encoding"], row["length"], float(row["ppl"])) for row in csv.DictReader(file)]
+    return [(row["encoding"], row["length"], float(row["ppl"])) for row in table(out / "results.csv")]
 
 
 @pytest.mark.release
@@ -163,7 +141,7 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
         while not last.exists() and time.monotonic() < deadline:  # there is one after each epoch
             assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.01)
-        [job] = [number for number, words in processes() if f"-u\0-m\0submitit.core._submit\0{out}" in words]
+        [job] = set(processes_about(f"-u\0-m\0submitit.core._submit\0{out}")) - set(processes_about("\0srun\0"))
         os.kill(job, signal.SIGUSR2)
         assert process.wait(300) == 1, (tmp_path / "log").read_text()[-2000:]
     said = (tmp_path / "log").read_text()
@@ -219,7 +197,7 @@ def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cl
 def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     """The same job by submitit's local executor, without any SLURM."""
     submitit = pytest.importorskip("submitit", reason="needs the extra slurm")
-    sweep = asked(command(corpus, tmp_path / "out", "nope", "--updates", "4"))
+    sweep = resolved(parse(command(corpus, tmp_path / "out", "nope", "--updates", "4")))
     [cell] = cells.make(sweep, folder.digest(corpus))
     [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.Job(), [cell])
     assert job.result() is None and cell.work_left() == []

@@ -14,7 +14,8 @@ import pytest
 from conftest import run, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweep_commands import BROKEN, DRY, SMALL, dry_run_lines, refusal, resolve_sweep, table
+from refusal import refusal
+from sweep_commands import BROKEN, DRY, SMALL, dry_run_lines, resolve_sweep, table
 
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
@@ -135,7 +136,7 @@ def test_refusals_in_one_line(swept, corpus, tmp_path):
     cell = next((out / "runs").iterdir())
     for folder in (cell, cell / "checkpoints"):
         assert "is the folder of a run" in refused("alibi", to=folder)
-    assert "is a sweep's folder" in refusal("train", corpus, "--rpe", "alibi", "--save-dir", out)
+    assert "is the folder of a sweep" in refusal("train", corpus, "--rpe", "alibi", "--save-dir", out)
 
 
 def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path):
