@@ -23,6 +23,9 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh --quiet
 export PATH="$PWD/.venv/bin:$PATH"
+# The tests start many processes, and each of them compiles torch anew where Python may keep nothing.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$PWD/.venv/pycache"
 # too large for everybody's set-up; torch's builds for CUDA bring their own triton
 missing=()
 while read -r name; do missing+=("$name"); done < <(python -P -c '

@@ -166,7 +166,7 @@ CASES = r"""
 +train --tensorboard {zoo}/text  -> --tensorboard text: text is a file, not a folder
 +train --save-dir {data}  -> is a data folder (it has dict.txt): name another one
 +train --save-dir {zoo}/foreign  -> no run.json
-+sweep --out {data}  -> is a data folder (it has dict.txt): name another one
++sweep|figures|drawn|trf|erf|sliding|bench|sensitivity --out {data}  -> is a data folder (it has dict.txt): name another one
 +sweep --out {zoo}/sweep_empty  -> sweep_empty/sweep.json: the sweep lacks settings: restore it or delete
 +prepare --dest {here}  -> is the current folder or one above it
 +train --save-dir {zoo}/sweep  -> is the folder of a sweep (it has sweep.json)

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, add_width, count_list, heads, positive_int, seed
+from fairseq_rpe.cli.options import add_rpe_module, add_width, check_out, count_list, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.core.progress import Progress
 
 _LONGEST = 16_384
@@ -63,8 +62,9 @@ def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.reports import drawing
     from fairseq_rpe.sweeps.state import SweepFolder
 
+    out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
+    check_out(out)
     if args.checkpoint is not None:
-        out = args.out or Path("runs/figures")
         with drawn_at(args.figure_width):
             return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
     shown = {"length": length, "seed": args.seed or 1, "head": args.head}
@@ -72,8 +72,6 @@ def run(args: argparse.Namespace) -> None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
     else:
         gallery = drawing.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
-    out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
-    check_folder(out)
     with Progress("figures", "kinds", len(drawing.FIGURES)) as bar, drawn_at(args.figure_width):
         for line in drawing.draw(gallery, out, bar.update):
             bar.say(line)

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, words
-from fairseq_rpe.core.files import check_folder, write_json
+from fairseq_rpe.cli.options import add_rpe_module, check_out, words
+from fairseq_rpe.core.files import write_json
 
 _FILE = "selftest.json"
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     setting = filled(selftest.Setting, args, device=chosen(args.device))
     setting.check()
     if args.out is not None:
-        check_folder(args.out, (_FILE,))
+        check_out(args.out, (_FILE,))
     about, cells = {"fairseq_rpe": __version__, "commit": commit(PACKAGE)}, []
     tests = setting.tests()
     for number, test in enumerate(tqdm(tests, disable=None, unit="encoding"), 1):

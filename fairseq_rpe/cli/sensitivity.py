@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_latex, add_width, positive_float, positive_int
+from fairseq_rpe.cli.options import add_latex, add_width, check_out, positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_folder
+from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import Cell, Row, Table, csv_text, latex_text, number
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     asked = filled(index_warping.Setting, args)
     folder, table, latex = args.out, args.out / "sensitivity.csv", args.out / "sensitivity.tex"
     files = {stem: [folder / f"{stem}.{ending}" for ending in ("png", "pdf")] for stem in warping.FIGURES}
-    check_folder(folder, [path.name for paths in (*files.values(), [table, latex]) for path in paths])
+    check_out(folder, [path.name for paths in (*files.values(), [table, latex]) for path in paths])
     found = index_warping.table(asked)
     with drawn_at(args.figure_width):
         figures = {stem: draw(asked, compute(asked)) for stem, (compute, draw) in warping.FIGURES.items()}

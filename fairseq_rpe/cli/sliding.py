@@ -4,8 +4,8 @@ import argparse
 from operator import attrgetter
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, int_list, positive_int, workers
-from fairseq_rpe.core.files import atomic_write, check_folder
+from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, check_out, int_list, positive_int, workers
+from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import csv_text, latex_text
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = sliding.with_blocks(filled(sliding.SlidingRequest, args), subjects)
     request.check()
-    check_folder(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
+    check_out(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
     rows = sliding.compare(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
     print(text)

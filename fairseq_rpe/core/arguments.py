@@ -88,6 +88,17 @@ def check_texts(name: str, value: Any) -> None:
             raise UserError(f"{name} must be a list of strings: one of them is {described(item)}")
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str], *, optional: bool = False) -> None:
+    """Check that an argument is one of several strings.
+
+    Raises:
+        UserError: it is none of ``choices``, nor None where that is allowed.
+    """
+    if not (isinstance(value, str) and value in choices) and not (value is None and optional):
+        known = ", ".join(map(repr, choices)) + (" or None" if optional else "")
+        raise UserError(f"{name} must be one of {known}, not {described(value)}")
+
+
 def described(value: Any) -> str:
     """A value as a message shows it: a number, string or None itself, the type of anything else."""
     if value is None or isinstance(value, str | bool | int | float):

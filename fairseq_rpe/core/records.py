@@ -43,9 +43,12 @@ FromZero = Annotated[float, Rule(lambda v: 0 <= v < math.inf, "a number from 0 o
 Betas = Annotated[
     tuple[Fraction, ...], Rule(lambda v: len(v) == 2, "two numbers with a decimal point from 0 to below 1")
 ]
-# of what was measured: a perplexity is above 0, one of words may be too large for a float
+# of what was measured: a mean loss is 0 or more, so a perplexity is 1 or more, but for rounding; one of words may be
+# too large for a float
 Positive = Annotated[float, Rule(lambda v: 0 < v < math.inf, "a number above 0")]
-Unbounded = Annotated[float, Rule(lambda v: v > 0, "a number above 0")]
+Loss = Annotated[float, Rule(lambda v: -1e-6 <= v < math.inf, "a number of at least 0")]
+Perplexity = Annotated[float, Rule(lambda v: 1 - 1e-6 <= v < math.inf, "a number of at least 1")]
+Unbounded = Annotated[float, Rule(lambda v: v >= 1 - 1e-6, "a number of at least 1")]
 Share = Annotated[float, Rule(lambda v: 0 <= v <= 1, "a number from 0 to 1")]
 Words = tuple[str, ...]
 _WORDS = {str: "text", int: "a whole number", float: "a number with a decimal point", bool: "true or false"}

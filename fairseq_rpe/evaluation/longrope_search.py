@@ -17,7 +17,7 @@ from torch import nn
 from fairseq_rpe.core import checkpoint_file, files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.progress import Progress
-from fairseq_rpe.core.records import Count, Positive, filled
+from fairseq_rpe.core.records import Count, Loss, Perplexity, filled
 from fairseq_rpe.core.spec import canonical
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import build
@@ -55,8 +55,8 @@ class CandidateResult(CandidateKey, Result):
     """The perplexity per token, and its logarithm in bits, over ``samples`` blocks of ``tokens``."""
 
     of = CandidateKey
-    loss_base2: float
-    ppl: Positive
+    loss_base2: Loss
+    ppl: Perplexity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from fairseq_rpe.algorithms import Algorithm
 from fairseq_rpe.core import checkpoint_file, files, records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.records import Count, Natural, Positive, Share, Unbounded, filled
+from fairseq_rpe.core.records import Count, Loss, Natural, Perplexity, Share, Unbounded, filled
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.reach import is_random
 
@@ -163,8 +163,8 @@ class TextResult(TextKey, Result):
 
     of = TextKey
     tokens: Count
-    loss_base2: float
-    ppl: Positive
+    loss_base2: Loss
+    ppl: Perplexity
     seconds: float | None = None
     bits_per_byte: float | None = None
     word_ppl: Unbounded | None = None

@@ -13,7 +13,7 @@ import numpy as np
 from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.records import Count, Positive, filled
+from fairseq_rpe.core.records import Count, Loss, Perplexity, Positive, filled
 from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
@@ -65,8 +65,8 @@ class SlidingResult(SlidingKey, Result):
     """
 
     of = SlidingKey
-    loss_base2: float
-    ppl: Positive
+    loss_base2: Loss
+    ppl: Perplexity
     seconds: Positive
     relative: float | None = None
 

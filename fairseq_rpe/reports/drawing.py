@@ -64,6 +64,11 @@ class TrainedGallery(Gallery):
     def run(self, name: str) -> RunFolder:
         return self.folder.run_of(self.state.method(name), self.seed)
 
+    def field_request(self) -> receptive.FieldRequest:
+        """What the empirical receptive field is measured on; ``data`` must be given."""
+        assert self.data is not None
+        return receptive.FieldRequest(data=self.data, length=self.length, rpe_module=self.rpe_module)
+
 
 def of_specs(specs: Sequence[str], heads: int, length: int, seed: int, head: int | None) -> Gallery:
     """Encodings with their initial values; without ``specs`` all that have a bias; ``head`` from 1, or a middle one.
@@ -88,7 +93,8 @@ def of_sweep(
 ) -> TrainedGallery:
     """Encodings with the parameters that the runs of a sweep learned.
 
-    Raises UserError: it is not about text, has no finished run of ``seed``, or not as many heads.
+    Raises UserError: it is not about text, has no finished run of ``seed``, or not as many heads; or ``data`` is no
+    text, or too short.
     """
     state = folder.state()
     if state.kind != "text":
@@ -100,7 +106,10 @@ def of_sweep(
         raise UserError(
             f"{folder.path} holds no finished run of seed {seed}: run its sweep first or choose another --seed"
         )
-    return TrainedGallery(found, length, seed, _index(found, head), folder, state, data, rpe_module)
+    gallery = TrainedGallery(found, length, seed, _index(found, head), folder, state, data, rpe_module)
+    if data is not None:  # before anything is drawn
+        gallery.field_request().sized(state.settings.tokens or length)
+    return gallery
 
 
 def of_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int]) -> Figure:
@@ -223,7 +232,7 @@ def _attention(gallery: TrainedGallery) -> dict[str, Figure]:
         return {}
     found = find_subjects([gallery.run(name).checkpoints.last for name in plain])
     named = [replace(subject, label=name) for subject, name in zip(found, plain, strict=True)]
-    request = receptive.FieldRequest(data=gallery.data, length=gallery.length, rpe_module=gallery.rpe_module)
+    request = gallery.field_request()
     length, rows = request.sized(max(subject.train_length for subject in named))
     measured = [receptive.measure(request, subject, length, rows) for subject in named]
     return {"erf": fields.empirical(measured, request.epsilons), "erf_trf": fields.paired(measured)}

@@ -1,17 +1,17 @@
 """The report of a sweep, written for perplexities that were measured elsewhere: of models that no sweep has trained."""
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from fairseq_rpe.core import records
+from fairseq_rpe.core.arguments import check_choice, check_count, check_number, check_text, described
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write, check_folder
 from fairseq_rpe.core.table import latex_text
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.evaluation.results import TextResult
-from fairseq_rpe.figures import style
+from fairseq_rpe.figures import WIDTHS, style
 from fairseq_rpe.reports import definition, page
 from fairseq_rpe.reports.chapters import perplexities
 from fairseq_rpe.reports.definition import DELTA, NONE, Prediction
@@ -48,15 +48,19 @@ def write_report(
 
     Raises:
         UserError: there are no results; a result holds a value that no measurement can have, such as a perplexity of
-            0, NaN or infinity; ``trained_at`` is no length or ``delta`` no positive number; two results are of
-            different texts, or of one model and length; or ``folder`` belongs to a sweep.
+            below 1, NaN or infinity; an argument is of another type, ``trained_at`` is below 1, ``delta`` not above 0,
+            ``width`` unknown, or ``encodings`` has a name without results; two results are of different texts, or of
+            one model and length; or ``folder`` belongs to a sweep.
     """
     folder = Path(folder)
-    if isinstance(trained_at, bool) or not isinstance(trained_at, int) or trained_at < 1:
-        raise UserError(f"trained_at={trained_at!r} is no training length: give the number of tokens, 1 or more")
-    if not isinstance(delta, float | int) or not 0 < delta < math.inf:
-        raise UserError(f"delta={delta!r} is no relative deviation: give a number above 0, for example 0.05")
-    rows = {name: [_checked(name, one) for one in own] for name, own in rows.items()}
+    check_count("trained_at", trained_at)
+    check_number("delta", delta, above=0)
+    check_text("title", title, "Two models")
+    check_choice("width", width, tuple(WIDTHS), optional=True)
+    rows = _checked_rows(rows)
+    for name in encodings or ():
+        if name not in rows:
+            raise UserError(f"encodings has '{name}', of which rows has no results: give them, or drop it")
     found = Perplexities(_findings(rows, trained_at), trained_at)
     at = _places(folder)
     state = _state(rows, trained_at, title)
@@ -87,6 +91,18 @@ def write_report(
     atomic_write(at.table, made.markdown)
     atomic_write(at.results, found.csv())
     return section
+
+
+def _checked_rows(rows: Mapping[str, Sequence[TextResult]]) -> dict[str, list[TextResult]]:
+    if not isinstance(rows, Mapping):
+        raise UserError(f"rows must be a dict with the results of each model by its name, not {described(rows)}")
+    checked = {}
+    for name, own in rows.items():
+        check_text("a key of rows", name, "alibi")
+        if not isinstance(own, Sequence):
+            raise UserError(f"the results of '{name}' must be a list of TextResult, not {described(own)}")
+        checked[name] = [_checked(name, one) for one in own]
+    return checked
 
 
 def _checked(name: str, result: TextResult) -> TextResult:

@@ -60,16 +60,31 @@ def test_results_that_cannot_be_compared(rows, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.5])
 def test_a_perplexity_that_no_model_can_have_is_refused(value, tmp_path):
-    with pytest.raises(UserError, match="'a'.*ppl.*128.*above 0"):
+    with pytest.raises(UserError, match="'a'.*ppl.*128.*at least 1"):
         write_report({"a": results((10.0, value, 9.0))}, tmp_path / "out", 64)
 
 
-@pytest.mark.parametrize(("trained_at", "delta"), [(-5, 0.1), (0, 0.1), (64.0, 0.1), (64, 0.0), (64, float("nan"))])
-def test_settings_that_make_no_sense_are_refused(trained_at, delta, tmp_path):
-    with pytest.raises(UserError, match=f"delta={delta}" if delta != 0.1 else f"trained_at={trained_at}"):
-        write_report({"a": results((1.0, 2.0, 3.0))}, tmp_path / "out", trained_at, delta=delta)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"trained_at": 0}, "trained_at must be .* 1, not 0"),
+        ({"trained_at": 64.0}, "trained_at must be an integer"),
+        ({"delta": 0.0}, "delta must be .* above 0"),
+        ({"delta": float("nan")}, "delta must be a finite number"),
+        ({"width": "huge"}, "width must be one of 'column', 'page' or None, not 'huge'"),
+        ({"rows": None}, "rows must be a dict .* not None"),
+        ({"rows": {5: results((1, 2, 3))}}, "a key of rows must be a string .* not 5"),
+        ({"rows": {"a": None}}, "results of 'a' must be a list .* not None"),
+        ({"rows": {"a": results((1, 2, 3), loss_base2=-1.0)}}, "'a'.*loss_base2.*at least 0"),
+        ({"encodings": {"b": []}}, "encodings has 'b'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(given, words, tmp_path):
+    usual = {"rows": {"a": results((1.0, 2.0, 3.0))}, "trained_at": 64}
+    with pytest.raises(UserError, match=words):
+        write_report(**{**usual, **given}, folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import checkpoint_with, run_here, with_vocabulary
 from live_processes import processes_about, wait_for
+from refusal import refusal
 from sweep_commands import (
     DRY,
     LAUNCHERS,
@@ -21,7 +22,6 @@ from sweep_commands import (
     flag,
     parse,
     recipe_error,
-    refusal,
     resolve_sweep,
     table,
 )

@@ -5,9 +5,10 @@
 A mutant is a copy of the tree with one small fault: a sign, a comparison, an off-by-one, a swapped argument or a
 dropped statement. Mutants are drawn from a seed and are the same for the same package. Each runs against the tests
 that execute the faulty line, the fastest first, until one fails; ``--coverage`` names the data file that says which
-they are:
+they are (see ``executed_lines.py``), and a line that no test executes is tried with the tests of its file. A test that
+fails without the fault as well is left out.
 
-    pytest --cov fairseq_rpe --cov-context test --junitxml junit.xml
+    PYTHONPATH=tests/tools pytest -p executed_lines --executed-lines .coverage --junitxml junit.xml
 
 Rows are appended to ``--out`` as they are measured, and a row that is there is not measured again.
 """
@@ -297,7 +298,8 @@ def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> tuple[str, st
 def _copy_tree(root: Path, folder: Path) -> Path:
     def skip(path: str, names: list[str]) -> set[str]:
         hidden = {name for name in names if name.startswith(".") and name not in (".ci", ".gitignore")}
-        return hidden | {name for name in names if name in ("__pycache__", "runs", "data-bin")}
+        outputs = {"runs", "data-bin"} if Path(path) == root else set()  # the package has a folder runs, too
+        return hidden | ({"__pycache__", *outputs} & set(names))
 
     return Path(shutil.copytree(root, folder, ignore=skip, symlinks=True))
 
@@ -313,6 +315,7 @@ def measure(
     """Run the tests of each mutant; yields rows as they end."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         trees = [_copy_tree(root, Path(folder) / str(job) / "tree") for job in range(jobs)]
+        sound: dict[str, bool] = {}  # of tests that failed: whether they pass without a fault
 
         def one(number: int, mutant: Mutant) -> Row:
             tree = trees.pop()
@@ -321,12 +324,18 @@ def measure(
             found: set[str] = set()
             for line in _statement_lines(text, mutant.line):
                 found |= lines.get(mutant.file, {}).get(line, set())
-            tests, start = select(found, seconds, budget), time.monotonic()
-            result, killer = "no test", ""
+            if not found:
+                found = set().union(*lines.get(mutant.file, {}).values())
+            start, result, killer = time.monotonic(), "no test", ""
             try:
-                path.write_text(mutant.source(text), encoding="utf-8")
-                if tests:
+                while tests := select({test for test in found if sound.get(test, True)}, seconds, budget):
+                    path.write_text(mutant.source(text), encoding="utf-8")
                     result, killer = run_tests(tree, tests, 120 + 6 * budget)
+                    path.write_text(text, encoding="utf-8")
+                    if killer in found and killer not in sound:
+                        sound[killer] = run_tests(tree, [killer], 120 + 6 * budget)[0] == "survived"
+                    if sound.get(killer, True):
+                        break
             finally:
                 path.write_text(text, encoding="utf-8")
                 trees.append(tree)
