@@ -33,7 +33,14 @@ def cause(lines: Iterable[str]) -> str:
     """The line that best says why a process ended, or nothing."""
     bare = [_RANK.sub("", line.strip()) for line in lines]
     bare = [line for line in bare if line]
-    told = [line for line in bare if _ERROR.match(line)]
+    told, ignored = [], False
+    for line in bare:
+        # Python reports an error in a destructor, often of an object that was never complete, in lines of its own
+        if line.startswith("Exception ignored in"):
+            ignored = True
+        elif _ERROR.match(line):
+            told += [] if ignored else [line]
+            ignored = False
     better = [line for line in told if not _CONSEQUENCE.match(line)] or told or bare
     return better[-1].removeprefix("error: ") if better else ""
 

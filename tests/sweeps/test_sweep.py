@@ -310,6 +310,11 @@ def test_last_error_prefers_the_cause(tmp_path):
         ("error: unknown encoding 'x'", "unknown encoding 'x'"),
         ("2026 | INFO | fine\nKilled", "Killed"),
         ("[rank1]: KeyError: 'x'\n[rank0]: RuntimeError: Connection closed by peer\nE1 failed", "KeyError: 'x'"),
+        (
+            "OSError: [Errno 12] Cannot allocate memory\nException ignored in: <function Data.__del__ at 0x7f>\n"
+            "Traceback (most recent call last):\nAttributeError: 'Data' object has no attribute '_map'",
+            "OSError: [Errno 12] Cannot allocate memory",
+        ),
         ("", ""),
     ):
         log.write_text(text)
