@@ -118,6 +118,15 @@ def test_types_that_are_known_keep_their_numbers(kind):
     assert row.loss_base2 * np.log(2) == pytest.approx(loss, rel=1e-5)
 
 
+def test_another_scale_of_the_scores_is_the_models():
+    own = llama()
+    usual = logits(own, text())
+    for layer in own.model.layers:
+        layer.self_attn.scaling = 0.1
+    assert (logits(own, text()) - usual).abs().max() > 0.1
+    assert_close(logits(with_encoding(own, "rope"), text()), logits(own, text()))
+
+
 def test_the_training_length_is_the_configs():
     """Of a model that was stretched before, the one before that; ``length`` says another."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -513,12 +522,19 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
         (lambda: evaluate(neox(), [0.5, 1.5], [1]), "not torch.float32"),
         (lambda: evaluate(neox(), [5, 6, 7], [3], max_tokens=2), "less than length 3"),
         (lambda: evaluate(neox(), "nowhere", [3]), "does not exist"),
+        (lambda: evaluate(with_output_bias(), [5, 6, 7], [3]), "output layer has a bias"),
     ],
 )
 def test_what_cannot_be(call, words):
     with pytest.raises(UserError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def with_output_bias():
+    model = neox()
+    model.set_output_embeddings(torch.nn.Linear(SIZES["hidden_size"], TYPES_OF_TEXT))
+    return model
 
 
 SLIDING = transformers.MistralConfig(**SIZES, num_key_value_heads=2)

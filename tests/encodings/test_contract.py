@@ -54,6 +54,8 @@ def method(head: str, value: str) -> str:
 
 
 FUTURE = "-(i[:, None, :, None] - j[:, None, None]).sqrt().expand(-1, self.heads, -1, -1)"
+TURNS = ("angles(self, at, pos)", "return at[..., None] * torch.ones(self.rotated // 2).to(at)")
+ALL_PAIRS = "Region(pos.q, pos.k, lambda i, j: i >= j, lambda low, high: (0 * low, high))"
 LEARNS = hook("DistanceBias", "setup(self)", "self.a = torch.nn.Parameter(torch.ones(self.heads, 1))")
 
 FINE = {
@@ -186,6 +188,14 @@ WRONG = {
     "of the number": (
         hook("DistanceBias", "bias(self, d)", "return -(d / d.max().clamp_min(1)).expand(self.heads, -1)"),
         *("set reads_length = True", 3),
+    ),
+    "regions of another type": (
+        hook("Rotary", *TURNS) + method("regions(self, pos)", "pos"),
+        *("Mine.regions returned Positions, expected a tuple of Region or None: ", 5),
+    ),
+    "regions that share pairs": (
+        hook("Rotary", *TURNS) + method("regions(self, pos)", f"2 * ({ALL_PAIRS},)"),
+        *("Mine.regions returned regions that share pairs, expected each pair in at most one: ", 5),
     ),
     "turned otherwise": (
         own("Encoding", "rotation_is_fixed = True")
