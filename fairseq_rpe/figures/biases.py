@@ -24,6 +24,7 @@ from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, across, headed, le
 _COLUMNS = 4
 _FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart
 _LOWEST = -12.0  # nats below a profile's largest value; exp of it is 6e-6 and no attention to speak of
+_BAR = 0.14  # inches across a colour bar, at most
 _HEADS_MAP, _TIME_MAP = "viridis", "plasma"
 
 
@@ -270,7 +271,8 @@ def _ramp_bar(figure: Figure, panels: list[Axes], name: str, of: Sequence[int]) 
 
 
 def _bar(figure: Figure, panels: list[Axes], scale: ScalarMappable, label: str, **how: Any) -> Colorbar:
-    bar = figure.colorbar(scale, ax=panels, shrink=0.8, pad=0.01, **how)
+    thin = max(20.0, 0.8 * figure.get_figheight() / _BAR)
+    bar = figure.colorbar(scale, ax=panels, shrink=0.8, pad=0.02, aspect=thin, **how)
     bar.set_label(label, fontsize=NAME)
     bar.ax.tick_params(labelsize=TICK)
     if isinstance(bar.formatter, ScalarFormatter):

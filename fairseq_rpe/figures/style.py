@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +155,11 @@ def fit_texts(figure: Figure) -> None:
         return
     figure.draw_without_rendering()
     whole = figure.bbox
+    panels = [axes for axes in figure.axes if axes.get_subplotspec() is not None and axes.get_visible()]
+    centres = sorted((box.x0 + box.x1) / 2 for box in (axes.get_window_extent() for axes in panels))
+    bars = [axes.get_window_extent().x0 for axes in figure.axes if axes.get_subplotspec() is None]
+    # beside a colour bar, panels are nearer to each other than their part of the figure
+    apart = min((b - a for a, b in pairwise(centres) if b - a > 1), default=whole.width)
     for axes in figure.axes:
         place = axes.get_subplotspec()
         if not axes.get_visible():
@@ -163,7 +169,7 @@ def fit_texts(figure: Figure) -> None:
         across, up = 2 * min(middle, whole.width - middle), whole.height
         if place is not None:  # a panel, not a colour bar
             grid = place.get_gridspec()
-            across = min(whole.width * len(place.colspan) / grid.ncols, across)
+            across = min(apart * len(place.colspan), across, *(2 * (x - middle) for x in bars if x > middle))
             up *= len(place.rowspan) / grid.nrows
         for text, upright in ((axes.title, False), (axes.xaxis.label, False), (axes.yaxis.label, True)):
             extent = text.get_window_extent()
@@ -171,13 +177,19 @@ def fit_texts(figure: Figure) -> None:
             if text.get_text() and long > 0.95 * room:
                 lines = text.get_text().split("\n")
                 most = max(8, int(max(map(len, lines)) * 0.95 * room / long))
-                wrap = partial(textwrap.fill, width=most, break_long_words=False, break_on_hyphens=False)
-                text.set_text("\n".join(map(wrap, lines)))
+                text.set_text("\n".join(part for line in lines for part in _broken(line, most)))
+
+
+def _broken(line: str, most: int) -> list[str]:
+    """Break a line of more than ``most`` characters at its spaces, and after the marks of a spec, such as a comma."""
+    marked = re.sub(r"([,:](?=[^\s\d])|[=_](?=\S))", "\\1\x1f ", line)
+    parts = textwrap.wrap(marked, most, break_long_words=False, break_on_hyphens=False)
+    return [part.replace("\x1f ", "").removesuffix("\x1f") for part in parts] or [""]
 
 
 def _wrapped(text: str, inches: float, size: float) -> str:
     most = max(12, int(inches * 72 / (_CHARACTER * size)))
-    lines = (textwrap.wrap(line, most, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+    lines = (_broken(line, most) for line in text.split("\n"))
     return "\n".join("\n".join(line) for line in lines)
 
 

@@ -200,6 +200,20 @@ def test_a_name_that_is_wider_than_its_panel_is_broken(tmp_path):
     assert "\n" in axes.get_xlabel() and overflow(figure) <= 0
 
 
+def test_titles_of_long_specs_overlap_nothing():
+    specs = [f"fire:exact=true,hidden={k}" for k in range(4)] + [f"t5_bias:max_distance={k}" for k in (99, 128, 256)]
+    with style.drawn_at("column"):
+        figure = biases.heat_maps(
+            {spec: torch.zeros(9, 9) for spec in [*specs, *(f"alibi{k}" for k in range(7))]}, 1, 1
+        )
+        style.fit_texts(figure)
+        figure.draw_without_rendering()
+    *panels, bar = [axes for axes in figure.axes if axes.get_visible()]
+    boxes = [axes.title.get_window_extent() for axes in panels] + [bar.get_window_extent()]
+    assert [axes.get_title().replace("\n", "") for axes in panels][:7] == specs
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+
+
 def test_a_legend_has_as_many_columns_as_fit():
     with style.drawn_at("column"):
         figure, (axes,) = style.panels(1, 1, (9, 3))
