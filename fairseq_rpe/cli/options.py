@@ -11,7 +11,6 @@ from typing import Any
 from fairseq_rpe.core.errors import UserError, shown
 from fairseq_rpe.core.files import CACHE, check_folder
 from fairseq_rpe.core.sizes import SIZES
-from fairseq_rpe.data.folder import check_not_data
 from fairseq_rpe.evaluation import log_to
 from fairseq_rpe.figures import WIDTHS
 
@@ -243,5 +242,7 @@ def check_out(folder: Path, names: Sequence[str] = ()) -> None:
     Raises:
         UserError: it cannot be written, or holds a corpus or questions.
     """
+    from fairseq_rpe.data.folder import check_not_data
+
     check_not_data("--out", folder)
     check_folder(folder, names)
