@@ -5,17 +5,7 @@ import sys
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from fairseq_rpe.cli.options import (
-    add_latex,
-    add_rpe_module,
-    add_width,
-    check_out,
-    heads,
-    int_list,
-    positive_int,
-    width,
-    words,
-)
+from fairseq_rpe.cli.options import add_latex, add_rpe_module, add_width, heads, int_list, positive_int, width, words
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.sizes import SIZES
@@ -73,9 +63,10 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from fairseq_rpe.core.devices import chosen
+    from fairseq_rpe.data.folder import check_output
 
     if args.out is not None:
-        check_out(args.out, (*_FILES, _LATEX))
+        check_output(args.out, (*_FILES, _LATEX))
     elif args.latex or args.figure_width:
         raise UserError(f"{'--latex' if args.latex else '--width'} is for what --out holds: give --out DIR too")
     if args.model:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, check_out, number_list, positive_int
+from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, number_list, positive_int
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import latex_text
@@ -46,6 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.evaluation import output_loss, receptive
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import fields
@@ -54,11 +55,11 @@ def run(args: argparse.Namespace) -> None:
     subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = filled(receptive.FieldRequest, args)
     length, rows = request.sized(max(subject.train_length for subject in subjects))
-    names = (_FIELDS, _CURVES, _QUANTISED, _LATEX, _PNG, _PDF, _PAIR, _PAIR_PNG, _PAIR_PDF)
-    check_out(args.out, () if args.delta else names)
     if args.delta:
         with drawn_at(args.figure_width):
             return print(output_loss.report(request, subjects, length, rows, args.out, args.latex))
+    names = (_FIELDS, _CURVES, _QUANTISED, _LATEX, _PNG, _PDF, _PAIR, _PAIR_PNG, _PAIR_PDF)
+    check_output(args.out, names)
     found = [receptive.measure(request, subject, length, rows) for subject in subjects]
     table = receptive.table(found, args.epsilons)
     print(table.markdown())

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, add_width, check_out, count_list, heads, positive_int, seed
+from fairseq_rpe.cli.options import add_rpe_module, add_width, count_list, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.progress import Progress
 
@@ -58,15 +58,16 @@ def run(args: argparse.Namespace) -> None:
     if args.data is not None and args.sweep is None:
         raise UserError("--data is for the empirical receptive field of checkpoints: give --sweep DIR too")
 
+    from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.figures.style import drawn_at
     from fairseq_rpe.reports import drawing
     from fairseq_rpe.sweeps.state import SweepFolder
 
     out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
-    check_out(out)
     if args.checkpoint is not None:
         with drawn_at(args.figure_width):
             return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
+    check_output(out)
     shown = {"length": length, "seed": args.seed or 1, "head": args.head}
     if args.sweep is None:
         gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)

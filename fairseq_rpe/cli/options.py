@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError, shown
-from fairseq_rpe.core.files import CACHE, check_folder
+from fairseq_rpe.core.files import CACHE
 from fairseq_rpe.core.sizes import SIZES
 from fairseq_rpe.evaluation import log_to
 from fairseq_rpe.figures import WIDTHS
@@ -230,19 +230,3 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help="binarised data folder")
     parser.add_argument("--subset", default="test", help="split to read (default: test)")
     add_loading(parser)
-
-
-def check_out(folder: Path, names: Sequence[str] = ()) -> None:
-    """Check that results can be written into the folder of ``--out``.
-
-    Args:
-        folder: it need not exist.
-        names: of the files to be written.
-
-    Raises:
-        UserError: it cannot be written, or holds a corpus or questions.
-    """
-    from fairseq_rpe.data.folder import check_not_data
-
-    check_not_data("--out", folder)
-    check_folder(folder, names)

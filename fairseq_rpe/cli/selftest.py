@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_rpe_module, check_out, words
+from fairseq_rpe.cli.options import add_rpe_module, words
 from fairseq_rpe.core.files import write_json
 
 _FILE = "selftest.json"
@@ -33,12 +33,13 @@ def run(args: argparse.Namespace) -> int:
     from fairseq_rpe.core.devices import chosen
     from fairseq_rpe.core.files import PACKAGE
     from fairseq_rpe.core.records import filled
+    from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.runs.environment import commit
 
     setting = filled(selftest.Setting, args, device=chosen(args.device))
     setting.check()
     if args.out is not None:
-        check_out(args.out, (_FILE,))
+        check_output(args.out, (_FILE,))
     about, cells = {"fairseq_rpe": __version__, "commit": commit(PACKAGE)}, []
     tests = setting.tests()
     for number, test in enumerate(tqdm(tests, disable=None, unit="encoding"), 1):

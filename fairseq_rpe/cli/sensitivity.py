@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_latex, add_width, check_out, positive_float, positive_int
+from fairseq_rpe.cli.options import add_latex, add_width, positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.records import filled
@@ -54,13 +54,14 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--base {args.base:g}: choose a number from {BASES[0]:g} to {BASES[1]:g}")
 
     from fairseq_rpe.analysis import index_warping
+    from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.figures import warping
     from fairseq_rpe.figures.style import drawn_at, save
 
     asked = filled(index_warping.Setting, args)
     folder, table, latex = args.out, args.out / "sensitivity.csv", args.out / "sensitivity.tex"
     files = {stem: [folder / f"{stem}.{ending}" for ending in ("png", "pdf")] for stem in warping.FIGURES}
-    check_out(folder, [path.name for paths in (*files.values(), [table, latex]) for path in paths])
+    check_output(folder, [path.name for paths in (*files.values(), [table, latex]) for path in paths])
     found = index_warping.table(asked)
     with drawn_at(args.figure_width):
         figures = {stem: draw(asked, compute(asked)) for stem, (compute, draw) in warping.FIGURES.items()}

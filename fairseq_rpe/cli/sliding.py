@@ -4,7 +4,7 @@ import argparse
 from operator import attrgetter
 from pathlib import Path
 
-from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, check_out, int_list, positive_int, workers
+from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, int_list, positive_int, workers
 from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.core.table import csv_text, latex_text
@@ -53,6 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.evaluation import sliding
     from fairseq_rpe.evaluation.loading import find_subjects
     from fairseq_rpe.figures import timing
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     subjects = find_subjects(args.checkpoints, args.rpe_module)
     request = sliding.with_blocks(filled(sliding.SlidingRequest, args), subjects)
     request.check()
-    check_out(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
+    check_output(args.out, (_RESULTS, _CSV, _MARKDOWN, _LATEX, _PNG, _PDF))
     rows = sliding.compare(request, subjects, args.out / _RESULTS)
     text = sliding.markdown(rows)
     print(text)

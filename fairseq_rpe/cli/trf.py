@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.cli.options import add_width, check_out, positive_int
+from fairseq_rpe.cli.options import add_width, positive_int
 from fairseq_rpe.cli.verdict import add_source, asked
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import atomic_write
@@ -30,7 +30,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_out(args.out, NAMES)
+    from fairseq_rpe.data.folder import check_output
+
+    check_output(args.out, NAMES)
     if args.quantised and args.quantised > LONGEST:
         raise UserError(f"--quantised {args.quantised}: choose at most {LONGEST} distances")
     from fairseq_rpe.analysis import judgement

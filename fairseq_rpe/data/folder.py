@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal, NoReturn
 
 import numpy as np
 
-from fairseq_rpe.core import records
+from fairseq_rpe.core import files, records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import file_digest, naming, open_input, read_input, read_json
 from fairseq_rpe.core.records import Count
@@ -72,6 +72,20 @@ def check_not_data(flag: str, folder: Path) -> None:
     names = ("dict.txt", *BINARIES, MANIFEST)
     if held := next((name for name in names if (folder / name).exists()), None):
         raise UserError(f"{flag} {folder} is a data folder (it has {held}): name another one")
+
+
+def check_output(folder: Path, names: Iterable[str] = ()) -> None:
+    """Check, before any work, that results can be written into the folder of ``--out``.
+
+    Args:
+        folder: it need not exist.
+        names: of the files to be written.
+
+    Raises:
+        UserError: it cannot be written, or holds a corpus or questions.
+    """
+    check_not_data("--out", folder)
+    files.check_folder(folder, names)
 
 
 def check_text(data: Path, *splits: str) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from fairseq_rpe.analysis.truncation import losses, window_sizes
 from fairseq_rpe.attention import Plan
 from fairseq_rpe.attention.reference import scores
-from fairseq_rpe.core.files import atomic_write, check_folder
+from fairseq_rpe.core.files import atomic_write
 from fairseq_rpe.core.table import Row, Table, csv_text, latex_text, words
+from fairseq_rpe.data.folder import check_output
 from fairseq_rpe.evaluation.loading import Subject
 from fairseq_rpe.evaluation.probe import Field
 from fairseq_rpe.evaluation.receptive import FieldRequest, through
@@ -85,7 +86,7 @@ def report(
     Raises UserError: the folder cannot be written, or a checkpoint cannot be used.
     """
     files = [folder / f"delta.{end}" for end in ("csv", "png", "pdf", "tex")]
-    check_folder(folder, [file.name for file in files])
+    check_output(folder, [file.name for file in files])
     found = [measure(request, subject, length, rows) for subject in subjects]
     atomic_write(files[0], csv(found))
     save(truncated(found), *files[1:3])

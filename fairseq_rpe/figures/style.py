@@ -155,8 +155,8 @@ def fit_texts(figure: Figure) -> None:
         return
     figure.draw_without_rendering()
     whole = figure.bbox
-    panels = [axes for axes in figure.axes if axes.get_subplotspec() is not None and axes.get_visible()]
-    centres = sorted((box.x0 + box.x1) / 2 for box in (axes.get_window_extent() for axes in panels))
+    shown = [axes for axes in figure.axes if axes.get_subplotspec() is not None and axes.get_visible()]
+    centres = sorted((box.x0 + box.x1) / 2 for box in (axes.get_window_extent() for axes in shown))
     bars = [axes.get_window_extent().x0 for axes in figure.axes if axes.get_subplotspec() is None]
     # beside a colour bar, panels are nearer to each other than their part of the figure
     apart = min((b - a for a, b in pairwise(centres) if b - a > 1), default=whole.width)

@@ -12,7 +12,7 @@ from fairseq_rpe import encodings
 from fairseq_rpe.analysis import history, judgement
 from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder
+from fairseq_rpe.data.folder import check_output
 from fairseq_rpe.encodings import Encoding, PairBias
 from fairseq_rpe.evaluation import receptive
 from fairseq_rpe.evaluation.loading import find_subjects
@@ -143,7 +143,7 @@ def of_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int]) -> 
 def draw_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int], folder: Path) -> str:
     """Draw :func:`of_checkpoint` as queries.png and queries.pdf; says where."""
     files = [folder / f"queries.{end}" for end in ("png", "pdf")]
-    check_folder(folder, [file.name for file in files])
+    check_output(folder, [file.name for file in files])
     save(of_checkpoint(path, queries, layers), *files)
     return f"{files[0]}, also as .pdf"
 

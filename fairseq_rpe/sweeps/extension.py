@@ -18,7 +18,7 @@ from fairseq_rpe import encodings, positions
 from fairseq_rpe.core import Positions, checkpoint_file
 from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder, removed_if_refused, replace_with
+from fairseq_rpe.core.files import removed_if_refused, replace_with
 from fairseq_rpe.core.sizes import size_of
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings.model import build_for_model
@@ -67,8 +67,7 @@ def resolve(asked: Request, lengths: tuple[int, ...] | None, subset: str) -> Ext
     checkpoint = checkpoints.load(path)
     check_plain(checkpoint)
     folder = RunFolder(asked.save_dir)
-    check_folder(folder.path)
-    corpus.check_not_data("--out", folder.path)
+    corpus.check_output(folder.path)
     check_no_sweep("--out", folder.path)
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"{path} lies in --out {folder.path}, where the new checkpoint goes: name another folder")

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--executed-lines")
-    if path is None or (hasattr(config, "workerinput") is False and config.getoption("numprocesses", None)):
+    if path is None or (not hasattr(config, "workerinput") and config.getoption("numprocesses", None)):
         return  # of several processes the workers record
     if sys.version_info < (3, 12):
         raise pytest.UsageError("--executed-lines needs Python 3.12 or later, for sys.monitoring")

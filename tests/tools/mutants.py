@@ -336,6 +336,7 @@ def measure(
                         sound[killer] = run_tests(tree, [killer], 120 + 6 * budget)[0] == "survived"
                     if sound.get(killer, True):
                         break
+                    result, killer = "no test", ""
             finally:
                 path.write_text(text, encoding="utf-8")
                 trees.append(tree)
