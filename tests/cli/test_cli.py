@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import os
 import re
@@ -65,8 +63,7 @@ def test_help_comes_without_torch_and_a_command_loads_its_own_module_alone():
 
 
 def test_every_command_has_its_options():
-    parser = build_parser()
-    [commands] = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
     assert list(commands) == list(COMMANDS)
     assert all(command.get_default("run") is not None for command in commands.values())
 
@@ -76,30 +73,8 @@ def test_list_and_profile_and_user_dir():
     shown = run_here("list").stdout
     assert "form=" in shown and "Press" in shown
     profile = run_here("profile", "alibi", "--heads", "2", "--width", "8", "--length", "3").stdout
-    assert list(csv.reader(io.StringIO(profile))) == [
-        ["distance", "head1", "head2"],
-        *(["0", "0.0", "0.0"], ["1", "-0.0625", "-0.00390625"], ["2", "-0.125", "-0.0078125"]),
-    ]
+    assert profile.split() == "distance,head1,head2 0,0.0,0.0 1,-0.0625,-0.00390625 2,-0.125,-0.0078125".split()
     assert (Path(run_here("user-dir").stdout.strip()) / "models").is_dir()
-
-
-def test_own_module_is_listed(tmp_path):
-    module = tmp_path / "mine.py"
-    module.write_text(
-        'from fairseq_rpe.encodings import DistanceBias, register\n\n\n@register("cli_own")\nclass Own(DistanceBias):\n'
-        '    """Nothing."""\n\n    formula = "0"\n    paper = "none"\n\n'
-        "    def bias(self, d):\n        return d.new_zeros(self.heads, len(d))\n"
-    )
-    assert "cli_own" in run_here("list", "--names", "--rpe-module", module).stdout.split()
-
-
-def test_dry_run_prints_the_command_and_writes_nothing(corpus, tmp_path):
-    done = run_here("train", corpus, *RUN, "--save-dir", tmp_path / "run", "--dry-run", "--nproc", "3", *SMALL)
-    [line] = done.stdout.splitlines()
-    assert not (tmp_path / "run").exists()
-    assert "-m torch.distributed.run --nproc-per-node 3 --standalone -m fairseq_rpe.runs.launch " in line
-    assert "--rpe kerple_log" in line and "--decoder-embed-dim 32" in line and "--distributed-world-size 3" in line
-    assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp" in line
 
 
 def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus, capsys):
@@ -113,8 +88,8 @@ def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus
         assert "another process is training" in error_of(capsys, *same, "--updates", "14", *SMALL)
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -175,26 +150,23 @@ def test_killed_and_interrupted_training_goes_on_bit_equal(corpus, tmp_path):
 
 def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_path, capsys):
     data = with_documents(corpus, tmp_path)
-    command = ["train", data, *RUN, "--save-every", "2"]
-    documents = [*command, "--blocks", "document"]
-    run_here(*documents, "--updates", "4", "--save-dir", tmp_path / "whole", *SMALL)
-    for updates in ("2", "4"):
-        run_here(*documents, "--updates", updates, "--save-dir", tmp_path / "parts", *SMALL)
-    assert_equal_models(tmp_path / "parts" / LAST, tmp_path / "whole" / LAST)
-    assert files.read_json(tmp_path / "whole" / "run.json")["settings"]["blocks"] == "document"
-    assert checkpoints.load(tmp_path / "whole" / LAST).task["blocks"] == "document"
-    error = error_of(capsys, *command, "--updates", "4", "--save-dir", tmp_path / "whole", *SMALL)
-    assert "blocks is 'document' there, 'stream' here" in error
 
+    def train(name: str, updates: int, *flags: str) -> Path:
+        run_here("train", data, *RUN, *flags, "--updates", updates, "--save-dir", tmp_path / name, *SMALL)
+        return tmp_path / name / LAST
 
-def test_training_on_separate_documents_is_on_record(corpus, tmp_path):
-    command = ["train", with_documents(corpus, tmp_path), *RUN, "--updates", "2"]
-    run_here(*command, "--separate-documents", "--save-dir", tmp_path / "separate", *SMALL)
-    run_here(*command, "--save-dir", tmp_path / "together", *SMALL)
-    assert files.read_json(tmp_path / "separate" / "run.json")["settings"]["separate_documents"] is True
-    assert checkpoints.load(tmp_path / "separate" / LAST).task["separate_documents"] is True
-    first, second = (checkpoints.load(tmp_path / name / LAST).weights for name in ("separate", "together"))
+    document = ("--save-every", "2", "--blocks", "document")
+    whole = train("whole", 4, *document)
+    train("parts", 2, *document)
+    assert_equal_models(train("parts", 4, *document), whole)
+    separate, together = train("separate", 2, "--separate-documents"), train("together", 2)
+    for path, name, value in ((whole, "blocks", "document"), (separate, "separate_documents", True)):
+        assert files.read_json(path.with_name("run.json"))["settings"][name] == value
+        assert checkpoints.load(path).task[name] == value
+    first, second = (checkpoints.load(path).weights for path in (separate, together))
     assert first.keys() == second.keys() and any(not torch.equal(first[name], second[name]) for name in first)
+    error = error_of(capsys, "train", data, *RUN, "--updates", "4", "--save-dir", whole.parent, *document[:2], *SMALL)
+    assert "blocks is 'document' there, 'stream' here" in error
 
 
 @pytest.mark.parametrize(
@@ -212,37 +184,14 @@ def test_documents_that_cannot_be_trained_on_are_refused(blank_lines, flags, wor
     assert not (tmp_path / "x").exists()
 
 
-def test_sigterm_ends_the_children():
-    script = (
-        "import sys\nfrom fairseq_rpe.runs import processes\n"
-        "child = processes.spawn([sys.executable, '-c', 'import time; time.sleep(600)'], {})\n"
-        "print(child.pid, flush=True)\n"
-        "try:\n    processes.wait(child)\nexcept processes.Stopped:\n    sys.exit(143)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
-
-    def handles_sigterm() -> bool:
-        [caught] = re.findall(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{parent.pid}/status").read_text(), re.MULTILINE)
-        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
-
-    wait_until(handles_sigterm, "it never waits for its child")
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(60) == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
-
-
 def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
     """A process of its own, whose terminal has ASCII only and in which warnings are errors."""
-    out = tmp_path / "results" / "eval.jsonl"
+    out, tokens = tmp_path / "results" / "eval.jsonl", corpus_files.count_tokens(corpus, "test")
     command = ["eval", trained / LAST, corpus, "--device", "cpu", "--json", "--out", out]
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONWARNINGS": "error"}
-    words = [*PROGRAM, *command, "--lengths", "32,100", "--log", tmp_path / "log"]
-    done = run(*words, env={**os.environ, **ascii_only})
+    done = run(*PROGRAM, *command, "--lengths", "32,100", "--log", tmp_path / "log", env={**os.environ, **ascii_only})
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.stderr == ""
-    tokens = corpus_files.count_tokens(corpus, "test")
     assert [r["length"] for r in rows] == [32, 100]
     for row in rows:
         assert row["encoding"] == "kerple_log" and row["tokens"] == tokens and row["subset"] == "test"
@@ -251,17 +200,15 @@ def test_eval_scores_every_token_once(trained, corpus, tmp_path, capsys):
     log = (tmp_path / "log").read_text()
     assert f"scored tokens: {tokens} of {tokens}" in log and "tensorboardX" not in log
     # the whole point of the count: the same number as fairseq's own command gives
-    flags = ["--user-dir", files.PACKAGE, "--path", trained / LAST, "--gen-subset", "test"]
-    flags += ["--tokens-per-sample", "100", "--sample-break-mode", "none", "--cpu"]
-    own = fairseq("eval_lm", corpus, *flags)
+    flags = "--gen-subset test --tokens-per-sample 100 --sample-break-mode none --cpu".split()
+    own = fairseq("eval_lm", corpus, "--user-dir", files.PACKAGE, "--path", trained / LAST, *flags)
     [shown] = re.findall(r"Perplexity: (\d+\.\d\d)\b", own.stdout + own.stderr)
     assert float(shown) == pytest.approx(rows[1]["ppl"], rel=1e-6, abs=0.0051)  # it is shown with two decimals
 
     known = out.read_text()
     again = run_here(*command, "--lengths", "100,32").stdout.splitlines()
     assert [json.loads(line) for line in again] == rows[::-1] and out.read_text() == known
-    too_long = error_of(capsys, *command, "--lengths", f"32,{tokens + 1}")
-    assert f"less than one block of {tokens + 1}" in too_long
+    assert f"less than one block of {tokens + 1}" in error_of(capsys, *command, "--lengths", f"32,{tokens + 1}")
 
 
 def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
@@ -291,7 +238,6 @@ def test_newest_whole_checkpoint_becomes_the_last(tmp_path):
 def test_files_are_whole_or_absent(tmp_path):
     path = tmp_path / "deep" / "a.json"
     files.write_json(path, {"a": 1})
-    assert files.read_json(path) == {"a": 1}
 
     def fail(target: Path) -> None:
         target.write_text("half")
@@ -300,24 +246,13 @@ def test_files_are_whole_or_absent(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         files.replace_with(path, fail)
     assert files.read_json(path) == {"a": 1} and os.listdir(path.parent) == ["a.json"]
-    path.write_text("{")
-    with pytest.raises(UserError, match=r"a.json line 1 is not a JSON object"):
-        files.read_json(path)
-    path.write_text('{"a": 1}\n["a"')
-    with pytest.raises(UserError, match="line 2 is not a JSON object"):
-        files.append_json_line(path, {})
 
 
-def test_index_is_read_as_fairseq_reads_it(corpus, tmp_path):
+def test_index_is_read_as_fairseq_reads_it(corpus):
     from fairseq.data import data_utils
 
     for split in ("train", "valid", "test"):
         dataset = data_utils.load_indexed_dataset(str(corpus / split), None, "mmap")
         assert corpus_files.count_tokens(corpus, split) == int(dataset.sizes.sum())
-    whole = (corpus / "test.idx").read_bytes()
-    for text, reason in ((whole[:30], "cut short"), (b"TNTIDX\x00\x00" + whole[8:], "not an mmap index")):
-        (tmp_path / "test.idx").write_bytes(text)
-        with pytest.raises(UserError, match=reason):
-            corpus_files.count_tokens(tmp_path, "test")
     with pytest.raises(UserError, match="rename the folder"):
         corpus_files.check_folder(Path("a:b"))

@@ -15,28 +15,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import error_of, run_here
-from matplotlib.figure import Figure
 
 from fairseq_rpe.analysis import rope_raw, sensitivity, total_difference
 from fairseq_rpe.analysis.index_warping import Setting, table, trend, wave
 from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.core import UserError
 from fairseq_rpe.core.records import filled
 from fairseq_rpe.figures import warping
 from fairseq_rpe.figures.style import PALETTE
+from fairseq_rpe.positions import build
 
-FIGURES = warping.FIGURES
+FIGURES, PLAIN = warping.FIGURES, Setting()
 ATTENTION = "figure-1-attention-over-distance"
-PAPERS = ["figure-2-raw-attention", "figure-4-beta-cdf", "figure-A-interpolation", "figure-B-square-root"]
-OVER, AT_END, WARPS, TOTAL = OURS = (
-    *("sensitivity-over-position", "sensitivity-at-the-end"),
-    *("warped-positions", "total-difference"),
-)
-
-
-def setting_of(*words: object) -> Setting:
-    return filled(Setting, build_parser("sensitivity").parse_args(["sensitivity", *map(str, words)]))
+OURS = ("sensitivity-over-position", "sensitivity-at-the-end", "warped-positions", "total-difference")
+OVER, AT_END, WARPS, TOTAL = OURS
 
 
 def names(*figures: str) -> list[str]:
@@ -53,18 +45,15 @@ def only(monkeypatch) -> Callable[..., None]:
     return lambda *kept: monkeypatch.setattr(warping, "FIGURES", {name: FIGURES[name] for name in kept})
 
 
-def draw(name: str, setting: Setting):
+def draw(name: str, setting: Setting = PLAIN):
     compute, drawn = FIGURES[name]
     return drawn(setting, compute(setting))
 
 
-def curves(figure) -> list[list[tuple[str, np.ndarray, np.ndarray]]]:
-    """(label, x, y) of every line of every panel."""
-    return [[(line.get_label(), *line.get_data()) for line in axes.lines] for axes in figure.axes]
-
-
-def named(panel) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    return {label: (np.asarray(x), np.asarray(y)) for label, x, y in panel if not label.startswith("_")}
+def named(axes) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of every line that the legend names."""
+    data = {line.get_label(): tuple(map(np.asarray, line.get_data())) for line in axes.lines}
+    return {label: xy for label, xy in data.items() if not label.startswith("_")}
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +65,6 @@ def drawn(tmp_path_factory) -> Path:
         done = run_here("sensitivity", "--out", folder, "--train-length", 20, "--width", "column", "--latex")
     (folder.parent / "shown").write_text(done.stdout)
     return folder
-
-
-@pytest.fixture(scope="module")
-def plain() -> Setting:
-    return Setting()
 
 
 def test_files_table_and_what_is_said(drawn):
@@ -97,7 +81,7 @@ def test_files_table_and_what_is_said(drawn):
     ]
     shown = (drawn.parent / "shown").read_text()
     lines = [line for line in shown.splitlines() if line.startswith("|")]
-    assert len({len(line) for line in lines}) == 1
+    assert len(set(map(len, lines))) == 1
     for row, line in zip(rows, lines[2:], strict=True):
         length = int(row["train_length"])
         for times in (2, 4):
@@ -130,10 +114,9 @@ def test_the_trend_is_computed():
     assert trend(at((3, 3), (1, 1), (2, 2))) == (True, False)
     assert trend(at((3, 3), (4, 2), (2, 1))) == (False, True)
     assert trend(at((3, 3), (1, 2), (2, 3))) == (False, False)
-    found = table(Setting())
+    found = table(PLAIN)
     assert [one.train_length for one in found] == [20, 500]
-    for one in found:
-        assert trend(one.published) == (True, True)
+    assert all(trend(one.published) == (True, True) for one in found)
 
 
 def test_a_trend_that_fails_is_said(only, tmp_path):
@@ -143,13 +126,11 @@ def test_a_trend_that_fails_is_said(only, tmp_path):
     assert "RoPE, base 10, heads 4 wide, differences of exp(raw attention)" in shown
 
 
-# the paper's figures
-
-
-def test_figure_2_is_attention_in_500_and_in_1000_tokens(plain):
-    figure = draw("figure-2-raw-attention", plain)
+def test_figure_2_is_attention_in_500_and_in_1000_tokens():
+    """The grey zone is what training has not seen."""
+    figure = draw("figure-2-raw-attention")
     assert [axes.get_title() for axes in figure.axes] == ["500 tokens", "1000 tokens"]
-    short, long = map(named, curves(figure))
+    short, long = map(named, figure.axes)
     for length, lines in ((500, short), (1000, long)):
         n = torch.arange(length + 1)
         assert all(list(x) == n.tolist() for x, _ in lines.values())
@@ -159,31 +140,26 @@ def test_figure_2_is_attention_in_500_and_in_1000_tokens(plain):
     (more,) = long.keys() - short.keys()
     assert more == "RoPE, 1000 tokens interpolated to 500"
     assert np.allclose(long[more][1][::2], short["RoPE"][1])
-
-
-def test_the_grey_zone_of_figure_2_is_what_training_has_not_seen(plain):
-    short, long = draw("figure-2-raw-attention", plain).axes
-    [zone] = [patch for patch in long.patches if "not seen in training" in patch.get_label()]
+    [zone] = [patch for patch in figure.axes[1].patches if "not seen in training" in patch.get_label()]
     assert (zone.get_x(), zone.get_x() + zone.get_width()) == (500, 1000)
-    red, green, blue, _ = zone.get_facecolor()
-    assert red == green == blue and not short.patches
+    assert len(set(zone.get_facecolor()[:3])) == 1 and not figure.axes[0].patches
 
 
-def test_figure_a_has_two_lines_for_each_longer_text(plain):
-    figure = draw("figure-A-interpolation", plain)
-    found = list(map(named, curves(figure)))
+def test_figure_a_has_two_lines_for_each_longer_text():
+    figure = draw("figure-A-interpolation")
+    found = list(map(named, figure.axes))
     assert [list(lines) for lines in found] == [["100 tokens", "interpolated to 100 tokens"]] * 2
     for (length, step), lines, axes in zip(((200, 2), (500, 5)), found, figure.axes, strict=True):
         (x, own), (far, squeezed) = lines.values()
         assert (len(x) - 1, len(far) - 1) == (100, length) and axes.get_title().startswith(f"{length} tokens")
         assert np.allclose(own, rope_raw(torch.arange(101)).exp()) and np.allclose(squeezed[::step], own)
         assert np.allclose(squeezed, rope_raw(torch.arange(length + 1) / step).exp(), atol=1e-6)
-    narrow = named(curves(draw("figure-A-interpolation", Setting(width=64)))[0])
+    narrow = named(draw("figure-A-interpolation", Setting(width=64)).axes[0])
     assert np.allclose(narrow["100 tokens"][1], rope_raw(torch.arange(101), 64).exp())
 
 
-def test_figures_4_and_b_are_the_skews(plain):
-    beta, root = (named(curves(draw(name, plain))[0]) for name in ("figure-4-beta-cdf", "figure-B-square-root"))
+def test_figures_4_and_b_are_the_skews():
+    beta, root = (named(draw(name).axes[0]) for name in ("figure-4-beta-cdf", "figure-B-square-root"))
     for lines in (beta, root):
         x, y = lines["no warp"]
         assert list(x) == list(y) and (x[0], x[-1], len(x)) == (0, 1, 501)
@@ -196,25 +172,21 @@ def test_figures_4_and_b_are_the_skews(plain):
     assert np.allclose(root["square root"][1] ** 2, root["square root"][0]) and len(root) == 2
 
 
-# further views
-
-
-def test_rope_stays_above_and_alibi_vanishes(plain):
-    figure = draw(ATTENTION, plain)
-    (axes,) = figure.axes
+def test_rope_stays_above_and_alibi_vanishes():
+    (axes,) = draw(ATTENTION).axes
     assert axes.get_xscale() == "log" and "tokens" in axes.get_xlabel()
     assert [line for line in axes.lines if list(line.get_ydata()) == [math.exp(-1)] * 2]
-    lines = named(curves(figure)[0])
+    lines = named(axes)
     assert len(lines) == 7
     for label, (x, y) in lines.items():
         assert x[0] == 1 and x[-1] == 1e5
         assert (y.min() > math.exp(-1)) if label.startswith("RoPE") else (y[-1] < 1e-150 and y[0] > 1.5), label
     assert np.allclose(lines["RoPE, head width 64"][1], rope_raw(torch.tensor(lines["RoPE, wide head"][0]), 64).exp())
-    assert "RoPE, head width 96" in named(curves(draw(ATTENTION, Setting(width=96)))[0])
+    assert "RoPE, head width 96" in named(draw(ATTENTION, Setting(width=96)).axes[0])
 
 
-def test_interpolation_lowers_and_stretches_the_waves(plain):
-    whole, tail = curves(draw(OVER, plain))
+def test_interpolation_lowers_and_stretches_the_waves():
+    whole, tail = draw(OVER).axes
     training, twice, four = named(tail).values()
     for times, (x, y) in zip((1, 2, 4), (training, twice, four), strict=True):
         assert x[0] == 47 and x[-1] == 0
@@ -228,33 +200,27 @@ def test_interpolation_lowers_and_stretches_the_waves(plain):
         assert weights.sum() == pytest.approx(1) and 0 <= weights[0] <= weights[1]
         turned = (torch.arange(len(weights), dtype=torch.float64) / times).cos() @ weights
         assert abs(turned) < 0.01  # a wave is averaged away
-    assert all(x[-1] <= 512 for _, x, _ in whole)
+    assert all(line.get_xdata()[-1] <= 512 for line in whole.lines)
 
 
 @pytest.mark.parametrize("length", [20, 500])
 def test_the_end_holds_the_terms_of_table_2(length):
     figure = draw(AT_END, Setting(length))
-    reach = {20: 10, 500: 200}[length]
-    (row,) = (one for one in table(Setting()) if one.train_length == length)
-    assert len(figure.axes) == 3
-    for sums, axes, panel in zip(row.sums.values(), figure.axes, curves(figure), strict=True):
-        training, *tests = named(panel).values()
-        assert list(training[0]) == list(range(reach, -1, -1))
-        assert axes.get_xlim()[0] > reach and axes.get_xlim()[1] < 0  # the last token is at the right
+    (row,) = (one for one in table(PLAIN) if one.train_length == length)
+    for sums, axes in zip(row.sums.values(), figure.axes, strict=True):
+        training, *tests = named(axes).values()
+        assert list(training[0]) == list(range({20: 10, 500: 200}[length], -1, -1))
+        assert axes.get_xlim()[0] > training[0][0] and axes.get_xlim()[1] < 0  # the last token is at the right
         for times, computed, (_, y) in zip((2, 4), sums.tolist(), tests, strict=True):
             total = np.abs(training[1] - y).sum()
             assert total == pytest.approx(computed)
             assert f"{total:.3g} at {times}×" in axes.get_title()
-    sqrt = named(curves(figure)[1])
-    (_, training), (_, twice), (_, four) = sqrt.values()
+    (_, training), (_, twice), (_, four) = named(figure.axes[1]).values()  # of sqrt
     assert abs(training[-1] - twice[-1]) < 0.1 * abs(training[-1] - four[-1])  # the slope of sqrt at its end is 1/2
 
 
-def test_warps_are_what_training_does(plain):
-    from fairseq_rpe.positions import build
-
-    (panel,) = curves(draw(WARPS, plain))
-    lines = named(panel)
+def test_warps_are_what_training_does():
+    lines = named(*draw(WARPS).axes)
     index = torch.arange(512, dtype=torch.float64)[None]
     generator = torch.Generator().manual_seed(0)
     specs = {"identity": "identity", "tail, sqrt": "warp:head=0,tail=1,skew=sqrt", "tail, beta": "warp:head=0,tail=1"}
@@ -265,24 +231,21 @@ def test_warps_are_what_training_does(plain):
         assert np.allclose(lines[label][1][:-1], moved, atol=1e-9), label
 
 
-def test_total_differences_go_through_the_table(plain):
-    figure = draw(TOTAL, plain)
-    for row, panel in zip(table(plain), curves(figure), strict=True):
-        lines = named(panel)
+def test_total_differences_go_through_the_table():
+    for row, axes in zip(table(PLAIN), draw(TOTAL).axes, strict=True):
+        lines = named(axes)
         for skew, name in (("none", "identity"), ("sqrt", "tail, sqrt"), ("beta", "tail, beta")):
             x, y = lines[name]
             assert x[0] == 1.5 and x[-1] == 8
             for times, computed in zip((2, 4), row.sums[skew].tolist(), strict=True):
-                at = np.abs(x - times).argmin()
-                assert y[at] == pytest.approx(computed)
-            points = lines[f"{name}, published"]
-            assert list(points[0]) == [2, 4]
-            assert list(points[1]) == pytest.approx(row.published[skew])
+                assert y[np.abs(x - times).argmin()] == pytest.approx(computed)
+            times, published = lines[f"{name}, published"]
+            assert list(times) == [2, 4] and list(published) == pytest.approx(row.published[skew])
 
 
-def test_figures_are_labelled_and_colour_blind_safe(plain):
+def test_figures_are_labelled_and_colour_blind_safe():
     for name in FIGURES:
-        figure = draw(name, plain)
+        figure = draw(name)
         shared = figure.get_supylabel() if name == AT_END else ""
         for axes in figure.axes:
             below = axes.get_xlabel() or figure.axes[-1].get_xlabel()
@@ -308,7 +271,7 @@ def test_every_option_acts_where_it_is_said_to():
         return written.getvalue()
 
     def state(*words: object) -> dict[str, bytes]:
-        setting = setting_of(*words)
+        setting = filled(Setting, build_parser("sensitivity").parse_args(["sensitivity", *map(str, words)]))
         found = {name: numbers(compute(setting)) for name, (compute, _) in FIGURES.items() if name != TOTAL}
         return {**found, "table": numbers([one.sums for one in table(setting)])}
 
@@ -325,57 +288,34 @@ def test_every_option_acts_where_it_is_said_to():
 
 def test_the_smallest_inputs_are_drawn(only, tmp_path):
     only(*OURS)
-    smallest = ("--train-length", 2, "--head-width", 2, "--base", 1.01)
-    run_here("sensitivity", "--out", tmp_path / "deep/er", *smallest)
+    run_here("sensitivity", "--out", tmp_path / "deep/er", "--train-length", 2, "--head-width", 2, "--base", 1.01)
     assert listed(tmp_path / "deep/er") == names(*OURS)
 
 
 def test_long_texts_are_thinned_and_cut_to_what_can_be_seen():
-    setting = Setting(9000)
-    whole, _ = curves(draw(OVER, setting))
-    assert all(len(x) <= 4096 and len(np.unique(x)) == len(x) for _, x, _ in whole)
-    for panel in curves(draw(AT_END, setting)):
-        assert all(len(x) == 257 for _, x, _ in panel)
-
-
-def test_wide_heads_are_computed_in_parts():
+    """And wide heads are computed in parts."""
+    for line in draw(OVER, Setting(9000)).axes[0].lines:
+        assert len(line.get_xdata()) == len(np.unique(line.get_xdata())) <= 4096
+    assert all(len(line.get_xdata()) == 257 for axes in draw(AT_END, Setting(9000)).axes for line in axes.lines)
     n = torch.arange(3000, dtype=torch.float64).reshape(3, 1000)
     assert torch.equal(Setting(width=4096).raw(n), rope_raw(n, 4096))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--head-width", 7), "--head-width 7: choose an even number from 2 to 4096"),
-        (("--head-width", 1), "--head-width 1: choose an even number"),
-        (("--head-width", 4098), "--head-width 4098: choose an even number"),
-        (("--train-length", 1), "--train-length 1: choose 2 to 65536"),
-        (("--train-length", 65_537), "--train-length 65537: choose 2 to 65536"),
-        (("--base", 1), "--base 1: choose a number from 1.01"),
-        (("--base", 1e300), "--base 1e+300: choose"),
-    ],
-)
-def test_bad_numbers_are_one_line_and_leave_nothing(words, said, tmp_path, capsys):
-    assert said in error_of(capsys, "sensitivity", "--out", tmp_path / "out", *words)
-    assert list(tmp_path.iterdir()) == []
+def test_bad_numbers_are_one_line_and_leave_nothing(tmp_path, capsys):
+    for flag, values, said in (
+        ("--head-width", (7, 1, 4098), "choose an even number from 2 to 4096"),
+        ("--train-length", (1, 65_537), "choose 2 to 65536"),
+        ("--base", (1, 1e300), "choose a number from 1.01"),
+    ):
+        for value in values:
+            error = error_of(capsys, "sensitivity", "--out", tmp_path / "out", flag, value)
+            assert f"{flag} {value}: {said}" in error and list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_the_place_of_a_figure_is_refused_before_any_work(tmp_path, capsys):
     (tmp_path / "used/total-difference.pdf").mkdir(parents=True)
     said = error_of(capsys, "sensitivity", "--out", tmp_path / "used")
     assert "total-difference.pdf is a folder" in said and listed(tmp_path / "used") == ["total-difference.pdf"]
-
-
-def test_a_failing_figure_leaves_the_old_one(only, tmp_path, monkeypatch, capsys):
-    def fail(figure, stream, **how):
-        stream.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    only(WARPS)
-    (tmp_path / f"{WARPS}.png").write_bytes(b"old")
-    monkeypatch.setattr(Figure, "savefig", fail)
-    assert "no space left" in run_here("sensitivity", "--out", tmp_path, "--train-length", 20, ok=False).stderr
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {f"{WARPS}.png": b"old"}
 
 
 def test_positions_and_several_differences_at_once():
@@ -387,5 +327,3 @@ def test_positions_and_several_differences_at_once():
     for skew in ("none", "sqrt", "beta"):
         one_by_one = [total_difference(skew, 20, n, 10) for n in tests]
         assert total_differences(skew, 20, tests, 10).tolist() == pytest.approx(one_by_one, rel=1e-12, abs=1e-15)
-    with pytest.raises(UserError, match="test length of 19 is shorter"):
-        total_differences("none", 20, [20, 19], 10)
