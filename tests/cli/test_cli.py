@@ -1,4 +1,4 @@
-"""The command line: what each command offers, training that survives being killed, evaluation of every token."""
+"""The command line: what each command offers and what options make of a text, training that survives being killed, evaluation of every token."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from in_process import fairseq
 
 from fairseq_rpe import encodings
 from fairseq_rpe.cli.main import COMMANDS, build_parser
+from fairseq_rpe.cli.options import by_arch, make_ready, words
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
@@ -66,6 +67,34 @@ def test_every_command_has_its_options():
     [commands] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
     assert list(commands) == list(COMMANDS)
     assert all(command.get_default("run") is not None for command in commands.values())
+
+
+def test_specs_are_separated_by_blanks_or_commas():
+    for text in ("alibi rope", "alibi, rope", "alibi,rope", "alibi , rope,"):
+        assert words(text) == ("alibi", "rope")
+    assert words("type1:form=paper, rope:base=5,factor=4 nope") == ("type1:form=paper", "rope:base=5,factor=4", "nope")
+    assert words("alibi,rope:scaling=linear,factor=4, t5_bias") == ("alibi", "rope:scaling=linear,factor=4", "t5_bias")
+    assert words(" , ") == ()
+
+
+def test_the_help_has_the_defaults_of_the_architectures():
+    assert by_arch("tokens") == "default: 64 for tiny, else 512"
+    assert by_arch("updates") == "default: 400 for tiny, else 50000; tasks: 3000 for tiny, else 40000"
+    assert by_arch("dropout") == "default: 0.0 for tiny, else 0.1"
+    assert by_arch("batch_sentences") == "default: 16 for tiny, else 128; tasks: 64"
+    for command in ("train", "sweep"):
+        [commands] = [a.choices for a in build_parser(command)._actions if isinstance(a.choices, dict)]
+        shown = " ".join(commands[command].format_help().split())
+        for name in ("tokens", "updates", "batch_sentences", "lr", "warmup", "schedule", "dropout"):
+            assert by_arch(name) in shown, name
+
+
+@pytest.mark.parametrize("line", ["train DATA --rpe x --save-dir y", "eval C D --lengths 8", "sweep D"])
+def test_no_cache_holds_for_what_a_command_starts_too(line, monkeypatch):
+    monkeypatch.setenv("FAIRSEQ_RPE_CACHE", "somewhere")
+    for more, found in ([], "somewhere"), (["--no-cache"], "off"):
+        make_ready(build_parser(line.split()[0]).parse_args([*line.split(), *more]))
+        assert os.environ["FAIRSEQ_RPE_CACHE"] == found
 
 
 def test_list_and_profile_and_user_dir():

@@ -45,33 +45,28 @@ def test_commands(tmp_path):
     done = run(sys.executable, "-c", WITHOUT, cwd=tmp_path, input="\n".join(DOING_WITHOUT + NEEDING))
     said = [line for line in done.stderr.splitlines() if line.startswith(("error", "0 ", "2 "))]
     assert said[: len(DOING_WITHOUT)] == [f"0 {line}" for line in DOING_WITHOUT], done.stderr
-    asked = iter(said[len(DOING_WITHOUT) :])
-    for line in NEEDING:
-        error = next(asked)
-        assert error.startswith("error: this command needs fairseq, "), (line, said)
+    refused = said[len(DOING_WITHOUT) :]
+    assert refused[1::2] == [f"2 {line}" for line in NEEDING] and len(refused) == 2 * len(NEEDING)
+    for error in refused[::2]:
+        assert error.startswith("error: this command needs fairseq, ")
         assert error.endswith(" is not installed: pip install 'fairseq_rpe[fairseq]'")
-        assert next(asked) == f"2 {line}"
-    assert list(asked) == []
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["fairseq", "fairseq.data", "fairseq_cli.train", "omegaconf"])
-def test_a_module_that_is_missing(name):
-    said = errors.told(ModuleNotFoundError(f"No module named '{name}'", name=name))
-    assert said == f"this command needs fairseq, and {name} is not installed: pip install 'fairseq_rpe[fairseq]'"
+def missing(name: str) -> str | None:
+    return errors.told(ModuleNotFoundError(f"No module named '{name}'", name=name))
 
 
-@pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")])
-def test_a_platform_that_fairseq_has_no_wheel_for(system, machine, monkeypatch):
-    monkeypatch.setattr(errors.sys, "platform", system)
-    monkeypatch.setattr(errors.platform, "machine", lambda: machine)
-    message = errors.told(ModuleNotFoundError("No module named 'fairseq'", name="fairseq"))
-    assert "Linux on x86-64 with Python 3.11 or 3.12" in message and "pip install" not in message
-
-
-def test_another_module_that_is_missing_is_a_bug():
-    assert errors.told(ModuleNotFoundError("No module named 'x'", name="x")) is None
-    assert errors.told(ModuleNotFoundError()) is None
+def test_a_module_that_is_missing(monkeypatch):
+    for name in ("fairseq", "fairseq.data", "fairseq_cli.train", "omegaconf"):
+        said = f"this command needs fairseq, and {name} is not installed: pip install 'fairseq_rpe[fairseq]'"
+        assert missing(name) == said
+    assert missing("x") is None and errors.told(ModuleNotFoundError()) is None  # a bug
+    for system, machine in (("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")):  # there is no wheel for it
+        monkeypatch.setattr(errors.sys, "platform", system)
+        monkeypatch.setattr(errors.platform, "machine", lambda machine=machine: machine)
+        said = missing("fairseq")
+        assert "Linux on x86-64 with Python 3.11 or 3.12" in said and "pip install" not in said
 
 
 def test_need_fairseq(monkeypatch):
