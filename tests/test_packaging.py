@@ -45,11 +45,11 @@ def test_the_metadata_name_every_file_of_the_package(monkeypatch):
     about = run_setup("setup.py", stop_after="init")
     assert (about.get_version(), about.get_license(), about.python_requires) == (__version__, "MIT", ">=3.11")
     assert not any("fairseq" in line for line in about.install_requires) and "fairseq" in about.extras_require
-    here = {path.relative_to(ROOT) for path in (ROOT / "fairseq_rpe").rglob("*") if path.is_file()}
-    packages = {Path(*name.split(".")) for name in about.packages}
+    here = {path.relative_to(ROOT) for path in PACKAGE.rglob("*") if path.is_file()}
+    code = {path for path in here if path.suffix == ".py"}
     data = {path.relative_to(ROOT) for glob in about.package_data["fairseq_rpe"] for path in PACKAGE.glob(glob)}
-    assert {path for path in here if is_source(path)} == data | {path for path in here if path.suffix == ".py"}
-    assert {path.parent for path in here if path.suffix == ".py"} == packages
+    assert {path for path in here if is_source(path)} == data | code
+    assert {path.parent for path in code} == {Path(*name.split(".")) for name in about.packages}
 
 
 def is_source(path: Path) -> bool:
@@ -92,28 +92,25 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
         names = archive.namelist()
         [about] = [name for name in names if name.endswith("/METADATA")]
         metadata = archive.read(about).decode()
-    package = {str(p.relative_to(ROOT)) for p in (ROOT / "fairseq_rpe").rglob("*") if p.is_file()}
+    package = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.is_file()}
     assert {name for name in names if ".dist-info/" not in name} == {p for p in package if is_source(Path(p))}
     assert "fairseq_rpe/py.typed" in names
     assert re.search(r"^Requires-Python: >=3.11$", metadata, re.MULTILINE)
-    for line in ("License: MIT", "Classifier: Typing :: Typed", "Provides-Extra: fairseq"):
-        assert line in metadata.splitlines()
-    unconditional = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
-    assert not any("fairseq" in line for line in unconditional)
+    lines = metadata.splitlines()
+    assert {"License: MIT", "Classifier: Typing :: Typed", "Provides-Extra: fairseq"} <= set(lines)
+    assert not any("fairseq" in line for line in lines if line.startswith("Requires-Dist") and "extra" not in line)
 
 
 @pytest.mark.release
 def test_twine_has_nothing_to_say(built):
     pytest.importorskip("twine", reason="needs the extra check")
-    done = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir())
-    assert done.stdout.count("PASSED") == 2
+    assert run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir()).stdout.count("PASSED") == 2
 
 
 @pytest.mark.release
 def test_the_wheel_works_outside_the_repository(built, tmp_path):
-    [wheel] = built.glob("*.whl")
     place = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check")
-    run(*pip, "--target", place, wheel)
+    run(*pip, "--target", place, *built.glob("*.whl"))
     environment = {**os.environ, "PYTHONPATH": str(place)}
     assert "alibi" in run(sys.executable, "-c", OUTSIDE, place, cwd=tmp_path, env=environment).stdout

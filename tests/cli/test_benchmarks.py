@@ -12,18 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.release
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPT = FOLDER / "attention_forms.py"
 
 
 @pytest.fixture
-def forms(monkeypatch):
-    """The script as a module, with no processes for the memory."""
+def load(monkeypatch):
+    """Imports a script as a module."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("attention_forms")
-    monkeypatch.setattr(module, "measured_peaks", lambda case, threads: (2.0, 1.0))
-    yield module
+    yield importlib.import_module
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def forms(load, monkeypatch):
+    """attention_forms.py, with no processes for the memory and no compiler."""
+    module = load("attention_forms")
+    monkeypatch.setattr(module, "measured_peaks", lambda case, threads: (2.0, 1.0))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    return module
 
 
 def read(path):
@@ -41,10 +48,9 @@ def call(module, monkeypatch, *arguments):
     return module.main()
 
 
-@pytest.mark.release
 def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     def run(*more):
-        command = [sys.executable, str(SCRIPT), *flags(tmp_path, "Pair", "96"), *more]
+        command = [sys.executable, str(FOLDER / "attention_forms.py"), *flags(tmp_path, "Pair", "96"), *more]
         environment = {**os.environ, "CXX": "no-such-compiler", "PYTHONPATH": str(FOLDER.parent)}
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -55,10 +61,15 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     head, rows = read(path)
     assert "1 threads, 8 heads of 64, fp32, forms Pair, backends sdpa, limit 60 s, load" in head
     assert f"torch {torch.__version__}" in head
-    found = {(r["form"], r["way"]) for r in rows}
-    assert found == {("none", "torch, causal"), ("Pair", "sdpa"), ("Pair", "dense bias")}
-    groups = [(n, p) for n in ("96",) for p in ("forward", "forward+backward")]
-    assert list(dict.fromkeys((r["length"], r["pass"]) for r in rows)) == groups
+    assert {(r["form"], r["way"]) for r in rows} == {
+        ("none", "torch, causal"),
+        ("Pair", "sdpa"),
+        ("Pair", "dense bias"),
+    }
+    assert list(dict.fromkeys((r["length"], r["pass"]) for r in rows)) == [
+        ("96", "forward"),
+        ("96", "forward+backward"),
+    ]
     for row in rows:
         limit = next(r for r in rows if (r["length"], r["pass"]) == (row["length"], row["pass"]))
         assert limit["form"] == "none" and float(limit["ratio"]) == 1 == float(limit["peak_ratio"])
@@ -79,11 +90,10 @@ def test_the_script_measures_and_goes_on_where_it_was_killed(tmp_path):
     assert other.returncode == 2 and "--fresh starts over" in other.stderr and len(other.stderr.splitlines()) == 1
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("backward", [False, True])
-def test_every_way_agrees_with_the_reference(forms, backward):
-    ways = forms.ways
-    checked = set()
+def test_every_way_agrees_with_the_reference(forms, backward, monkeypatch):
+    ways, checked = forms.ways, set()
+    monkeypatch.delenv("CXX")
     for form, way in ways.pairs(["sdpa", "flex"]):
         case = ways.Case(form, way, 64, backward, "cpu", torch.float32)
         if way == "FlexAttention" and form != "Pair":
@@ -105,7 +115,6 @@ def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(forms.ways.WAYS, "dense bias", (later, ("fixed Toeplitz",)))
     monkeypatch.setitem(forms.ways.WAYS, "x-transformers", (fails, ("fixed Toeplitz",)))
-    monkeypatch.setenv("CXX", "no-such-compiler")
     assert call(forms, monkeypatch, *flags(tmp_path, "fixed Toeplitz", "64")) == 1
     said = capsys.readouterr().err
     assert "left out, fixed Toeplitz, dense bias, forward: WRONG: " in said
@@ -115,20 +124,15 @@ def test_a_wrong_way_is_not_timed(forms, tmp_path, monkeypatch, capsys):
 
 
 def test_what_would_take_too_long_or_too_much_is_left_out(forms, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "no-such-compiler")
     assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
     path = tmp_path / "forms.csv"
     lines = path.read_text().splitlines()
     columns = lines[1].split(",")
-    for at, line in enumerate(lines):
-        cells = next(csv.reader([line]))
-        if cells[1:3] == ["forward", "Pair"] and cells[4] == "sdpa":
-            cells[columns.index("ms")] = "40000"
-        elif cells[1:3] == ["forward", "Pair"] and cells[4] == "dense bias":
-            cells[columns.index("setup_mib")] = "1e12"
-        else:
-            continue
-        lines[at] = ",".join(cells)
+    for at, cells in enumerate(csv.reader(lines)):
+        if cells[1:3] == ["forward", "Pair"]:
+            name, value = {"sdpa": ("ms", "40000"), "dense bias": ("setup_mib", "1e12")}[cells[4]]
+            cells[columns.index(name)] = value
+            lines[at] = ",".join(cells)
     path.write_text("\n".join(lines) + "\n")
     capsys.readouterr()
     assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "128")) == 0
@@ -147,7 +151,6 @@ def test_what_does_not_fit_into_memory_is_left_out(forms, tmp_path, monkeypatch,
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 byte")
         return 2.0, 1.0
 
-    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(forms, "measured_peaks", full)
     assert call(forms, monkeypatch, *flags(tmp_path, "Pair", "64")) == 0
     said = capsys.readouterr().err
@@ -167,8 +170,8 @@ def test_the_table_has_what_the_csv_has(forms, tmp_path, monkeypatch, capsys):
     assert call(forms, monkeypatch, "--table", "--csv", str(path), "--figure", str(tmp_path / "f.png")) == 0
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert ["none", "torch, causal, milliseconds", "4.00", "16.00"] in cells
-    assert ["Pair, kerple_log at warped positions", "here: sdpa", "2.25", ""] in cells
-    assert ["Pair, kerple_log at warped positions", "here: sdpa", "3.00", ""] in cells
+    for ratio in ("2.25", "3.00"):
+        assert ["Pair, kerple_log at warped positions", "here: sdpa", ratio, ""] in cells
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     assert call(forms, monkeypatch, "--table", "--csv", str(tmp_path / "none.csv")) == 2
     assert "run benchmarks/attention_forms.py first" in capsys.readouterr().err
@@ -178,15 +181,12 @@ def test_short_runs_are_timed_more_often(forms):
     assert [forms.runs(seconds) for seconds in (0.4, 0.5, 9.9, 10.0, 29.0, 30.0)] == [7, 3, 3, 2, 2, 1]
 
 
-def test_decoding_is_timed_beside_what_it_is_compared_with(tmp_path, monkeypatch):
+def test_decoding_is_timed_beside_what_it_is_compared_with(load, tmp_path, monkeypatch):
     """Every side goes on from its prompt as a pass over the whole text would, and rows are written as asked."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("decode")
-    path = tmp_path / "decode.csv"
-    small = ["--keys", "20", "--rpe", "rope", "fire", "--repeats", "2", "--layers", "2", "--threads", "1"]
-    small += ["--models", "rope", "--others", "fairseq", "--prompt", "9", "--tokens", "6", "--turn", "3"]
-    sides = []
-    begun = module.Fairseq.__init__
+    module, path = load("decode"), tmp_path / "decode.csv"
+    small = "--keys 20 --rpe rope fire --repeats 2 --layers 2 --threads 1 --models rope --others fairseq".split()
+    small += "--prompt 9 --tokens 6 --turn 3".split()
+    sides, begun = [], module.Fairseq.__init__
 
     def watched(self, *given):
         begun(self, *given)
@@ -194,7 +194,6 @@ def test_decoding_is_timed_beside_what_it_is_compared_with(tmp_path, monkeypatch
 
     monkeypatch.setattr(module.Fairseq, "__init__", watched)
     call(module, monkeypatch, *small, "--csv", str(path))
-    torch.set_num_threads(1)
     for side in sides:
         assert side.rows.shape == (1, 15)
         with torch.no_grad():
@@ -203,27 +202,20 @@ def test_decoding_is_timed_beside_what_it_is_compared_with(tmp_path, monkeypatch
     head, rows = read(path)
     assert "2 layers of 8 heads of 64, float32" in head
     assert [(r["part"], r["tokens"], r["what"]) for r in rows] == [
-        ("attention", "20", "rope"),
-        ("attention", "20", "fire"),
-        ("generate", "9+6", "here, rope"),
-        ("generate", "9+6", "fairseq, sinusoidal"),
+        *(("attention", "20", name) for name in ("rope", "fire")),
+        *(("generate", "9+6", name) for name in ("here, rope", "fairseq, sinusoidal")),
     ]
     assert all(float(r["ms"]) > 0 for r in rows)
 
 
-def test_whole_models_are_multiples_of_the_first(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("model")
-    found = [
-        {"encoding": name, "kind": kind, "seconds": seconds, "MiB": mib}
-        for name, kind, seconds, mib in [
-            ("nope", "inference", [1.0, 3.0], 7.0),
-            ("nope", "training", [8.0], 20.0),
-            ("fire", "inference", [4.0], 5.0),
-            ("fire", "inference", [6.0], 9.0),
-            ("fire", "training", [4.0], 30.0),
-        ]
+def test_whole_models_are_multiples_of_the_first(load):
+    measured = [("nope", "inference", [1.0, 3.0], 7.0), ("nope", "training", [8.0], 20.0)]
+    measured += [
+        ("fire", "inference", [4.0], 5.0),
+        ("fire", "inference", [6.0], 9.0),
+        ("fire", "training", [4.0], 30.0),
     ]
-    nope, fire = module.rows(found, tokens=100)
+    found = [dict(zip(("encoding", "kind", "seconds", "MiB"), one, strict=True)) for one in measured]
+    nope, fire = load("model").rows(found, tokens=100)
     assert (nope["inference_time"], nope["inference_tokens_per_s"], nope["training_time"]) == (1.0, 50, 1.0)
     assert (fire["inference_time"], fire["inference_MiB"], fire["training_time"]) == (2.5, 9, 0.5)

@@ -1,4 +1,4 @@
-"""The command line: what each command offers and what options make of a text, training that survives being killed, evaluation of every token."""
+"""The command line: what commands offer and options mean, training that survives kills, evaluation of every token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import PROGRAM, assert_equal_models, error_of, run, run_here, with_documents
 from in_process import fairseq
+from live_processes import wait_for
+from sweep_commands import SMALL
 
 from fairseq_rpe import encodings
 from fairseq_rpe.cli.main import COMMANDS, build_parser
@@ -24,11 +24,10 @@ from fairseq_rpe.cli.options import by_arch, make_ready, words
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
-from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 
 LAST = "checkpoint_last.pt"
-SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 HELP = """
 import contextlib, io, sys
@@ -117,13 +116,6 @@ def test_finished_run_returns_at_once_and_another_run_is_refused(trained, corpus
         assert "another process is training" in error_of(capsys, *same, "--updates", "14", *SMALL)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def is_free(lock: Path) -> bool:
     try:
         with files.lock(lock, "busy"):
@@ -138,30 +130,17 @@ def updates_in(folder: Path) -> int:
     return max((int(path.stem.rpartition("_")[2]) for path in whole), default=0)
 
 
-def test_killed_and_interrupted_training_goes_on_bit_equal(corpus, tmp_path):
+def test_killed_training_goes_on_bit_equal(corpus, tmp_path):
     """SIGKILL of the command takes its child along; a broken last checkpoint is replaced by the newest whole one."""
-    folder, out, err = tmp_path / "run", tmp_path / "out", tmp_path / "err"
+    folder, err = tmp_path / "run", tmp_path / "err"
     command = ["train", corpus, *RUN, "--save-every", "4"]
-
-    def stop(number: signal.Signals) -> int:
-        begun = updates_in(folder)
-        # a shell has its background jobs ignore SIGINT, these tests perhaps among them
-        heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        words = [*PROGRAM, *command, "--save-dir", folder, "--updates", "100000", *SMALL]
-        with open(out, "ab") as log, open(err, "ab") as errors:
-            process = subprocess.Popen([str(w) for w in words], stdout=log, stderr=errors, preexec_fn=heard)
-            wait_until(lambda: process.poll() is not None or updates_in(folder) > begun, "no checkpoint")
-            assert process.poll() is None, err.read_text()[-2000:]
-            process.send_signal(number)
-            code = process.wait(60)
-        wait_until(lambda: is_free(folder / ".lock"), "the trainer outlived its parent")
-        return code
-
-    assert stop(signal.SIGKILL) == -signal.SIGKILL
-    assert stop(signal.SIGINT) == 130
-    said = err.read_text()
-    assert said.splitlines()[-1] == "stopped by the keyboard; rerun the same command to resume"
-    assert "Traceback" not in said + out.read_text()
+    words = [*PROGRAM, *command, "--save-dir", folder, "--updates", "100000", *SMALL]
+    with open(err, "wb") as errors:
+        process = subprocess.Popen([str(w) for w in words], stdout=subprocess.DEVNULL, stderr=errors)
+        wait_for(lambda: updates_in(folder) > 0, process, err)
+        process.kill()
+        process.wait(60)
+    wait_for(lambda: is_free(folder / ".lock"))  # the trainer does not outlive its parent
     updates, last = updates_in(folder), folder / LAST
     last.write_bytes(last.read_bytes()[:-1000])
     assert not checkpoints.is_intact(last)
@@ -175,6 +154,32 @@ def test_killed_and_interrupted_training_goes_on_bit_equal(corpus, tmp_path):
     assert "INFO" in log and "Warning" in log and "tensorboardX" not in log
     run_here(*command, "--save-dir", tmp_path / "whole", "--updates", updates + 4, *SMALL)
     assert_equal_models(folder / LAST, tmp_path / "whole" / LAST)
+
+
+def test_an_interrupted_training_is_one_line(corpus, tmp_path, monkeypatch):
+    """The keyboard interrupts as soon as the end of the trainer is waited for; SIGTERM: tests/runs/test_launch.py."""
+    children = []
+
+    def spawn(*given: object, real=processes.spawn):
+        child = real(*given)
+        wait = child.wait
+        interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+        monkeypatch.setattr(child, "wait", lambda *timeout: wait(*timeout) if timeout else interrupt())
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(processes, "spawn", spawn)
+    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    # a shell has its background jobs ignore SIGINT, these tests perhaps among them
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        train = ("train", corpus, *RUN, "--updates", "4", "--save-dir", tmp_path / "run", *SMALL)
+        done = run_here(*train, ok=False, processes=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.returncode == 130 and "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "stopped by the keyboard; rerun the same command to resume"
+    assert [child.poll() is None for child in children] == [False]
 
 
 def test_training_on_documents_goes_on_bit_equal_and_is_on_record(corpus, tmp_path, capsys):

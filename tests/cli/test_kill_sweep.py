@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +32,9 @@ sys.exit(code != 0)
 """
 
 
+pytestmark = pytest.mark.release
+
+
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -40,19 +45,15 @@ def call(script, monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str, kind: 
     def command(folder: Path) -> list[str]:
         return [sys.executable, "-S", "-c", STEPS, str(folder), kind]
 
-    def progress(folder: Path) -> str:
-        return (folder / "steps").read_text() if (folder / "steps").exists() else ""
-
     def made(folder: Path) -> dict[str, str]:
-        return {"steps": (folder / "steps").read_text()}
+        return {"steps": (folder / "steps").read_text() if (folder / "steps").exists() else ""}
 
-    job = script.Job("steps", command, progress, made, share=1.0, reach=0.6)
+    job = script.Job("steps", command, lambda folder: made(folder)["steps"], made, share=1.0, reach=0.6)
     monkeypatch.setattr(script, "jobs", lambda args: [job])
     monkeypatch.setattr(sys, "argv", ["kill_sweep.py", "data", "--out", str(out), *flags])
     return script.main()
 
 
-@pytest.mark.release
 def test_kills_are_counted_compared_and_not_done_again(script, tmp_path, monkeypatch, capsys):
     out = tmp_path / "kills"
     assert call(script, monkeypatch, out, "--kills", "4") == 0
@@ -69,22 +70,17 @@ def test_kills_are_counted_compared_and_not_done_again(script, tmp_path, monkeyp
     assert caught.value.code == 2 and "kills of other settings" in capsys.readouterr().err
 
 
-@pytest.mark.release
 def test_what_differs_is_told(script, tmp_path, monkeypatch, capsys):
+    settings = {"data": "data", "only": "None", "updates": "60", "lengths": "64,256", "seed": "1"}
+    (tmp_path / "out/steps/killed").mkdir(parents=True)
+    (tmp_path / "out/settings.json").write_text(json.dumps(settings))
+    (tmp_path / "out/steps/killed/again").touch()
     with pytest.raises(SystemExit, match=r"steps: steps differs; kept: "):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "settings.json").write_text(
-            json.dumps({"data": "data", "only": "None", "updates": "60", "lengths": "64,256", "seed": "1"})
-        )
-        (tmp_path / "out" / "steps" / "killed").mkdir(parents=True)
-        (tmp_path / "out" / "steps" / "killed" / "again").touch()
         call(script, monkeypatch, tmp_path / "out", "--kills", "20", kind="wrong")
     assert "NOT as undisturbed; steps differs" in capsys.readouterr().out
 
 
 def test_victims_are_the_whole_family(script):
-    import subprocess
-
     inner = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'input()'], stdin=sys.stdin)"
     child = subprocess.Popen([sys.executable, "-S", "-c", inner], stdin=subprocess.PIPE)
     try:
@@ -99,8 +95,6 @@ def test_victims_are_the_whole_family(script):
 
 
 def test_the_real_commands_name_what_they_make(script, tmp_path):
-    import argparse
-
     args = argparse.Namespace(data=tmp_path, updates=60, lengths="64,256", only=None)
     sweep, prepare = script.jobs(args)
     words = sweep.command(tmp_path / "x")
