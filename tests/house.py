@@ -98,20 +98,18 @@ class House:
         top, _, rest = module.partition(".")
         return rest if top == self.root.name and rest in self.files else None
 
-    def room(self, name: str) -> str:
+    @staticmethod
+    def room(name: str) -> str:
         return name.partition(".")[0]
 
     def wrong_arrows(self, arrows: Mapping[str, set[str]]) -> list[str]:
         """Imports of a room that a room may not import."""
-        found = []
+        found = set()
         for one in self.imports:
-            there = self.local(one.module)
-            if there is None or there == "":
-                continue
-            here, target = self.room(one.file), self.room(there)
-            if target != here and target not in arrows.get(here, set()):
-                found.append(f"{one.file} imports {there}")
-        return sorted(set(found))
+            here, there = self.room(one.file), self.local(one.module)
+            if there and self.room(there) not in {here, *arrows.get(here, ())}:
+                found.add(f"{one.file} imports {there}")
+        return sorted(found)
 
     def circles(self) -> list[set[str]]:
         """Files that import each other in a circle, imports inside functions included."""
@@ -146,9 +144,8 @@ class House:
             for node in ast.walk(tree):
                 given: list[ast.expr | None] = []
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    arguments = node.args
-                    given = [a.annotation for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-                    given.append(node.returns)
+                    named = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                    given = [node.returns, *(argument.annotation for argument in named)]
                 elif isinstance(node, ast.ClassDef):
                     given = [part.annotation for part in node.body if isinstance(part, ast.AnnAssign)]
                 if any(one is not None and annotation in ast.unparse(one) for one in given):

@@ -65,6 +65,10 @@ def fill_zoo(zoo: Path, corpus: Path, state: dict) -> None:
         **{f"texts/{number}.txt": f"text number {number}\nof some words\n" for number in range(40)},
         "text": "no checkpoint, no JSON, no corpus\n",
         "foreign/checkpoint_last.pt": "x",
+        "garbage": "\0\0",
+        "odd.jsonl": '{"text": "fine"}\n{"text": 7}\n',
+        "nofield.jsonl": '{"words": "fine"}\n',
+        "odd.zip": "PK\3\4 this is none",
         "odd.toml": "name = [\n",
         "bad_row.jsonl": '{"length": 64}\n',
         "exits.py": "import sys\nsys.exit(0)\n",
@@ -172,9 +176,14 @@ prepare-known nothing  -> NAME: invalid choice: 'nothing' (choose from 'wikitext
 +erf --epsilon 0.1,0.1  -> --epsilon: '0.1,0.1' gives a number twice
 # verdict, trf, fire-fit, profile
 verdict --formula '9**9**9**9*n'  -> the formula '9**9**9**9*n' has no real value at n = 0, or none that can
+trf nope  -> nothing to draw: none of these sums converges, so there is no
 verdict|trf  -> give either SPEC…, or --formula, or --checkpoint
++formula|learned alibi  -> give either SPEC…, or --formula, or --checkpoint
 +learned --heads 3  -> --heads applies to a SPEC
 +formula --head-width 3  -> --head-width applies to a SPEC
+verdict --formula ''  -> the formula is empty: give an expression in n, for example -2*log(n+1)
+verdict --formula 'x*n'  -> unknown name 'x' in the formula (the distance is called n); known: n
+verdict --formula '__import__("os").system("true")'  -> '__import__("os").system("true")' cannot stand in a formula
 +profile --heads 3 --width 128  -> 3 heads do not divide a model width of 128: choose another number of
 # report, figures
 report {zoo}/absent  -> absent holds no sweep.json: name the --out folder of a sweep
@@ -189,20 +198,31 @@ report {zoo}/sweep_nan  -> sweep_nan/runs/alibi-seed1/eval.jsonl line 2: ppl of 
 +bench --lengths 1000000000  -> not enough memory
 +bench --model tiny --lengths 1000000000  -> not enough memory
 # prepare and its relatives
+prepare --dest {here}/d  -> no text is given: name folders or files
 prepare {zoo}/absent --dest {here}/d  -> absent does not exist: give a folder or file with text
 prepare {long} --dest {here}/d  -> too long a name
+prepare {zoo}/garbage --dest {here}/d  -> garbage is a binary file: give text, .jsonl or .parquet
+prepare {zoo}/odd.jsonl --dest {here}/d  -> odd.jsonl line 2 has a 'text' that is not a string: name another with
+prepare {zoo}/nofield.jsonl --dest {here}/d  -> nofield.jsonl line 1 has no field 'text' but words: name one with
+prepare {zoo}/odd.zip --dest {here}/d  -> odd.zip is cut short or damaged (File is not a zip file): get it again
 prepare hub:nobody --dest {here}/d  -> hub:nobody is not a data set of the hub: use hub:OWNER/NAME or
 +prepare|stdlib --vocab-size 3  -> --vocab-size 3 is out of range: use 300 to 1000000
++prepare --vocab-size 100000  -> --vocab-size 100000 is too large for this text: the largest possible is
++prepare --workers 0  -> --workers 0 is out of range: use 1 to 256
 +prepare --workers 257  -> --workers 257 is out of range: use 1 to 256
 +prepare --valid-fraction 0  -> --valid-fraction 0.0 is out of range: use more than 0 and less than 1
++prepare --valid-fraction nan  -> --valid-fraction nan is out of range: use more than 0 and less than 1
 +prepare --valid-fraction 0.6 --test-fraction 0.6  -> --valid-fraction 0.6 and --test-fraction 0.6 leave no text for
 +prepare --seed -1  -> --seed -1 is out of range
 +prepare --sample-bytes 5  -> --sample-bytes 5 is out of range: use 100000 to 10000000000
 +prepare --include '*.md'  -> texts has no text, there are no files that could be read: give another
++prepare --valid {zoo}/texts  -> --valid is given without --test: give both, or none to divide the text
 +prepare --gpt2 {zoo}/folder  -> --tokenizer gpt2 and --gpt2 FOLDER go together: FOLDER has vocab.json
++prepare --vocab-from {zoo}/absent  -> --vocab-from absent is not a prepared corpus: name a folder made by
 +prepare --tokenizer gpt2 --gpt2 {zoo}/folder  -> --gpt2 folder has no vocab.json or encoder.json: put GPT-2's vocabulary
 prepare-answers --train {zoo}/pipe.jsonl --valid {zoo}/pipe.jsonl --dest {here}/d --vocab-from {data}  -> pipe.jsonl
 prepare-known books --archive --dest {here}/d  -> --archive: this corpus has no archive, leave the option out
++stdlib --max-bytes 0  -> --max-bytes 0 is out of range: use 1 to 9223372036854775808
 # train
 train --rpe alibi --save-dir {here}/r  -> name what to train on: either a DATA folder or --algorithm SPEC
 +train --algorithm copy  -> name what to train on: either a DATA folder or --algorithm SPEC
@@ -211,8 +231,11 @@ train --algorithm copy --tokens 5 --rpe rope --save-dir {here}/r  -> --tokens do
 +train|sweep --arch foo  -> --arch foo is not one of tiny, small, wiki103, base, large (or
 +train --arch transformer_lm  -> --arch transformer_lm is not one of tiny, small, wiki103, base, large (or
 +train --arch 'tiny '  -> is not one of tiny, small, wiki103, base, large (or
++train --inspect-every 5  -> --inspect-every writes for TensorBoard: give --tensorboard DIR too
 # sweep
 sweep {data} --encodings alibi  -> --lengths is missing: name the lengths to evaluate in tokens, e.g.
++sweep --encodings ''  -> --encodings is empty: name at least one, e.g. --encodings "alibi type1"
++sweep --encodings 'alibi, alibi'  -> --encodings names one twice: leave one out
 +sweep --max-tokens 63  -> --max-tokens 63 is less than length 64: raise it
 +sweep -- --save-dir x  -> --save-dir after -- is set by this command itself: give --save-dir
 sweep {data} --recipe nothing  -> unknown recipe 'nothing'; known: extend, extend-abf

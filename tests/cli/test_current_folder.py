@@ -48,6 +48,7 @@ def hostile(tmp_path, monkeypatch) -> Path:
         lines = f"with open({str(tmp_path / 'imported')!r}, 'a') as file:\n    file.write(__name__ + '\\n')\n"
         (folder / f"{name}.py").write_text(lines)
     (tmp_path / "start.py").write_text(START)
+    (tmp_path / "imported").touch()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -56,8 +57,7 @@ def hostile(tmp_path, monkeypatch) -> Path:
 
 def imported(folder: Path) -> str:
     """The names of the modules of the current folder that were imported."""
-    path = folder.parent / "imported"
-    return path.read_text() if path.exists() else ""
+    return (folder.parent / "imported").read_text()
 
 
 def start(folder: Path, *words: object, **environment: str) -> subprocess.CompletedProcess:
@@ -120,27 +120,21 @@ def test_the_question_for_gpus(hostile, tmp_path, monkeypatch):
     assert imported(hostile) == ""
 
 
-def test_what_libraries_start_meanwhile(hostile, monkeypatch):
+def test_what_libraries_start_meanwhile_and_every_child_of_a_program(hostile, monkeypatch):
     """As torch's compiler does in a process that a command runs in; afterwards the environment is as it was."""
     command = [sys.executable, "-c", "import json"]
     monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", lambda args: subprocess.run(command, check=True) and None)
     run_here("user-dir")
     assert imported(hostile) == "" and "PYTHONSAFEPATH" not in os.environ
-
-
-def test_every_child_of_a_program_that_starts_runs_itself(hostile):
     words = [sys.executable, "-c", "import json, subprocess, sys; subprocess.run([sys.executable, '-c', 'import re'])"]
     assert processes.wait(processes.spawn(words, {})) == 0
     assert imported(hostile) == ""
 
 
 def test_pythonpath_of_the_user_stays_in_force(hostile, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "of_the_user.py").write_text("print('loaded')")
-    words = [*child_processes.interpreter(), "-m", "of_the_user"]
-    environment = {**os.environ, **child_processes.SAFE_PATH, "PYTHONPATH": str(elsewhere)}
-    assert run(*words, env=environment).stdout == "loaded\n"
+    (tmp_path / "of_the_user.py").write_text("print('loaded')")
+    environment = {**os.environ, **child_processes.SAFE_PATH, "PYTHONPATH": str(tmp_path)}
+    assert run(*child_processes.interpreter(), "-m", "of_the_user", env=environment).stdout == "loaded\n"
 
 
 def test_children_use_the_package_of_their_parent_wherever_it_lies(hostile, tmp_path):
@@ -174,6 +168,6 @@ def test_the_gpu_report_starts_python_with_a_safe_path(hostile, tmp_path):
     python, log = tmp_path / "python", tmp_path / "seen"
     python.write_text(f'#!/bin/sh\necho "${{PYTHONSAFEPATH-unset}}" >>{log}\n')
     python.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(python)}
-    run(SCRIPTS / "gpu_report.sh", "--small", "--device", "cpu", "--out", tmp_path / "report", env=environment)
+    report = (SCRIPTS / "gpu_report.sh", "--small", "--device", "cpu", "--out", tmp_path / "report")
+    run(*report, env={**os.environ, "PYTHON": str(python)})
     assert set(log.read_text().split()) == {"1"}

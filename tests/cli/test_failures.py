@@ -79,12 +79,15 @@ def test_errors_of_the_system_are_one_line(error, words):
     assert words in (said := errors.told(error)) and "\n" not in said
 
 
-def test_a_known_error_of_a_command_is_its_one_line(monkeypatch, capsys):
+def test_a_known_error_of_a_command_is_its_one_line_and_one_about_no_path_a_bug(monkeypatch, capsys):
     def fail(_: object) -> None:
         raise path_error(errno.ENOSPC)
 
     monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", fail)
     assert "no space left on the disk while writing /a/b" in error_of(capsys, "user-dir")
+    assert errors.told(OSError(errno.EBADF, "bad")) is None and errors.told(RuntimeError("x")) is None
+    monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", lambda args: sys.exit(0))
+    assert "internal: SystemExit" in error_of(capsys, "user-dir", code=70)
 
 
 def test_a_library_on_a_disk_without_programs_is_not_a_lack_of_memory(monkeypatch):
@@ -99,12 +102,6 @@ def test_a_library_on_a_disk_without_programs_is_not_a_lack_of_memory(monkeypatc
     assert "libopen.so cannot be loaded: " in (said := errors.told(long)) and "noexec: install elsewhere" in said
 
 
-def test_an_error_about_no_path_stays_a_bug(monkeypatch, capsys):
-    assert errors.told(OSError(errno.EBADF, "bad")) is None and errors.told(RuntimeError("x")) is None
-    monkeypatch.setattr("fairseq_rpe.cli.list.run_user_dir", lambda args: sys.exit(0))
-    assert "internal: SystemExit" in error_of(capsys, "user-dir", code=70)
-
-
 def test_flags_that_train_sets_itself_and_too_many_processes_are_refused(corpus, tmp_path, capsys, monkeypatch):
     command = ("train", corpus, *SMALL, "--save-dir", tmp_path / "r")
     for flag in OURS:
@@ -115,15 +112,15 @@ def test_flags_that_train_sets_itself_and_too_many_processes_are_refused(corpus,
     assert not (tmp_path / "r").exists()
 
 
-@pytest.fixture
-def bad_files(tmp_path) -> dict[str, Path]:
-    """Places where nothing can be written, by what the message says of them."""
+def test_places_that_cannot_be_written_are_found_before_any_work(tmp_path):
+    """Every command calls these two with its flags: see tests/test_bad_input.py."""
     (tmp_path / "file").write_text("kept")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "nothing").symlink_to("absent")
     (tmp_path / "device").symlink_to("/dev/full")
     os.mkfifo(tmp_path / "pipe")
-    return {
+    before = sorted(tmp_path.rglob("*"))
+    for words, path in {
         "is a folder": tmp_path,
         "is a file, not a folder": tmp_path / "file" / "below",
         "leads back to itself": tmp_path / "loop",
@@ -131,13 +128,7 @@ def bad_files(tmp_path) -> dict[str, Path]:
         "a pipe": tmp_path / "pipe",
         "too long a name": tmp_path / ("x" * 250),
         "does not exist": Path("/proc/nothing/x"),
-    }
-
-
-def test_places_that_cannot_be_written_are_found_before_any_work(bad_files, tmp_path):
-    """Every command calls these two with its flags: see tests/test_bad_input.py."""
-    before = sorted(tmp_path.rglob("*"))
-    for words, path in bad_files.items():
+    }.items():
         with pytest.raises(errors.UserError, match=f"^--out .*{words}"):
             files.check_file("--out", path)
         if words != "is a folder":

@@ -56,18 +56,12 @@ def named(axes) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {label: xy for label, xy in data.items() if not label.startswith("_")}
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Path:
-    """Everything, for a column and as LaTeX; what the command says is beside the folder."""
-    folder = tmp_path_factory.mktemp("drawn") / "a folder"
+def test_files_table_and_what_is_said(tmp_path):
+    """Everything, for a column and as LaTeX."""
+    drawn = tmp_path / "a folder"
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        done = run_here("sensitivity", "--out", folder, "--train-length", 20, "--width", "column", "--latex")
-    (folder.parent / "shown").write_text(done.stdout)
-    return folder
-
-
-def test_files_table_and_what_is_said(drawn):
+        shown = run_here("sensitivity", "--out", drawn, "--train-length", 20, "--width", "column", "--latex").stdout
     assert listed(drawn) == sorted([*names(*FIGURES), "sensitivity.tex"])
     for path in drawn.iterdir():
         start = {".png": b"\x89PNG", ".pdf": b"%PDF-", ".csv": b"train", ".tex": b""}[path.suffix]
@@ -79,7 +73,6 @@ def test_files_table_and_what_is_said(drawn):
     assert [(int(r["train_length"]), int(r["reach"]), r["skew"]) for r in rows] == [
         (length, reach, skew) for length, reach in ((20, 10), (500, 200)) for skew in ("none", "sqrt", "beta")
     ]
-    shown = (drawn.parent / "shown").read_text()
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert len(set(map(len, lines))) == 1
     for row, line in zip(rows, lines[2:], strict=True):
@@ -107,13 +100,13 @@ def test_the_same_numbers_give_the_same_bytes(only, tmp_path):
 
 
 def test_the_trend_is_computed():
-    def at(none, sqrt, beta):
-        return {"none": none, "sqrt": sqrt, "beta": beta}
-
-    assert trend(at((3, 3), (1, 2), (2, 1))) == (True, True)
-    assert trend(at((3, 3), (1, 1), (2, 2))) == (True, False)
-    assert trend(at((3, 3), (4, 2), (2, 1))) == (False, True)
-    assert trend(at((3, 3), (1, 2), (2, 3))) == (False, False)
+    for sqrt, beta, expected in (
+        ((1, 2), (2, 1), (True, True)),
+        ((1, 1), (2, 2), (True, False)),
+        ((4, 2), (2, 1), (False, True)),
+        ((1, 2), (2, 3), (False, False)),
+    ):
+        assert trend({"none": (3, 3), "sqrt": sqrt, "beta": beta}) == expected
     found = table(PLAIN)
     assert [one.train_length for one in found] == [20, 500]
     assert all(trend(one.published) == (True, True) for one in found)

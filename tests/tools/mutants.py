@@ -35,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "fairseq_rpe"
@@ -274,15 +275,8 @@ def run_tests(tree: Path, tests: Sequence[str], timeout: float) -> tuple[str, st
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:randomly"]
         command += ["--basetemp", f"{folder}/base", "-rf", "--tb=no", f"@{names}"]
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        process = subprocess.Popen(
-            command,
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **outputs)
         try:
             text, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
