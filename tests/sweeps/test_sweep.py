@@ -99,7 +99,7 @@ def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
 
-def test_evaluations_that_are_cut_off_come_to_the_same(swept, corpus):
+def test_evaluations_that_are_cut_off_come_to_the_same(swept, corpus, undrawn):
     """Of a finished run some results are lost, the last of them in the middle of its line."""
     out, _, module = swept
     results, before = out / "runs/alibi-seed1/eval.jsonl", table(out / "results.csv")
@@ -136,7 +136,7 @@ def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path):
     assert starts.startswith("# starts: ") and "--nproc-per-node 2 --standalone -m fairseq_rpe.runs.launch " in starts
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, corpus, tmp_path):
+def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, corpus, tmp_path, undrawn):
     """``ulimit -f`` fails the writing of a checkpoint half way, as a full disk does."""
     out = tmp_path / "out"
     shutil.copytree(swept[0], out)
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, 
     assert [row["encoding"] for row in table(out / "results.csv")] == ["alibi"] * 3 + ["nope"] * 3
 
 
-def test_report_table(tmp_path):
+def test_report_table(tmp_path, undrawn):
     """Of each method its own results alone."""
     finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
     others = ({"checkpoint": "older"}, {"positions": "offset"}, {"rpe": "nope"}, {"subset": "valid"})
@@ -179,7 +179,7 @@ def test_report_table(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
 
 
-def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
+def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path, undrawn):
     folder = finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
     assert kept.text(folder) is None
     said = write(folder).text
@@ -218,7 +218,7 @@ def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path):
     assert message in refused(*task, "--lengths", "12", *DRY)
 
 
-def test_the_report_says_where_positions_end(tmp_path):
+def test_the_report_says_where_positions_end(tmp_path, undrawn):
     moved = {"rpe": "alibi", "positions_eval": "randomized:times=2"}
     ppl = {"rope": {64: 50.0, 128: 60.0, 256: 70.0}, "alibi": {64: 40.0}}
     folder = finished_sweep(tmp_path, ppl, methods={"alibi": moved})
@@ -232,7 +232,7 @@ def test_the_report_says_where_positions_end(tmp_path):
     assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
 
 
-def test_a_mean_over_fewer_items_is_not_compared(tmp_path):
+def test_a_mean_over_fewer_items_is_not_compared(tmp_path, undrawn):
     task, moved = "copy:items=3,test=60", "randomized:times=3"
     methods = {"rope": {"rpe": "rope", "positions_eval": None}}
     methods["few"] = {"rpe": "rope", "positions_eval": moved, "positions_train": moved}

@@ -277,7 +277,7 @@ def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path
     assert not yarn.folder.train_log.exists()
 
 
-def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path):
+def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path, undrawn):
     """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
     out = tmp_path / "out"
     command = ["sweep", corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", out, "--jobs", "1"]
@@ -314,7 +314,7 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     assert not any(cell.work_left() for cell in made)
 
 
-def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path):
+def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
     texts = {"own": 40.0, "arxiv": 90.0, "github": 8.0}
     evaluate = {name: {"data": f"data-bin/{name}", "digest": name} for name in ("arxiv", "github")}
     folder = finished_sweep(tmp_path, {"alibi": {64: 1.0, 128: 1.0}}, evaluate=evaluate)
