@@ -76,7 +76,7 @@ def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monk
         assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
     wait_for(lambda: not processes_about(f"--save-dir\0{folder}"))
     (seen / "hold").unlink()
-    run(*command)
+    run_here(*command[len(PROGRAM) :], processes=True)
     assert f"@ {SAVED} updates" in (folder / "train.log").read_text()
     assert files.read_json(folder / "run.json")["finished"]["updates"] == UPDATES
 

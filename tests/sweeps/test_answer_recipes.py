@@ -277,16 +277,11 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
     assert "its training is not finished" in capsys.readouterr().err
 
 
-def test_a_fine_tuning_waits_for_the_training_before(place, corpus):
-    """As a run waits for one that it continues: test_texts_and_further.py."""
-    sweep, (first, tuned) = resolve_sweep(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
-    stages = tuned.work_left()
-    assert local._next([(tuned, stages), (first, first.work_left())], [])[0] is first
-    [failure] = local.execute({tuned: stages}, [first, tuned], [{}])
-    assert failure == f"{tuned.name} was not trained: {first.name} has to be finished before"
-    lines = carry.commands(sweep, [first, tuned], [("partition", "gpu")])
+def test_jobs_and_progress_know_what_a_fine_tuning_waits_for(place, corpus):
+    sweep, made = resolve_sweep(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
+    lines = carry.commands(sweep, made, [("partition", "gpu")])
     assert any("one of 1 that wait" in line for line in lines) and slurm.settings(sweep, [])["name"] == "x"
-    assert all(local.Work.of(cell).whole > 0 for cell in (first, tuned))
+    assert [local.Work.of(cell).whole > 0 for cell in made] == [True, True]
 
 
 def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):

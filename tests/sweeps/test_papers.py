@@ -237,28 +237,24 @@ def test_scales_resolve(name, scale, tmp_path, monkeypatch):
     trainings = [line for line in lines if line[0] == "train"]
     evaluations = [line for line in lines if line[0] in ("eval", "accuracy")]
     assert len(trainings) + len(evaluations) == len(lines)
-    on_text = recipe.kind == "text"
+    data = [settings.data] if recipe.kind == "text" else settings.algorithms
     shared = {(m.rpe, m.positions_train) for m in (settings.settled(one, settings.tokens or 0) for one in methods)}
-    data = [settings.data] if on_text else settings.algorithms
-    places = [line[1] if on_text else flag(line, "--algorithm") for line in trainings]
-    pairs = [(flag(line, "--rpe"), flag(line, "--positions-train")) for line in trainings]
-    wanted = sorted((one, pair) for one in data for pair in shared)
-    assert sorted(zip(places, pairs, strict=True)) == wanted
-    assert len(evaluations) == len(methods) * (len(data) + len(settings.evaluate))
-    assert name not in WARPED or len(trainings) < len(evaluations)
-    for command in trainings:
-        assert flag(command, "--save-dir").startswith(f"runs/{name}-{scale}/runs/")
-        assert tuple(command[command.index("--") + 1 :]) == settings.extra if settings.extra else "--" not in command
+    trained = list(map(parse, trainings))
+    found = [
+        (str(one.data) if recipe.kind == "text" else one.algorithm, one.rpe, one.positions_train) for one in trained
+    ]
+    assert sorted(found) == sorted((one, *pair) for one in data for pair in shared)
+    for one in trained:
+        assert str(one.save_dir).startswith(f"runs/{name}-{scale}/runs/") and tuple(one.extra) == settings.extra
         for key in ("updates", "arch", "tokens", "lr", "dropout", "schedule", "warmup", "blocks"):
-            if (value := getattr(settings, key)) is not None:
-                assert flag(command, f"--{key}") == str(value), key
+            assert getattr(settings, key) in (None, getattr(one, key)), key
+    texts = len(data) + len(settings.evaluate)
     squeezed = [line for line in evaluations if "--positions" in line and flag(line, "--positions") == "interpolate"]
-    wanted_squeezed = sum(m.positions_eval == "interpolate" for m in methods)
-    assert len(squeezed) == wanted_squeezed * (len(data) + len(settings.evaluate))
-    for command in evaluations if on_text else ():
+    assert len(squeezed) == texts * sum(m.positions_eval == "interpolate" for m in methods)
+    assert len(evaluations) == texts * len(methods) and (name not in WARPED or len(trainings) < len(evaluations))
+    for command in evaluations if recipe.kind == "text" else ():
         reach = 2 * settings.tokens if "randomized:times=2,per=row" in command else max(settings.lengths)
-        expected = ",".join(str(n) for n in sorted({settings.tokens, *settings.lengths}) if n <= reach)
-        assert flag(command, "--lengths") == expected
+        assert parse(command).lengths == tuple(n for n in sorted({settings.tokens, *settings.lengths}) if n <= reach)
         assert command[2] in {settings.data, *settings.evaluate.values()}
     assert not list(tmp_path.iterdir())
 

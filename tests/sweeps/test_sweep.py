@@ -24,7 +24,7 @@ from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps import carry, local
-from fairseq_rpe.sweeps.state import SweepFolder, slug
+from fairseq_rpe.sweeps.state import Scored, SweepFolder, slug
 
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
 
@@ -191,11 +191,29 @@ def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path, undrawn):
     assert kept.text(folder) is None
 
 
+def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
+    texts = {"own": 40.0, "arxiv": 90.0, "github": 8.0}
+    evaluate = {name: {"data": f"data-bin/{name}", "digest": name} for name in ("arxiv", "github")}
+    folder = finished_sweep(tmp_path, {"alibi": {64: 40.0, 128: 20.0}}, evaluate=evaluate)
+    rows = [{"length": n, "ppl": ppl * 64 / n, "data": name} for name, ppl in texts.items() for n in (64, 128)]
+    add_results(tmp_path / "runs/alibi-seed1", *rows)
+    said = write(folder).text
+    plain = " ".join(said.split())
+    for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
+        assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
+    assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
+    assert kept.text(folder) == said
+    add_results(tmp_path / "runs/alibi-seed1", {**rows[2], "length": 256})
+    assert kept.text(folder) is None
+    write(folder)
+    (tmp_path / "ppl-github.pdf").unlink()
+    assert kept.text(folder) is None
+
+
 def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
     moved = "randomized:max=200"
-    folder = finished_sweep(
-        tmp_path, {"rope": {64: 50.0, 128: 50.0}}, methods={"rope": {"rpe": "rope", "positions_eval": moved}}
-    )
+    methods = {"rope": {"rpe": "rope", "positions_eval": moved}}
+    folder = finished_sweep(tmp_path, {"rope": {64: 50.0, 128: 50.0}}, methods=methods)
     rows = ({"length": 64, "draws": 1, "ppl": 8.0}, {"length": 64, "ppl": 9.0}, {"length": 128, "ppl": 7.0})
     rows += ({"length": 64, "draws": 5, "ppl": 6.0},)
     add_results(tmp_path / "runs/rope-seed1", *({"positions": moved, **row} for row in rows))
@@ -309,10 +327,8 @@ def test_the_bar_of_generated_tasks(tmp_path):
 
 def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
     base = sweep_command(corpus, tmp_path, "alibi", 6)[1 : -len(SMALL)]
-    for more, words in (
-        (("--schedule", "linear"), "schedule is 'linear' there, None here"),
-        (("--compute-dtype", "bf16"), "'bf16' there"),
-    ):
+    linear, bf16 = ("--schedule", "linear"), ("--compute-dtype", "bf16")
+    for more, words in ((linear, "schedule is 'linear' there, None here"), (bf16, "'bf16' there")):
         given = [*base, "--out", tmp_path / more[1]]
         SweepFolder(tmp_path / more[1]).write(carry.state(*resolve_sweep(*given, *more)))
         assert carry.state(*resolve_sweep(*given, *more)).encodings == ("alibi",)

@@ -11,27 +11,12 @@ import pytest
 from conftest import PROGRAM, checkpoint_with, run_here, with_vocabulary
 from live_processes import begin, processes_about, wait_for
 from refusal import refusal
-from sweep_commands import (
-    DRY,
-    LAUNCHERS,
-    QUIET,
-    add_results,
-    dry_run,
-    dry_run_lines,
-    finished_sweep,
-    flag,
-    parse,
-    recipe_error,
-    refused,
-    resolve_sweep,
-    table,
-)
+from sweep_commands import DRY, LAUNCHERS, QUIET, dry_run, flag, parse, recipe_error, refused, resolve_sweep, table
 
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.reports import kept
-from fairseq_rpe.reports.write import write
 from fairseq_rpe.sweeps import carry, local, slurm
-from fairseq_rpe.sweeps.state import Further, Method, Scored, SweepFolder
+from fairseq_rpe.sweeps.state import Further, Method, SweepFolder
 
 RECIPE = """
 title = "t"
@@ -127,8 +112,8 @@ def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, monkeypatch
 
 
 def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch):
-    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = [line for line in dry_run_lines(*given, "--slurm", "partition=gpu") if line.startswith("#")]
+    sweep, made = resolve_sweep(corpus, "--recipe", recipe, "--out", tmp_path / "x")
+    lines = [line for line in carry.commands(sweep, made, [("partition", "gpu")]) if line.startswith("#")]
     assert lines[0].startswith("# an array of 1 SLURM jobs: ") and "one of 1 that wait" in lines[1]
     assert lines[2] == "# job rope-seed1:" and lines[3].endswith(", after rope-seed1:")
     submitted: list[tuple[list[tuple[str, str]], list[str]]] = []
@@ -142,7 +127,6 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch
         return SimpleNamespace(map_array=map_array)
 
     monkeypatch.setattr(slurm, "executor", executor)
-    sweep, made = resolve_sweep(*given)
     assert slurm._submit(sweep, [("partition", "gpu")], made) == ""
     (first, runs), (behind, waiting) = submitted
     assert first == [("partition", "gpu")] and behind == [*first, ("dependency", "afterany:8_0")]
@@ -314,31 +298,9 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     assert not any(cell.work_left() for cell in made)
 
 
-def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
-    texts = {"own": 40.0, "arxiv": 90.0, "github": 8.0}
-    evaluate = {name: {"data": f"data-bin/{name}", "digest": name} for name in ("arxiv", "github")}
-    folder = finished_sweep(tmp_path, {"alibi": {64: 1.0, 128: 1.0}}, evaluate=evaluate)
-    results = tmp_path / "runs/alibi-seed1/eval.jsonl"
-    results.unlink()
-    rows = [{"length": n, "ppl": ppl * 64 / n, "data": name} for name, ppl in texts.items() for n in (64, 128)]
-    add_results(results.parent, *rows)
-    said = write(folder).text
-    plain = " ".join(said.split())
-    for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
-        assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
-    assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
-    assert kept.text(folder) == said
-    add_results(results.parent, {**rows[2], "length": 256})
-    assert kept.text(folder) is None
-    write(folder)
-    (tmp_path / "ppl-github.pdf").unlink()
-    assert kept.text(folder) is None
-
-
 def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    sweep, made = resolve_sweep(*given, "--eval-data", f"more={other}")
-    SweepFolder(sweep.out).write(carry.state(sweep, made))
+    SweepFolder(tmp_path / "x").write(carry.state(*resolve_sweep(*given, "--eval-data", f"more={other}")))
     # without it, the text stays on record
     assert set(carry.state(*resolve_sweep(*given)).evaluate) == {"more"}
     changed = shutil.copytree(other, tmp_path / "changed")
@@ -350,9 +312,8 @@ def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path)
 
 def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    sweep, made = resolve_sweep(*given)
-    folder = SweepFolder(sweep.out)
-    folder.write(carry.state(sweep, made))
+    folder = SweepFolder(tmp_path / "x")
+    folder.write(carry.state(*resolve_sweep(*given)))
     record = files.read_json(folder.state_path)
     assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
     assert "evaluate" not in record and "finetune_from" not in record["settings"]
