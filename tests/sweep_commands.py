@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def finished_sweep(
     return SweepFolder(folder)
 
 
-def add_results(run: Path, *rows: dict[str, object]) -> None:
+def add_results(run: Path, *rows: Mapping[str, object]) -> None:
     common = {"checkpoint": "c", "subset": "test", "loss_base2": 1.0, "tokens": 99}
     for row in rows:
         files.append_json_line(run / "eval.jsonl", {**common, **row})

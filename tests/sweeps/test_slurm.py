@@ -105,7 +105,7 @@ def test_refusals_in_one_line(corpus, tmp_path, monkeypatch):
 
 
 def test_a_job_does_what_is_left_of_a_run_and_one_that_an_earlier_job_is_busy_with_is_left_to_it(
-    corpus, tmp_path, monkeypatch
+    corpus, tmp_path, monkeypatch, undrawn
 ):
     """The jobs run in this process, without SLURM."""
     out, submitted_runs = tmp_path / "out", []
