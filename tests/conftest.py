@@ -260,6 +260,14 @@ def state(trained) -> dict:
     return state
 
 
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Figures are made but not drawn, which takes most of a report's time and is tested elsewhere."""
+    monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [path.touch() for path in paths])
+    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.name_ends", lambda *_: None)
+    monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: b"<svg/>")
+
+
 def checkpoint_with(state: dict, folder: Path, spec: str = "alibi", dtype=torch.float32, task=None, **model) -> Path:
     """The same model with another encoding, number type or other settings."""
     from fairseq_rpe.encodings import build

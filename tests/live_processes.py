@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 LIMIT_SECONDS = 240
@@ -22,6 +22,18 @@ def processes_about(*texts: str) -> list[int]:
             if all(text in words for text in texts):
                 found.append(int(path.parent.name))
     return found
+
+
+@contextlib.contextmanager
+def begin(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command that says everything in ``log``; at the end of the block it is killed with SIGKILL."""
+    with open(log, "wb") as file:
+        process = subprocess.Popen([str(word) for word in command], stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen | None = None, log: Path | None = None) -> None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import csv
 import functools
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from conftest import command_words, run_here
+from refusal import refusal
 
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolved
+from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.sweeps import carry, cells, recipes, tuned_cells
 from fairseq_rpe.sweeps.cells import Cell
 from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.sweeps.state import SweepFolder, slug
 
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
+QUIET = [*SMALL, "--disable-validation"]
 DRY = ("--launcher", "dry-run")
 LAUNCHERS = [(), DRY]
 parser = functools.cache(build_parser)
@@ -42,11 +47,8 @@ class Broken(DistanceBias):
 
 def resolve_sweep(*argv: object) -> tuple[Sweep, list[Cell]]:
     """Resolve a command line of ``sweep``: returns the sweep and its runs."""
-    words = ["sweep", *map(str, argv), "--device", "cpu"]
-    cut = words.index("--") if "--" in words else len(words) - 2
-    args = parser().parse_args([*words[:cut], "--device", "cpu"])
-    args.extra = tuple(words[cut + 1 : -2])
-    sweep = resolved(args)
+    args = parse(["sweep", "--device", "cpu", *map(str, argv)])
+    sweep = resolved(Namespace(**{**vars(args), "extra": tuple(args.extra)}))
     make = (tuned_cells if sweep.questions else cells).make
     return sweep, make(sweep, carry.check_data(sweep, dry=True))
 
@@ -58,6 +60,10 @@ def dry_run_lines(*argv: object) -> list[str]:
 def dry_run(*argv: object) -> list[list[str]]:
     """The commands of a sweep, without the program, and without comments."""
     return [command_words(line) for line in dry_run_lines(*argv) if not line.startswith("#")]
+
+
+def refused(*argv: object) -> str:
+    return refusal("sweep", "--device", "cpu", *argv)
 
 
 def parse(words: list[str]) -> Namespace:
@@ -83,3 +89,24 @@ def table(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+def finished_sweep(
+    folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,), **state: object
+) -> SweepFolder:
+    """A finished sweep at 64 tokens with these perplexities, 2 more for each further seed; ``state``: its record."""
+    lengths = sorted({length for values in ppl.values() for length in values})
+    record = {"settings": {"tokens": 64, "subset": "test"}, "encodings": list(ppl), "seeds": list(seeds)}
+    files.write_json(folder / "sweep.json", {**record, "lengths": lengths, **state})
+    for spec, values in ppl.items():
+        for number, seed in enumerate(seeds):
+            run = folder / "runs" / slug(spec, seed)
+            files.write_json(run / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
+            add_results(run, *({"length": n, "ppl": value + 2 * number} for n, value in values.items()))
+    return SweepFolder(folder)
+
+
+def add_results(run: Path, *rows: Mapping[str, object]) -> None:
+    common = {"checkpoint": "c", "subset": "test", "loss_base2": 1.0, "tokens": 99}
+    for row in rows:
+        files.append_json_line(run / "eval.jsonl", {**common, **row})

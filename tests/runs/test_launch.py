@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run, run_here
-from live_processes import HELD_ENCODING, processes_about, wait_for
+from conftest import PROGRAM, run, run_here
+from live_processes import HELD_ENCODING, begin, processes_about, wait_for
 from refusal import refusal
 from sweep_commands import SMALL
 
@@ -25,11 +24,10 @@ from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import Request, plan
 from fairseq_rpe.sweeps.local import places
 
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1", "--save-every", "2"]
-TWO_NODES = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
+RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 QUIET = [*SMALL, "--disable-validation"]
 SLURM_VARIABLES = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+ASKED = Request(rpe="alibi", save_dir=Path("x"), data=Path("data"))
 FREQUENCY, SAVED, UPDATES, LARGEST = 2, 2, 3, 200
 
 
@@ -43,7 +41,8 @@ def no_cluster(monkeypatch):
 def held(tmp_path_factory) -> list[str]:
     """The options of a training by ``held_encoding`` at random positions, which it notes."""
     module = shutil.copy(HELD_ENCODING, tmp_path_factory.mktemp("held"))
-    return [*RUN, "--rpe", "held", "--rpe-module", module, "--positions-train", f"randomized:max={LARGEST}"]
+    own = ["--rpe", "held", "--rpe-module", module, "--positions-train", f"randomized:max={LARGEST}"]
+    return [*RUN, "--save-every", str(SAVED), *own]
 
 
 def assert_same_model(a: Path, b: Path) -> None:
@@ -70,19 +69,14 @@ def test_two_processes_killed_and_resumed_equal_one(corpus, held, tmp_path, monk
     monkeypatch.setenv("HELD_NOTES", str(seen))
     train = ["train", str(corpus), *held, "--updates", str(UPDATES)]
     command = [*PROGRAM, *train, "--update-freq", str(FREQUENCY), "--save-dir", str(folder), "--nproc", "2", *QUIET]
-    (seen / "hold").write_text(str(FREQUENCY * SAVED))
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        begun = FREQUENCY * SAVED + 1
+    begun = FREQUENCY * SAVED + 1
+    (seen / "hold").write_text(str(begun - 1))
+    with begin(command, tmp_path / "log") as process:
         wait_for(lambda: [len(notes(seen, rank)) for rank in (0, 1)] == [begun, begun], process, tmp_path / "log")
         assert len(processes_about(f"--save-dir\0{folder}")) == 4  # the command, torchrun and two ranks
-    finally:
-        process.kill()
-        process.wait()
     wait_for(lambda: not processes_about(f"--save-dir\0{folder}"))
     (seen / "hold").unlink()
-    run(*command)
+    run_here(*command[len(PROGRAM) :], processes=True)
     assert f"@ {SAVED} updates" in (folder / "train.log").read_text()
     assert files.read_json(folder / "run.json")["finished"]["updates"] == UPDATES
 
@@ -138,28 +132,22 @@ def test_an_interrupted_torchrun_is_told(corpus, held, tmp_path, monkeypatch):
     (seen / "hold").write_text("1")
     monkeypatch.setenv("HELD_NOTES", str(seen))
     command = [*PROGRAM, "train", str(corpus), *held, "--save-dir", str(folder), "--nproc", "2", *QUIET]
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
+    with begin(command, tmp_path / "log") as process:
         wait_for(lambda: notes(seen, 0) and notes(seen, 1), process, tmp_path / "log")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
-    finally:
-        process.kill()
     assert "stopped by SIGTERM; rerun the same command to resume" in (tmp_path / "log").read_text()
     assert not processes_about(f"--save-dir\0{folder}")
 
 
 def on_nodes(corpus: Path, folder: Path, updates: int, *more: str) -> list[subprocess.Popen]:
     """Start a run on two nodes, the second one first."""
-    port = 20000 + os.getpid() % 10000
-    command = [*PROGRAM, "train", str(corpus), *TWO_NODES, "--updates", str(updates), "--save-dir", str(folder), *more]
+    port, given = 20000 + os.getpid() % 10000, ["--updates", str(updates), "--save-dir", str(folder), *more]
+    command = [*PROGRAM, "train", str(corpus), "--rpe", "kerple_log", *RUN, *given]
     command += ["--nodes", "2", "--master", f"localhost:{port}", "--node-rank"]
-    logs = [folder.parent / f"node{rank}.log" for rank in (1, 0)]
-    return [
-        subprocess.Popen([*command, str(rank), *QUIET], stdout=open(log, "w"), stderr=subprocess.STDOUT)
-        for rank, log in zip((1, 0), logs, strict=True)
-    ]
+    logs = {rank: open(folder.parent / f"node{rank}.log", "w") for rank in ("1", "0")}
+    words = {rank: [*command, rank, *QUIET] for rank in logs}
+    return [subprocess.Popen(words[rank], stdout=log, stderr=subprocess.STDOUT) for rank, log in logs.items()]
 
 
 @pytest.mark.release
@@ -188,51 +176,51 @@ def test_two_nodes_equal_one_process_even_after_one_is_lost(corpus, tmp_path):
     told = (tmp_path / "node1.log").read_text()
     assert f"node 1 of 2 has joined, its messages: {folder}/train-node1.log" in told and "INFO" not in told
     one = tmp_path / "one"
-    run_here("train", corpus, *TWO_NODES, "--updates", end, "--update-freq", 2, "--save-dir", one, *QUIET)
+    alone = ["--rpe", "kerple_log", *RUN, "--updates", end, "--update-freq", 2, "--save-dir", one]
+    run_here("train", corpus, *alone, *QUIET)
     assert_same_model(one, folder)
 
 
 def test_nodes_that_do_not_fit_are_refused_in_one_line(corpus, tmp_path, monkeypatch):
-    def refused(*more: object) -> str:
-        return refusal("train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run", *more)
+    def refused(more: str) -> str:
+        return refusal("train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run", *more.split())
 
-    assert "give --nodes too" in refused("--node-rank", 0)
-    assert "give --nodes too" in refused("--master", "host:1")
-    assert "with --node-rank 0 to 1" in refused("--nodes", 2, "--master", "host:1")
-    assert "are numbered 0 to 1" in refused("--nodes", 2, "--node-rank", 2, "--master", "host:1")
-    assert "with --master HOST:PORT" in refused("--nodes", 2, "--node-rank", 1)
+    for more, words in (
+        ("--node-rank 0", "give --nodes too"),
+        ("--master host:1", "give --nodes too"),
+        ("--nodes 2 --master host:1", "with --node-rank 0 to 1"),
+        ("--nodes 2 --node-rank 2 --master host:1", "are numbered 0 to 1"),
+        ("--nodes 2 --node-rank 1", "with --master HOST:PORT"),
+    ):
+        assert words in refused(more)
     monkeypatch.setenv("SLURM_NNODES", "3")
-    assert "this SLURM job has 3" in refused("--nodes", 2, "--node-rank", 1)
+    assert "this SLURM job has 3" in refused("--nodes 2 --node-rank 1")
     assert not (tmp_path / "run").exists()
     for address in ("host", "host:", ":1", "host:0", "host:x", "host:70000"):
-        assert "is not HOST:PORT" in refused("--nodes", 2, "--master", address)
+        assert "is not HOST:PORT" in refused(f"--nodes 2 --master {address}")
 
 
 def test_torchrun_is_printed(corpus, tmp_path):
-    command = ["train", str(corpus), "--rpe", "alibi", *RUN, "--save-dir", str(tmp_path / "run"), "--dry-run"]
-    command += ["--nproc", "4"]
+    command = ["train", corpus, "--rpe", "alibi", *RUN, "--save-dir", tmp_path / "run", "--dry-run", "--nproc", 4]
     [line] = run_here(*command, "--nodes", 2, "--node-rank", 1, "--master", "gpu01:29500").stdout.splitlines()
     flags = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr gpu01 --master-port 29500"
     assert f"-m torch.distributed.run {flags} -m fairseq_rpe.runs.launch {corpus} " in line
     assert "--cpu --distributed-backend gloo --ddp-backend legacy_ddp --distributed-world-size 8" in line
-    [line] = run_here(*(word if word != "cpu" else "cuda" for word in command)).stdout.splitlines()
+    [line] = run_here(*command, "--device", "cuda").stdout.splitlines()
     assert "--nproc-per-node 4 --standalone -m fairseq_rpe.runs.launch " in line and "--cpu" not in line
     assert "gloo" not in line and "--ddp-backend" not in line and "--distributed-world-size 4" in line
     assert not (tmp_path / "run").exists()
 
 
-ASKED = Request(rpe="alibi", save_dir=Path("x"), data=Path("data"))
-
-
 def test_slurm_says_which_node_this_is(tmp_path, monkeypatch):
     pytest.importorskip("submitit", reason="needs the extra slurm")
-    asked = replace(ASKED, nodes=2)
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
     scontrol.chmod(0o755)
     for name, value in zip(SLURM_VARIABLES, ("2", "1", "123456", "n[7-8]"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = replace(ASKED, nodes=2)
     node = launch.here(asked)
     assert (node.rank, node.master, node.first) == ("1", "n7:23456", False)
     # the line that a dry run shows comes to the same
@@ -245,18 +233,6 @@ def with_gpus(monkeypatch, number: int) -> None:
     monkeypatch.setattr(devices, "gpus", lambda: tuple(f"GPU {n}" for n in range(number)))
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    with_gpus(monkeypatch, 2)
-    asked = replace(ASKED, nproc=4)
-    with pytest.raises(files.UserError, match="--nproc 4: there are 2 GPUs here"):
-        launch.gpus(asked)
-    assert launch.gpus(replace(asked, nproc=2)) == 2
-    with_gpus(monkeypatch, 0)
-    assert launch.gpus(asked) == 0
-    with pytest.raises(files.UserError, match="no GPU is visible here"):
-        launch.gpus(replace(asked, device="cuda"))
-
-
 def test_a_torch_that_cannot_be_imported_is_no_gpu(monkeypatch, tmp_path):
     """The number of GPUs is not an exit status: a failing torch is told, and is not one GPU."""
     (tmp_path / "torch.py").write_text("raise ImportError('libcuda is broken')")
@@ -266,9 +242,7 @@ def test_a_torch_that_cannot_be_imported_is_no_gpu(monkeypatch, tmp_path):
     with pytest.raises(files.UserError, match="torch cannot report its GPUs .ImportError: libcuda is broken"):
         devices.gpus()
     (tmp_path / "torch.py").write_text(
-        "class cuda:\n"
-        "    is_available = staticmethod(lambda: True)\n"
-        "    device_count = staticmethod(lambda: 2)\n"
+        "class cuda:\n    is_available = staticmethod(lambda: True)\n    device_count = staticmethod(lambda: 2)\n"
         "    get_device_name = staticmethod(lambda i: f'GPU {i}')\n"
     )
     assert devices.gpus() == ("GPU 0", "GPU 1")
@@ -283,25 +257,25 @@ def test_places_share_cores_and_gpus(monkeypatch):
         return [place["CUDA_VISIBLE_DEVICES"] for place in places(*of)]
 
     monkeypatch.setattr("fairseq_rpe.runs.processes.cores", lambda: 8)
-    assert places("cpu", 1, 3) == [{"OMP_NUM_THREADS": "2"}] * 3
-    assert places("cpu", 1, None) == [{"OMP_NUM_THREADS": "1"}] * 8
-    assert places("cpu", 16, None) == [{"OMP_NUM_THREADS": "1"}]
     with_gpus(monkeypatch, 0)
-    assert places("auto", 4, None) == [{"OMP_NUM_THREADS": "1"}] * 2
+    for of, threads in ((("cpu", 1, 3), "222"), (("cpu", 1, None), "11111111"), (("cpu", 16, None), "1")):
+        assert places(*of) == [{"OMP_NUM_THREADS": number} for number in threads]
+    assert places("auto", 4, None) == [{"OMP_NUM_THREADS": "1"}] * 2 and launch.gpus(replace(ASKED, nproc=4)) == 0
     with pytest.raises(files.UserError, match="no GPU is visible here"):
         places("cuda", 1, None)
     with_gpus(monkeypatch, 4)
     assert seen("auto", 2, None) == ["0,1", "2,3"]
     assert seen("auto", 3, None) == ["0,1,2"]
     assert seen("auto", 1, 6) == ["0", "1", "2", "3", "0", "1"]  # more runs than GPUs share them
-    with pytest.raises(files.UserError, match="--nproc 5: there are 4 GPUs here"):
-        places("auto", 5, None)
+    assert launch.gpus(replace(ASKED, nproc=4)) == 4
+    for refuse in (places, lambda *_: launch.gpus(replace(ASKED, nproc=5))):
+        with pytest.raises(files.UserError, match="--nproc 5: there are 4 GPUs here"):
+            refuse("auto", 5, None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,11,9")
     assert seen("auto", 2, None) == ["5,6", "11,9"]
     with_gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2a, MIG-1c")
-    assert seen("auto", 1, None) == ["GPU-8f2a", "MIG-1c"]
-    assert not re.search(" ", "".join(seen("auto", 2, 1)))
+    assert seen("auto", 1, None) == ["GPU-8f2a", "MIG-1c"] and " " not in seen("auto", 2, 1)[0]
 
 
 def test_malloc_keeps_memory_on_a_cpu(monkeypatch, tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from conftest import run
 
+from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import environment, log
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 
@@ -39,6 +43,16 @@ def test_starts_of_training_are_noted(tmp_path, monkeypatch):
     assert CheckpointFolder(tmp_path / "none").starts() == []
 
 
+@pytest.mark.parametrize("starts", [3, [3], [{"from_update": "x"}], {"a": 1}])
+def test_a_damaged_record_of_starts(starts: object, tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.environment.write_text('{"starts": [{"from_update": 3, "later": 1}]}')
+    assert folder.starts()[0].from_update == 3
+    folder.environment.write_text(json.dumps({"starts": starts}))
+    with pytest.raises(UserError, match=r"environment.json: .* of the record .*: restore it or delete it"):
+        folder.starts()
+
+
 def test_commit_of_a_folder(tmp_path):
     def git(*command: str) -> str:
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -64,5 +78,16 @@ def test_log_of_a_resumed_run(tmp_path):
     assert found.loss == {25: 9.5, 50: 7.5} and found.valid == {75: 6.125}
     assert (found.seconds, found.tokens_per_second) == (26.0, 2000.0)
     assert (found.parameters, found.vocabulary, found.backend) == (1_445_376, 4096, "sdpa")
-    assert found.data == "data-bin/stdlib"
-    assert log.read(tmp_path / "none") == log.TrainLog()
+    assert found.data == "data-bin/stdlib" and log.read(tmp_path / "none") == log.TrainLog()
+
+
+ODD_LINES = ['{"loss": "2"}', '{"loss": "2", "num_updates": "NaN"}', '{"loss": [2], "num_updates": "3"}']
+ODD_LINES += ['{"num_updates": 1' + "0" * 400 + "}", '{"a":' + '{"a":' * 100_000 + "}"]
+ODD_LINES = [*(f"| train_inner | {line}" for line in ODD_LINES), "| valid | {}", "\0\0\0"]
+
+
+def test_damaged_lines_of_a_log_say_nothing(tmp_path: Path) -> None:
+    whole = '| train_inner | {"loss": "2.5", "num_updates": "3", "wps": "9"}\n'
+    for odd in ODD_LINES:
+        (tmp_path / "train.log").write_text(whole + odd + "\n" + whole.replace("3", "4"))
+        assert log.read(tmp_path / "train.log").loss == {3: 2.5, 4: 2.5}, odd[:99]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from sweep_commands import parser
 
 from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
@@ -27,39 +28,46 @@ BEFORE |= {"lr": 0.002, "warmup": 80, "dropout": 0.0, "update_freq": 1, "nproc":
 BEFORE |= {"positions_train": "identity", "positions_eval": None, "rpe_module": None, "extra": []}
 
 
+def settings(**asked: object) -> Settings:
+    return plan(replace(ASKED, **asked), "digest").settings
+
+
 def flags(**asked: object) -> list[str]:
     request = replace(ASKED, **asked)
     return launch.command(request, plan(request, "digest"), launch.Node(), 0)
 
 
-def value(command: list[str], flag: str) -> str:
-    assert command.count(flag) == 1
-    return command[command.index(flag) + 1]
+def values(command: list[str], *names: str) -> list[str]:
+    assert all(command.count(name) == 1 for name in names)
+    return [command[command.index(name) + 1] for name in names]
+
+
+def read(record: dict[str, object]) -> Settings:
+    return records.read(Settings, record, "run.json", "the run", strict=False)
 
 
 def test_blocks_of_documents_are_batched_by_the_tokens_of_full_ones():
     command = flags(blocks="document", tokens=64, batch_sentences=16)
-    assert (value(command, "--task"), value(command, "--blocks")) == ("rpe_language_modeling", "document")
-    assert value(command, "--max-tokens") == "1024" and "--batch-size" not in command
-    assert value(command, "--required-batch-size-multiple") == "1"
+    assert values(command, "--task", "--blocks") == ["rpe_language_modeling", "document"]
+    assert values(command, "--max-tokens", "--required-batch-size-multiple") == ["1024", "1"]
+    assert "--batch-size" not in command
 
 
 def test_separate_documents_are_blocks_of_a_stream():
     command = flags(separate_documents=True, batch_sentences=16)
-    assert (value(command, "--task"), value(command, "--blocks")) == ("rpe_language_modeling", "stream")
-    assert "--separate-documents" in command and value(command, "--batch-size") == "16"
-    assert flags(separate_documents=False) == flags()
-    assert plan(replace(ASKED, separate_documents=True), "digest").settings.record()["separate_documents"] is True
+    assert values(command, "--task", "--blocks", "--batch-size") == ["rpe_language_modeling", "stream", "16"]
+    assert "--separate-documents" in command and flags(separate_documents=False) == flags()
+    assert settings(separate_documents=True).record()["separate_documents"] is True
 
 
 def test_a_stream_is_what_runs_had_before_there_was_a_choice():
-    assert flags(blocks="stream") == flags()
-    assert "blocks" not in plan(replace(ASKED, blocks="stream"), "digest").settings.record()
-    document = plan(replace(ASKED, blocks="document"), "digest").settings
+    assert flags(blocks="stream") == flags() and "blocks" not in settings(blocks="stream").record()
+    document, before = settings(blocks="document"), read(BEFORE)
     assert document.record()["blocks"] == "document"
-    before = records.read(Settings, BEFORE, "run.json", "the run")
-    other = replace(document, data=before.data, lr=before.lr, warmup=before.warmup).difference(before)
-    assert other == "blocks is 'stream' there, 'document' here"
+    assert document.difference(before) == "blocks is 'stream' there, 'document' here"
+
+
+TASK = {"data": None, "algorithm": "copy"}
 
 
 @pytest.mark.parametrize(
@@ -69,119 +77,69 @@ def test_a_stream_is_what_runs_had_before_there_was_a_choice():
         ({"blocks": "stream", "extra": ("--sample-break-mode=eos",)}, ["--sample-break-mode", "--blocks stream"]),
         ({"blocks": "document", "extra": ("--max-tokens", "99")}, ["--max-tokens", "--batch-sentences"]),
         ({"extra": ("--blocks", "document")}, ["give --blocks before the --"]),
-        ({"blocks": "document", "data": None, "algorithm": "copy"}, ["--blocks document is for text"]),
-        ({"separate_documents": True, "data": None, "algorithm": "copy"}, ["--separate-documents is for text"]),
+        ({"blocks": "document", **TASK}, ["--blocks document is for text"]),
+        ({"separate_documents": True, **TASK}, ["--separate-documents is for text"]),
         ({"blocks": "document", "separate_documents": True}, ["--separate-documents is for --blocks stream"]),
         ({"separate_documents": True, "extra": ("--sample-break-mode", "eos")}, ["--sample-break-mode"]),
         ({"extra": ("--separate-documents",)}, ["give --separate-documents before the --"]),
+        ({"extra": ("--lr-scheduler", "fixed"), "schedule": "cosine"}, ["give --schedule before"]),
+        ({"min_lr": 1e-5}, ["--min-lr is where a cosine ends"]),
+        ({"min_lr": 1.0, "schedule": "cosine"}, ["--min-lr 1 is not below --lr 0.002"]),
+        ({"warmup": 400}, ["a warm-up of 400 is not below the 400 updates", "lower --warmup or raise"]),
+        ({"warmup": 101, "updates": 100, "schedule": "linear"}, ["a warm-up of 101 is not below the 100 updates"]),
+        ({"warmup": 400, "schedule": "cosine"}, ["a warm-up of 400 is not below the 400 updates"]),
+        ({"warmup": 3000, **TASK}, ["a warm-up of 3000 is not below the"]),
+        ({"updates": 1}, ["raise --updates to at least 2"]),
     ],
 )
-def test_what_contradicts_blocks_is_refused(asked, words):
+def test_what_contradicts_itself_is_refused(asked, words):
     with pytest.raises(UserError) as caught:
         flags(**asked)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_each_has_another_value_here():
-    assert set(OTHERS) == set(LATER) == {*USUAL, "activation_fn"}
-    assert all(OTHERS[name] != USUAL.get(name) for name in OTHERS)
-
-
 def test_runs_of_before_are_the_same_runs():
     """With nothing said, and with the old values said."""
-    old = {**USUAL, "activation_fn": "relu"}
-    del old["min_lr"]  # goes with a cosine only
-    for asked in (ASKED, replace(ASKED, **old)):
-        settings = plan(asked, "digest").settings
-        assert settings.record() == BEFORE
-        assert settings.difference(records.read(Settings, BEFORE, "run.json", "the run", strict=False)) == ""
+    old = {name: value for name, value in USUAL.items() if name != "min_lr"}  # which goes with a cosine only
+    for found in (settings(), settings(**old, activation_fn="relu")):
+        assert found.record() == BEFORE and found.difference(read(BEFORE)) == ""
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_each_makes_another_run_and_comes_back_from_its_record(name):
+@pytest.mark.parametrize("name", LATER)
+def test_each_makes_another_run_and_comes_back_from_its_record_and_from_the_words_for_train(name):
+    assert set(OTHERS) == set(LATER) == {*USUAL, "activation_fn"} and OTHERS[name] != USUAL.get(name)
     cosine = {"schedule": "cosine"} if name == "min_lr" else {}
-    settings = plan(replace(ASKED, **cosine, **{name: OTHERS[name]}), "digest").settings
-    again = records.read(Settings, settings.record(), "run.json", "the run", strict=False)
-    assert settings.difference(again) == "" and again.usual(name) == OTHERS[name]
-    record = {**BEFORE, **cosine, **({"last_update": 400} if cosine else {})}
-    before = records.read(Settings, record, "", "")
-    assert f"{name} is {before.usual(name)!r} there, {OTHERS[name]!r} here" == settings.difference(before)
+    found = settings(**cosine, **{name: OTHERS[name]})
+    again = read(found.record())
+    assert found.difference(again) == "" and again.usual(name) == OTHERS[name]
+    before = read({**BEFORE, **cosine, **({"last_update": 400} if cosine else {})})
+    assert f"{name} is {before.usual(name)!r} there, {OTHERS[name]!r} here" == found.difference(before)
+    asked = replace(ASKED, **{name: OTHERS[name]})
+    assert records.filled(Request, parser().parse_args(["train", *asked.argv()])) == asked
 
 
 def test_what_fairseq_gets():
     usual, other = flags(), flags(schedule="cosine", **OTHERS)
-    assert value(usual, "--adam-betas") == "(0.9, 0.98)" and value(other, "--adam-betas") == "(0.9, 0.95)"
-    assert value(usual, "--weight-decay") == "0.01" and value(other, "--weight-decay") == "0.0"
-    assert value(usual, "--clip-norm") == "1.0" and value(other, "--clip-norm") == "0.0"
-    assert value(usual, "--lr-scheduler") == "inverse_sqrt" and value(other, "--lr-scheduler") == "cosine"
+    names = ("--adam-betas", "--weight-decay", "--clip-norm", "--lr-scheduler")
+    assert values(usual, *names) == ["(0.9, 0.98)", "0.01", "1.0", "inverse_sqrt"]
+    assert values(other, *names) == ["(0.9, 0.95)", "0.0", "0.0", "cosine"]
     new = {"--min-lr": "0.0001", "--attention-dropout": "0.1", "--activation-dropout": "0.2", "--activation-fn": "gelu"}
-    assert {flag: value(other, flag) for flag in new} == new and not set(new) & set(usual)
+    assert values(other, *new) == list(new.values()) and not set(new) & set(usual)
     assert "--share-decoder-input-output-embed" in other and "--share-decoder-input-output-embed" not in usual
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_words_for_train_ask_for_the_same(name):
-    from fairseq_rpe.cli.main import build_parser
-
-    asked = replace(ASKED, **{name: OTHERS[name]})
-    args = build_parser().parse_args(["train", *asked.argv()])
-    assert records.filled(Request, args) == asked
-    assert {f.name for f in fields(Request)} >= set(LATER)
 
 
 def test_a_flag_after_the_dashes_goes_on_alone_but_not_beside_its_option():
     for name, (flag, *_) in LATER.items():
         extra = (flag, "1")
-        assert flags(extra=extra)[-2:] != [] and plan(replace(ASKED, extra=extra), "").settings.extra == extra
+        assert settings(extra=extra).extra == extra and " ".join(extra) in " ".join(flags(extra=extra))
         with pytest.raises(UserError, match=f"{flag} after -- is set already: give --{name.replace('_', '-')} before"):
-            plan(replace(ASKED, extra=extra, **{name: OTHERS[name]}), "")
-    with pytest.raises(UserError, match="--lr-scheduler after -- is set already: give --schedule before"):
-        plan(replace(ASKED, extra=("--lr-scheduler", "fixed"), schedule="cosine"), "")
+            settings(extra=extra, **{name: OTHERS[name]})
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"min_lr": 1e-5}, "--min-lr is where a cosine ends"),
-        ({"min_lr": 1.0, "schedule": "cosine"}, "--min-lr 1 is not below --lr 0.002"),
-        ({"warmup": 400, "schedule": "cosine"}, "a warm-up of 400 is not below the 400 updates"),
-    ],
-)
-def test_a_cosine_that_is_none_is_refused(asked, words):
-    with pytest.raises(UserError, match=words):
-        plan(replace(ASKED, **asked), "")
-
-
-TOO_LONG = [{"warmup": 100, "updates": 100}, {"warmup": 101, "updates": 100, "schedule": "linear"}, {"warmup": 400}]
-TOO_LONG += [{"warmup": 3000, "algorithm": "copy", "data": None}]
-
-
-@pytest.mark.parametrize(("updates", "warmup"), [(None, 80), (400, 80), (5000, 80), (100, 20), (7, 1), (2, 1)])
-def test_the_default_warmup_takes_at_most_a_fifth_of_the_updates(updates, warmup):
-    assert plan(replace(ASKED, updates=updates), "").settings.warmup == warmup
-
-
-@pytest.mark.parametrize("asked", TOO_LONG)
-def test_a_warmup_that_takes_all_updates_is_refused(asked):
-    with pytest.raises(UserError, match="a warm-up of .* is not below the .* updates .*lower --warmup or raise"):
-        plan(replace(ASKED, **asked), "")
-
-
-def test_a_training_of_one_update_is_refused():
-    with pytest.raises(UserError, match="raise --updates to at least 2"):
-        plan(replace(ASKED, updates=1), "")
-
-
-def test_a_warmup_below_the_updates_is_kept_as_stated():
-    assert plan(replace(ASKED, warmup=99, updates=100), "").settings.warmup == 99
-
-
-def test_the_last_update_of_the_default_warmup_comes_before_the_peak_learning_rate():
-    """In each of fairseq's own schedules; a rate belongs to the number of updates before it."""
-    for schedule in ("inverse_sqrt", "linear", "cosine"):
-        built = schedule_of(flags(schedule=schedule, updates=50, lr=6e-4))
-        rates = [built.step_update(n) for n in range(50)]
-        assert rates.index(max(rates)) == 10 and max(rates) == pytest.approx(6e-4), schedule
+def test_the_default_warmup_takes_at_most_a_fifth_of_the_updates():
+    for updates, warmup in ((None, 80), (400, 80), (5000, 80), (100, 20), (7, 1), (2, 1)):
+        assert settings(updates=updates).warmup == warmup
+    assert settings(warmup=99, updates=100).warmup == 99
 
 
 def schedule_of(command: list[str]) -> FairseqLRScheduler:
@@ -198,6 +156,14 @@ def schedule_of(command: list[str]) -> FairseqLRScheduler:
     config = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), words))
     optimizer = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     return build_lr_scheduler(config.lr_scheduler, optimizer)
+
+
+def test_the_last_update_of_the_default_warmup_comes_before_the_peak_learning_rate():
+    """In each of fairseq's own schedules; a rate belongs to the number of updates before it."""
+    for schedule in ("inverse_sqrt", "linear", "cosine"):
+        built = schedule_of(flags(schedule=schedule, updates=50, lr=6e-4))
+        rates = [built.step_update(n) for n in range(50)]
+        assert rates.index(max(rates)) == 10 and max(rates) == pytest.approx(6e-4), schedule
 
 
 def test_the_cosine_that_fairseq_takes():

@@ -28,6 +28,7 @@ training alibi, 550,400 parameters, 60 updates, into run
 update 60: validation loss 5.715 bits per token, perplexity 52.54
 update 60: validation loss 5.715 bits per token, 12.50 % exact
 """
+PRINT = f"print({LINES!r}, end='')"
 
 
 class Full(io.BytesIO):
@@ -35,35 +36,31 @@ class Full(io.BytesIO):
         raise OSError(28, "no space")
 
 
-def relayed(
-    script: str, log: io.BytesIO, updates: int = 60, done: int = 0, code: int = 0, view: View | None = None
-) -> messages.Ending:
+def relayed(script: str, log: io.BytesIO, view: View | None = None, code: int = 0) -> messages.Ending:
     child = processes.spawn([sys.executable, "-c", script], {}, subprocess.PIPE)
-    relay = messages.Relay(child, log, view or Summary("alibi", Path("run"), updates, done))
+    relay = messages.Relay(child, log, view or Summary("alibi", Path("run"), 60, 0))
     assert processes.wait(child) == code
     return relay.finish(code)
 
 
 def test_only_what_a_user_waits_for_is_seen_and_the_log_has_all(capsys):
     log = io.BytesIO()
-    assert relayed(f"print({LINES!r}, end='')", log) == messages.Ending(0, "", True)
-    assert log.getvalue().decode() == LINES
+    assert relayed(PRINT, log) == messages.Ending(0, "", True)
     told = capsys.readouterr()
-    assert told.out == SEEN
+    assert log.getvalue().decode() == LINES and told.out == SEEN
     first, last = told.err.splitlines()
     assert first.startswith("alibi: 25 of 60 updates, loss 7.250, 12,346 tokens/s, 0:0")
     assert last == "alibi: 60 of 60 updates, loss 6.500, 12,346 tokens/s"
 
 
 def test_a_run_that_goes_on_says_from_where(capsys):
-    relayed(f"print({LINES.splitlines()[1]!r})", io.BytesIO(), updates=1200, done=1000)
-    told = "training alibi, 550,400 parameters, 1,200 updates, 1,000 of them done, into run\n"
-    assert capsys.readouterr().out == told
+    relayed(f"print({LINES.splitlines()[1]!r})", io.BytesIO(), Summary("alibi", Path("run"), 1200, 1000))
+    assert capsys.readouterr().out.endswith(" 1,200 updates, 1,000 of them done, into run\n")
 
 
 def test_of_a_further_node_nothing_is_seen(capsys):
     log = io.BytesIO()
-    assert relayed(f"print({LINES!r}, end='')", log, view=View()).began
+    assert relayed(PRINT, log, View()).began
     assert log.getvalue().decode() == LINES and capsys.readouterr() == ("", "")
 
 
@@ -76,6 +73,6 @@ def test_of_a_failure_the_reason_is_told_and_the_log_has_the_traceback(capsys, m
 
 
 def test_a_log_that_can_take_no_more_does_not_stop_the_training(capsys):
-    assert relayed(f"print({LINES!r}, end='')", Full()).code == 0
+    assert relayed(PRINT, Full()).code == 0
     told = capsys.readouterr()
     assert told.out == SEEN and told.err.count("the log cannot be written (No space left on device)") == 1

@@ -1,4 +1,4 @@
-"""Recipes for answers: the papers' tables, what is trained and asked in which order, and the report on it."""
+"""Recipes for answers: the papers' tables, what is trained and asked in which order, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ import torch
 from conftest import run_here, with_vocabulary
 from prepared_folder import asked_set, make_folder, make_sets, questions
 from refusal import refusal
-from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, resolve_sweep, table
+from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, refused, resolve_sweep, table
 
 from fairseq_rpe.core import UserError, files
-from fairseq_rpe.evaluation.question_results import QuestionResult
 from fairseq_rpe.questions import known, prepared
 from fairseq_rpe.questions.question import Question
-from fairseq_rpe.reports import beside, kept
-from fairseq_rpe.reports.chapters import asked_questions
 from fairseq_rpe.reports.scored_answers import collect, published_mean
-from fairseq_rpe.reports.write import check, write
 from fairseq_rpe.runs.run_folder import Finished
 from fairseq_rpe.sweeps import carry, local, recipes, slurm
 from fairseq_rpe.sweeps.cells import Cell
-from fairseq_rpe.sweeps.state import Asking, Questions, State, SweepFolder, SweepSettings
+from fairseq_rpe.sweeps.state import Asking, Questions, SweepFolder
 
 RECIPES = [name for name in recipes.names() if recipes.load(name).kind == "answers"]
 SCROLLS = ["qasper", "contract_nli", "qmsum", "narrative_qa", "summ_screen_fd", "gov_report", "quality"]
@@ -41,11 +37,8 @@ STATED = {
     "fire-glue": {**FINE_TUNED, "tokens": 1024, "batch": 256},
 }
 FOLDERS = {"fire-scrolls": SCROLLS, "fire-narrativeqa": ["narrative_qa"], "fire-glue": ["glue-superglue"]}
-LENGTHS = {
-    "fire-scrolls": (8192,),
-    "fire-narrativeqa": (512, 2048, 4096, 8192, 16384, 24576, 32768),
-    "fire-glue": (1024,),
-}
+LENGTHS = {"fire-scrolls": (8192,), "fire-glue": (1024,)}
+LENGTHS |= {"fire-narrativeqa": (512, 2048, 4096, 8192, 16384, 24576, 32768)}
 # FIRE reports the best result in validation
 BEST = ["--eval-answers", "--best-checkpoint-metric", "answers", "--maximize-best-checkpoint-metric"]
 METHODS = ["nope", "rope", "rope-pi", "alibi", "kerple_log", "t5_bias", "fire"]
@@ -103,10 +96,6 @@ questions = { made = { data = "made", prepare = ["prepare-answers", "qasper"] } 
 """
 
 
-def refused(*argv: object) -> str:
-    return refusal("sweep", "--device", "cpu", *argv)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     """A prepared text, with a tokenizer."""
@@ -126,14 +115,11 @@ def place(corpus: Path, tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-# the papers
-
-
 def test_there_are_three_and_further_models_of_two():
     assert sorted(set(map(family, RECIPES))) == sorted(STATED) and sorted(RECIPES) == sorted(MEANS)
 
 
-@pytest.mark.parametrize(("name", "processes"), [*((name, 8) for name in RECIPES), *((name, 1) for name in STATED)])
+@pytest.mark.parametrize(("name", "processes"), [*((name, 8) for name in RECIPES), ("fire-glue", 1)])
 def test_the_paper_scale_is_the_papers(name, processes, tmp_path, monkeypatch):
     """Without data there: preparation, training on text as in fire-lm, fine-tuning and questions."""
     monkeypatch.chdir(tmp_path)
@@ -197,20 +183,23 @@ def test_published_values_are_those_printed(name):
 
 
 def test_some_published_values():
-    values = {name: recipes.load(name).published.values for name in RECIPES}
-    scrolls, lengths, glue = values["fire-scrolls"], values["fire-narrativeqa"], values["fire-glue"]
-    assert list(scrolls["fire"].values()) == [16.24, 82.93, 14.58, 9.55, 15.87, 16.31, 24.02]
-    assert list(scrolls["alibi"].values()) == [8.38, 67.21, 5.48, 4.24, 3.49, 6.96, 9.68]
-    assert list(values["fire-scrolls-large"]["fire"].values()) == [19.47, 85.15, 15.10, 10.27, 17.27, 16.83, 25.26]
-    assert list(values["fire-scrolls-shared"]["fire"].values()) == [17.93, 75.22, 15.05, 9.22, 16.02, 16.25, 24.11]
-    assert [values["fire-glue-large"]["t5_bias"][s] for s in ("cb", "record", "wsc")] == [87.50, 52.54, 69.23]
-    assert list(lengths["fire"].values()) == [6.232, 8.076, 8.178, 9.581, 9.581, 9.868, 9.417]
-    assert [lengths["rope"][n] for n in ("8192", "32768")] == [8.737, 0.132]
-    assert [glue["alibi"][s] for s in ("boolq", "multirc", "wsc")] == [69.76, 12.70, 63.46]
-    assert sum(scrolls["fire"].values()) / 7 == pytest.approx(25.643, abs=5e-4)
-    assert published_mean(recipes.load("fire-scrolls").published, "fire", ["qasper", "quality"]) == pytest.approx(20.13)
-    assert published_mean(recipes.load("fire-scrolls").published, "fire", ["qasper", "other"]) is None
-    assert published_mean(recipes.load("fire-glue").published, "fire-no-log", ["cb"]) is None
+    published = {name: recipes.load(name).published for name in RECIPES}
+    for name, method, printed in (
+        ("fire-scrolls", "fire", [16.24, 82.93, 14.58, 9.55, 15.87, 16.31, 24.02]),
+        ("fire-scrolls", "alibi", [8.38, 67.21, 5.48, 4.24, 3.49, 6.96, 9.68]),
+        ("fire-scrolls-large", "fire", [19.47, 85.15, 15.10, 10.27, 17.27, 16.83, 25.26]),
+        ("fire-scrolls-shared", "fire", [17.93, 75.22, 15.05, 9.22, 16.02, 16.25, 24.11]),
+        ("fire-glue-large", "t5_bias", {"cb": 87.50, "record": 52.54, "wsc": 69.23}),
+        ("fire-narrativeqa", "fire", [6.232, 8.076, 8.178, 9.581, 9.581, 9.868, 9.417]),
+        ("fire-narrativeqa", "rope", {"8192": 8.737, "32768": 0.132}),
+        ("fire-glue", "alibi", {"boolq": 69.76, "multirc": 12.70, "wsc": 63.46}),
+    ):
+        row = published[name].values[method]
+        assert {**row, **printed} == row if isinstance(printed, dict) else list(row.values()) == printed
+    scrolls = published["fire-scrolls"]
+    assert published_mean(scrolls, "fire", ["qasper", "quality"]) == pytest.approx(20.13)
+    assert published_mean(scrolls, "fire", ["qasper", "other"]) is None
+    assert published_mean(published["fire-glue"], "fire-no-log", ["cb"]) is None
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -225,9 +214,6 @@ def test_the_laptop_scale_begins_with_fire_lms_models(name, tmp_path, monkeypatc
     assert {one.tokens for one in trained if one.finetune_from} == {512 if family(name) == "fire-glue" else 256}
     scale = recipes.load(name).scale("laptop")
     assert scale.pretrained == f"runs/fire-lm{shared}-laptop" and scale.data == "data-bin/stdlib"
-
-
-# what is trained and asked
 
 
 def test_methods_that_begin_alike_share_the_training(place, corpus):
@@ -291,29 +277,14 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
     assert "its training is not finished" in capsys.readouterr().err
 
 
-def test_a_sweep_on_record_is_taken_up_again(place, corpus):
-    """A method that continues another, and says nothing of how, is the same in the record."""
-    given = [corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x"]
-    first = carry.state(*resolve_sweep(*given))
-    SweepFolder(Path("x")).write(first)
-    assert first.methods["rope-pi"].continues == "rope"
-    assert SweepFolder(Path("x")).state().methods == first.methods == carry.state(*resolve_sweep(*given)).methods
-
-
-def test_a_fine_tuning_waits_for_the_training_before(place, corpus):
+def test_jobs_and_progress_know_what_a_fine_tuning_waits_for(place, corpus):
     sweep, made = resolve_sweep(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
-    first, tuned = made
-    stages = {cell: cell.work_left() for cell in made}
-    assert local._next([(tuned, stages[tuned]), (first, stages[first])], [])[0] is first
-    assert local.execute({tuned: stages[tuned]}, made, [{}]) == [
-        f"{tuned.name} was not trained: {first.name} has to be finished before"
-    ]
     lines = carry.commands(sweep, made, [("partition", "gpu")])
     assert any("one of 1 that wait" in line for line in lines) and slurm.settings(sweep, [])["name"] == "x"
     assert [local.Work.of(cell).whole > 0 for cell in made] == [True, True]
 
 
-def test_a_sweep_over_questions_is_carried_out_once(place, corpus):
+def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
     """Two trainings and two evaluations, of models that are as small as can be."""
     given = ["sweep", corpus, "--recipe", "mine.toml", "--out", "x", "--jobs", "1", "--device", "cpu", *SMALL]
     said = run_here(*given).stdout
@@ -345,7 +316,7 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus):
     assert "choose another" in refusal(*given)
 
 
-def test_the_best_checkpoint_is_asked_where_that_is_said(place, corpus):
+def test_the_best_checkpoint_is_asked_where_that_is_said(place, corpus, undrawn):
     """Its answers alone are reported, and a file that is not the training's is refused."""
     best = RECIPE.replace("updates = 2,", "updates = 4,") + 'asking = { checkpoint = "best", beam = 2 }\n'
     (place / "mine.toml").write_text(best)
@@ -380,9 +351,6 @@ def test_the_best_checkpoint_of_sets_without_a_mean_is_refused(place, corpus):
     assert "no set of made is scored by a mean over questions" in said and not Path("x").exists()
 
 
-# what is refused
-
-
 def test_folders_that_cannot_be_asked(place, corpus, tmp_path_factory):
     given = [corpus, "--recipe", "mine.toml", "--out", "x"]
     how = f"fairseq-rpe prepare-answers qasper --dest made --vocab-from {corpus}"
@@ -393,26 +361,31 @@ def test_folders_that_cannot_be_asked(place, corpus, tmp_path_factory):
     assert f"{corpus} holds no questions" in refused(*given, "--eval-data", f"q={corpus}")
     Path("elsewhere").rename("made")
     more = with_vocabulary(corpus, tmp_path_factory.mktemp("data"), 9_000)
-    said = refused(more, *given[1:])
-    assert f"made has another vocabulary than {more}: prepare another folder, e.g. {how[: -len(str(corpus))]}" in said
-    assert "leave no room for a question: answers of made" in refused(*given, "--lengths", "20")
-    assert "--subset test: made has no answers there" in refused(*given, "--subset", "test")
+    other = f"made has another vocabulary than {more}: prepare another folder, e.g. {how[: -len(str(corpus))]}"
+    assert other in refused(more, *given[1:])
     make_sets(place / "two", [asked_set("a", {"train": questions(4), "valid": questions(2, 4)})], corpus)
-    recipe = RECIPE.replace('data = "made"', 'data = "two", sets = ["b"]')
-    (place / "mine.toml").write_text(recipe)
-    assert "--sets b: two has a" in refused(*given)
-    assert "drop --max-tokens" in refused(*given, "--max-tokens", "9")
-    assert "compares on text: drop --algorithms" in refused(*given, "--algorithms", "copy")
+    (place / "two.toml").write_text(RECIPE.replace('data = "made"', 'data = "two", sets = ["b"]'))
+    for flags, words in (
+        ("--lengths 20", "leave no room for a question: answers of made"),
+        ("--subset test", "--subset test: made has no answers there"),
+        ("--recipe two.toml", "--sets b: two has a"),
+        ("--max-tokens 9", "drop --max-tokens"),
+        ("--algorithms copy", "compares on text: drop --algorithms"),
+    ):
+        assert words in refused(*given, *flags.split())
+    # questions are not taken for a text
+    text = ["--encodings", "rope", "--tokens", "32", "--lengths", "64", "--subset", "valid", "--out", "x"]
+    said = refused("made", *text)
+    assert "made holds questions" in said and "--eval-data NAME=made" in said
+    assert "made holds questions" in refused(corpus, *text, "--eval-data", "more=made")
+    assert "made holds questions" in refused("made", *given[1:])
     assert not Path("x").exists()
 
 
 def long_ones(start: int, number: int) -> list[Question]:
     """Questions that read more than 70 tokens beside their documents, of which there are none."""
-    found = []
-    for i in range(start, start + number):
-        text = "The river rose, and boats went to town. " * 12
-        found.append(Question(f"long{i}", f"{text}How many? ", (str(i),), choices=(str(i), "0")))
-    return found
+    text = "The river rose, and boats went to town. " * 12 + "How many? "
+    return [Question(f"long{i}", text, (str(i),), choices=(str(i), "0")) for i in range(start, start + number)]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +435,6 @@ def test_malformed_recipes_are_refused(change, words, tmp_path):
     assert words in recipe_error(tmp_path / "mine.toml")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -471,20 +443,11 @@ def test_malformed_recipes_are_refused(change, words, tmp_path):
         ("updates = 2,", "updates = 1,", "raise --updates to at least 2"),
     ],
 )
-def test_methods_that_do_not_fit_are_refused_before_training(place, corpus, old, new, words, launcher):
+def test_methods_that_do_not_fit_are_refused_before_training(place, corpus, old, new, words):
     (place / "mine.toml").write_text(RECIPE.replace(old, new))
-    said = refused(corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x", *launcher)
-    assert words in said and "method 'rope" in said
-    assert not Path("x/runs").exists()
-
-
-def test_questions_are_not_taken_for_a_text(place, corpus):
-    text = ["--encodings", "rope", "--tokens", "32", "--lengths", "64", "--subset", "valid", "--out", "x"]
-    said = refused("made", *text)
-    assert "made holds questions" in said and "--eval-data NAME=made" in said
-    assert "made holds questions" in refused(corpus, *text, "--eval-data", "more=made")
-    assert "made holds questions" in refused("made", "--recipe", "mine.toml", "--out", "x")
-    assert not Path("x").exists()
+    for launcher in LAUNCHERS:
+        said = refused(corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x", *launcher)
+        assert words in said and "method 'rope" in said and not Path("x/runs").exists()
 
 
 def test_folders_that_are_not_there_are_refused_in_a_dry_run_without_the_text_too(place):
@@ -498,164 +461,15 @@ def test_folders_that_are_not_there_are_refused_in_a_dry_run_without_the_text_to
     assert "nowhere does not exist" in refused(*given, "--scale", "paper")
 
 
-def test_a_sweep_of_another_kind_is_not_continued(place, corpus):
-    sweep, made = resolve_sweep(corpus, "--recipe", "mine.toml", "--out", "x")
-    SweepFolder(sweep.out).write(carry.state(sweep, made))
+def test_a_sweep_on_record_is_taken_up_again_and_not_by_one_of_another_kind(place, corpus):
+    """A method that continues another, and says nothing of how, is the same in the record."""
+    given, folder = [corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x"], SweepFolder(Path("x"))
+    state = carry.state(*resolve_sweep(*given))
+    folder.write(state)
+    assert state.methods["rope-pi"].continues == "rope" and carry.state(*resolve_sweep(*given)) == state
     text = [corpus, "--encodings", "rope", "--tokens", "32", "--updates", "3", "--batch-sentences", "4"]
     said = refused(*text, "--lengths", "64", "--out", "x", "--subset", "valid")
     assert "holds a sweep of another kind" in said
-    state = SweepFolder(Path("x")).state()
-    assert state == carry.state(sweep, made) and state.kind == "answers" and state.tasks == ("made",)
+    assert folder.state() == state and state.kind == "answers" and state.tasks == ("made",)
     assert state.questions == {"made": Questions("made", prepared.digest(Path("made")), ("made",))}
     assert (state.settings.tokens, state.tuned.tokens, state.tuned.updates, state.asking) == (32, 64, 2, Asking())
-
-
-# the report
-
-
-def scored(
-    folder: Path, name: str, sets: dict[str, str], lengths: dict[int, float], seeds: int = 1, methods: int = 9
-) -> SweepFolder:
-    """A finished sweep of a recipe's methods: of each set by its metric, invented scores."""
-    recipe = recipes.load(name)
-    chosen = recipe.choose(recipe.scale("paper").methods)[:methods]
-    one = len(sets) > 1 and name != "fire-scrolls"
-    folders = {"glue-superglue": tuple(sets)} if one else {label: (label,) for label in sets}
-    place = SweepFolder(folder)
-    tuned = SweepSettings(tokens=256, updates=200, batch_sentences=8, lr=5e-4, subset="valid", arch="tiny")
-    place.write(
-        State(
-            SweepSettings(tokens=64, updates=400, batch_sentences=16, subset="valid", arch="tiny"),
-            tuple(method.name for method in chosen),
-            tuple(range(1, seeds + 1)),
-            tuple(lengths),
-            {method.name: method for method in chosen},
-            name,
-            recipe.title,
-            recipe.paper,
-            recipe.published,
-            data="data-bin/stdlib",
-            questions={label: Questions(f"data-bin/{label}", label, own) for label, own in folders.items()},
-            tuned=tuned,
-            asking=Asking(),
-        )
-    )
-    for label, own in folders.items():
-        for number, method in enumerate(chosen):
-            for seed in range(1, seeds + 1):
-                run = place.run_of(method, seed, label)
-                files.write_json(run.checkpoints.record_path, {"finished": {"checkpoint": "c", "updates": 200}})
-                for a_set in own:
-                    for length, share in lengths.items():
-                        metric = sets[a_set]
-                        score = 20.0 + 5 * list(sets).index(a_set) + 3 * number * share + seed
-                        result = QuestionResult(
-                            checkpoint="c", data=label, set=a_set, subset="valid", rpe=method.rpe_eval, length=length,
-                            encoding=method.rpe, suite="own", questions=400, metrics={metric: score, "em": score / 2},
-                            published=metric, score=score, cut_documents=100, lost_tokens=9, empty=1,
-                            transform="identity", seconds=2.0,
-                        )  # fmt: skip
-                        files.append_json_line(run.results, result.record())
-    return place
-
-
-def plain(text: str) -> str:
-    return " ".join(text.split())
-
-
-def test_the_report_by_set_has_the_published_mean_beside(tmp_path):
-    sets = {name: {"contract_nli": "em", "quality": "em", "qasper": "f1"}.get(name, "rgm") for name in SCROLLS}
-    folder = scored(tmp_path, "fire-scrolls", sets, {8192: 1.0})
-    section = write(folder)
-    said = plain(section.text)
-    assert "| method | qasper | contract_nli | qmsum | narrative_qa | summ_screen_fd | gov_report | quality |" in said
-    assert "| mean | published mean |" in said and "| fire |" in said
-    [fire] = [line for line in section.text.splitlines() if plain(line).startswith("| fire |")][:1]
-    assert plain(fire).endswith("| 39.00 | 44.00 | 49.00 | 54.00 | 59.00 | 64.00 | 69.00 | 54.00 | 25.64 |")
-    assert "Published: Table 1" in said and "16.24" in said and "Documents shortened for 25.0% of all answers" in said
-    for name in ("scores.csv", "scores.md", "scores.png", "scores.pdf", "report.html"):
-        assert (tmp_path / name).stat().st_size > 0
-    assert not (tmp_path / "extrapolation.csv").exists()
-    page = (tmp_path / "report.html").read_text()
-    assert "trained before" in page and "What is the same and what is not" in page
-    assert "not verified: the same name" in page  # of the data
-    assert kept.text(folder) == section.text and collect(folder, folder.state()).mean_sets() == SCROLLS
-    with pytest.raises(UserError, match="--delta is about perplexity"):
-        check(folder, 0.1)
-    assert beside.sections([folder]) == []
-
-
-def test_the_report_by_length_has_a_column_for_each(tmp_path):
-    lengths = dict(zip(LENGTHS["fire-narrativeqa"], (0.2, 0.5, 0.7, 1.0, 1.1, 1.0, 0.9), strict=True))
-    folder = scored(tmp_path, "fire-narrativeqa", {"narrative_qa": "f1"}, lengths, seeds=2)
-    section = write(folder)
-    said = plain(section.text)
-    assert "| method | 512 | 2048 | 4096 | 8192 | 16384 | 24576 | 32768 | mean | published mean |" in said
-    shown = ("| nope | 21.50 | 21.50 |", "| 21.50 (21.00 to 22.00) | 4.24 |", "| 8.70 |", "9.868")
-    assert all(cells in said for cells in shown)
-    assert "Published: Table 11" in said and (tmp_path / "scores.png").exists()
-    rows = table(tmp_path / "scores.csv")
-    assert len(rows) == 8 * 7 * 2 * 2 and {row["counts"] for row in rows if row["metric"] == "f1"} == {"yes"}
-    assert "document's end" not in said
-    # a result more, and the report is another
-    run = folder.run_of(folder.state().method("fire"), 1, "narrative_qa")
-    row = files.read_json_lines(run.results)[-1]
-    assert kept.text(folder) is not None
-    files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
-    assert kept.text(folder) is None
-
-
-def test_the_report_by_distance_is_of_the_longest_context(tmp_path):
-    folder = scored(tmp_path, "fire-narrativeqa", {"gaps": "em"}, {256: 1.0, 512: 1.0}, seeds=2, methods=2)
-    state = folder.state()
-    for number, name in enumerate(state.methods):
-        for seed in (1, 2):
-            run = folder.run_of(state.method(name), seed, "gaps")
-            rows = files.read_json_lines(run.results)
-            run.results.unlink()
-            for row in rows:
-                ends = [(0, 40), (41, 97)] if row["length"] == 512 else [(0, 30)]
-                found = [
-                    {"least": least, "most": most, "questions": 200, "score": 10.0 * number + seed + most}
-                    for least, most in ends
-                ]
-                files.append_json_line(run.results, {**row, "distances": found})
-    said = plain(write(folder).text)
-    assert "gaps: em in % on 512 tokens, by words between the answer and the document's end, about an eighth of" in said
-    assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
-    assert "| nope | 41.50 | 98.50 |" in said and "| rope | 51.50 | 108.50 |" in said
-    assert said.count("in % by context length") == 1  # of exact match alone, which is all that there is
-    figure = asked_questions.findings(state, [], collect(folder, state)).figure
-    assert [axes.get_ylabel() for axes in figure.axes] == ["em (%)", "em (%)"]
-    panel = figure.axes[1]
-    (line,) = (line for line in panel.lines if line.get_label() == "rope")
-    assert list(line.get_xdata()) == [20, 69] and list(line.get_ydata()) == [51.5, 108.5]
-
-
-def test_the_report_averages_the_sets_that_are_published_or_all(tmp_path, tmp_path_factory):
-    sets = dict.fromkeys([*GLUE, "mnli_mismatched"], "accuracy")
-    folder = scored(tmp_path, "fire-glue", sets, {1024: 1.0})
-    section = write(folder)
-    found = collect(folder, folder.state())
-    assert found.mean_sets() == GLUE
-    said = plain(section.text)
-    assert "| 71.15 |" in said and "mnli_mismatched | mean |" in said
-    assert found.over_sets("nope")[1024] == [pytest.approx(21 + 5 * 7)]
-    own = {"gaps": "f1", "gaps-earlier": "f1"}
-    folder = scored(tmp_path_factory.mktemp("own"), "fire-scrolls", own, {256: 1.0, 512: 1.0}, methods=3)
-    said = write(folder).text
-    assert "published mean" not in said and said.startswith("gaps: f1 in % by context length")
-    assert collect(folder, folder.state()).mean_sets() == ["gaps", "gaps-earlier"]
-
-
-def test_answers_of_another_beam_or_length_penalty_are_not_reported(tmp_path):
-    folder = scored(tmp_path, "fire-scrolls", {"gaps": "f1"}, {256: 1.0}, methods=1)
-    state = folder.state()
-    before = collect(folder, state).rows
-    run = folder.run_of(state.method("nope"), 1, "gaps")
-    row = files.read_json_lines(run.results)[-1]
-    for other in ({"beam": 4, "length_penalty": 1.0}, {"length_penalty": 0.5}, {"cut": "start"}):
-        files.append_json_line(run.results, {**row, **other, "score": 99.0, "metrics": {"f1": 99.0}})
-        assert collect(folder, state).rows == before
-    wide = replace(state, asking=Asking(beam=4))
-    assert [one.result.score for one in collect(folder, wide).rows] == [99.0]

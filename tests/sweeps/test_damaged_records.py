@@ -1,4 +1,4 @@
-"""What a sweep and its runs put on record, damaged: one line that names the file."""
+"""What a sweep and a look at its encodings put on record, damaged: one line that names the file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import pytest
 
 from fairseq_rpe.analysis import history
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.runs import log
-from fairseq_rpe.runs.run_folder import CheckpointFolder
-from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.state import SweepFolder
 
 STATE = {"settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
@@ -45,16 +42,6 @@ def test_a_damaged_record_of_a_sweep(change: dict, words: str, tmp_path: Path) -
     assert said.startswith(f"{path}: ") and words in said and said.endswith("restore it or delete it")
 
 
-@pytest.mark.parametrize("starts", [3, [3], [{"from_update": "x"}], {"a": 1}])
-def test_a_damaged_record_of_starts(starts: object, tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    folder.environment.write_text('{"starts": [{"from_update": 3, "later": 1}]}')
-    assert folder.starts()[0].from_update == 3
-    folder.environment.write_text(json.dumps({"starts": starts}))
-    with pytest.raises(UserError, match=r"environment.json: .* of the record .*: restore it or delete it"):
-        folder.starts()
-
-
 @pytest.mark.parametrize("change", [{"step": "x"}, {"distances": 3}, {"bias": []}, {"bias": {"model": [["x"]]}}])
 def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
     path, look = tmp_path / history.FILE, {"step": 3, "distances": [0, 1], "bias": {"model": [[0, -1.5]]}}
@@ -63,31 +50,3 @@ def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
     path.write_text(json.dumps(look) + "\n" + json.dumps({**look, **change}) + "\n")
     with pytest.raises(UserError, match=r"profiles.jsonl line 2: .* of the look must be .*: delete that line"):
         history.read(tmp_path)
-
-
-def test_a_recipe_that_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").mkdir()
-    (tmp_path / "b.toml").symlink_to("b.toml")
-    for name in ("a", "b"):
-        with pytest.raises(UserError, match=f"{name}.toml is not a file"):
-            recipes.load(str(tmp_path / f"{name}.toml"))
-    with pytest.raises(UserError, match=r"c.toml does not exist"):
-        recipes.load(str(tmp_path / "c.toml"))
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        '| train_inner | {"loss": "2"}',
-        '| train_inner | {"loss": "2", "num_updates": "NaN"}',
-        '| train_inner | {"loss": [2], "num_updates": "3"}',
-        '| train_inner | {"num_updates": 1' + "0" * 400 + "}",
-        '| train_inner | {"a":' + '{"a":' * 100_000 + "}",
-        "| valid | {}",
-        "\0\0\0",
-    ],
-)
-def test_a_damaged_line_of_a_log_says_nothing(odd: str, tmp_path: Path) -> None:
-    whole = '| train_inner | {"loss": "2.5", "num_updates": "3", "wps": "9"}\n'
-    (tmp_path / "train.log").write_text(whole + odd + "\n" + whole.replace("3", "4"))
-    assert log.read(tmp_path / "train.log").loss == {3: 2.5, 4: 2.5}

@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_slurm
 import pytest
-from conftest import PACKAGE, error_of, run, run_here
-from live_processes import processes_about
-from sweep_commands import BROKEN, SMALL, parse, table
+from conftest import PROGRAM, run_here
+from live_processes import begin, processes_about, wait_for
+from refusal import refusal
+from sweep_commands import BROKEN, QUIET, parse, table
 
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.cli.sweep import resolved
 from fairseq_rpe.core import files
 from fairseq_rpe.data import folder
 from fairseq_rpe.sweeps import cells, slurm
-
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-QUIET = [*SMALL, "--disable-validation"]
 
 
 def command(data: Path, out: Path, encodings: str, *more: str, device: str = "cpu") -> list[str]:
@@ -54,28 +50,22 @@ def cluster(tmp_path, monkeypatch) -> Iterator[Path]:
             os.killpg(int(path.read_text()), signal.SIGKILL)
 
 
-def test_a_dry_run_prints_the_jobs_and_torchrun_and_needs_no_launcher(corpus, tmp_path, capsys):
-    settings = ["--slurm", "partition=gpu", "--slurm", "exclude=n1,n2"]
-    settings += ["--slurm", "additional_parameters.mail-type=END"]
-    settings += ["--slurm", "setup=[module load cuda]", "--nproc", "8", "--nodes", "2", "--jobs", "3"]
-    out = tmp_path / "it's a=b, c"
-    argv = command(corpus, out, "alibi type1:form=paper", "--launcher", "dry-run", *settings, device="auto")
-    assert main(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert not out.exists()
-    assert lines[0].startswith("# an array of 2 SLURM jobs: ")
+def test_a_dry_run_prints_the_jobs_and_torchrun_and_needs_no_launcher(corpus, tmp_path):
+    given = "--slurm partition=gpu --slurm exclude=n1,n2 --slurm additional_parameters.mail-type=END"
+    given += " --launcher dry-run --nproc 8 --nodes 2 --jobs 3"
+    out, setup = tmp_path / "it's a=b, c", ("--slurm", "setup=[module load cuda]")
+    lines = run_here(*command(corpus, out, "alibi type1:form=paper", *given.split(), *setup, device="auto")).stdout
+    first, *lines = lines.splitlines()
+    assert first.startswith("# an array of 2 SLURM jobs: ") and not out.exists()
     for setting in ("nodes=2", "tasks_per_node=1", "gpus_per_node=8", "array_parallelism=3", "partition=gpu"):
-        assert f" {setting}," in lines[0]
-    assert [line for line in lines if line.startswith("# job")] == [
-        "# job alibi-seed1:",
-        "# job type1-form=paper-e4e3fd-seed1:",
-    ]
+        assert f" {setting}," in first
+    jobs = [line for line in lines if line.startswith("# job")]
+    assert jobs == ["# job alibi-seed1:", "# job type1-form=paper-e4e3fd-seed1:"]
     starts = [line for line in lines if line.startswith("# starts: ")]
     assert len(starts) == 2
+    nodes = "--nproc-per-node 8 --nnodes 2 --node-rank $SLURM_NODEID --master-addr $("
     for line in starts:
-        assert (
-            "-m torch.distributed.run --nproc-per-node 8 --nnodes 2 --node-rank $SLURM_NODEID --master-addr $(" in line
-        )
+        assert f"-m torch.distributed.run {nodes}" in line
         assert "--distributed-world-size 16" in line and "gloo" not in line
     assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 2
 
@@ -87,8 +77,7 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
     given += [("gpus_per_node", "null"), ("gres", "gpu:4"), ("additional_parameters.requeue", "true")]
     argv = command(corpus, tmp_path / "out", "alibi", "--nproc", "8", "--jobs", "3", device="auto")
     sweep = resolved(parse(argv))
-    made = slurm.executor(sweep, given)
-    [job] = made.map_array(print, ["nothing"])
+    [job] = slurm.executor(sweep, given).map_array(print, ["nothing"])
     [script] = submitted(cluster).values()
     for line in ("partition=gpu", "exclude=n1,n2", "mail-type=END", "time=90", "mem=16GB", "gres=gpu:4"):
         assert f"#SBATCH --{line}\n" in script
@@ -98,20 +87,12 @@ def test_sbatch_is_given_the_settings(corpus, tmp_path, cluster):
         slurm.executor(sweep, [("partitoin", "gpu")])
 
 
-def test_a_dry_run_prints_torchrun_for_this_machine(corpus, tmp_path, capsys):
-    assert main(command(corpus, tmp_path / "x", "alibi", "--launcher", "dry-run", "--nproc", "2")) == 0
-    trains, starts, evaluates = capsys.readouterr().out.splitlines()
-    assert " train " in trains and "--nproc 2" in trains and " eval " in evaluates
-    assert starts.startswith("# starts: ") and "--nproc-per-node 2 --standalone -m fairseq_rpe.runs.launch " in starts
-
-
-def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
+def test_refusals_in_one_line(corpus, tmp_path, monkeypatch):
     def refused(*more: str) -> str:
-        return error_of(capsys, *command(corpus, tmp_path / "x", "alibi", *more))
+        return refusal(*command(corpus, tmp_path / "x", "alibi", *more))
 
     assert "--slurm is for --launcher slurm" in refused("--slurm", "partition=gpu")
     assert "needs --launcher slurm" in refused("--nodes", "2")
-
     monkeypatch.setitem(sys.modules, "submitit", None)
     assert "pip install -c requirements/constraints.txt -e '.[slurm]'" in refused("--launcher", "slurm")
     monkeypatch.delitem(sys.modules, "submitit")
@@ -121,6 +102,29 @@ def test_refusals_in_one_line(corpus, tmp_path, capsys, monkeypatch):
     for setting, words in (("x", "is not KEY=VALUE"), ("nodes=2", "not set here: --nodes"), ("a b=c", "KEY=VALUE")):
         assert words in refused("--launcher", "slurm", "--slurm", setting)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_job_does_what_is_left_of_a_run_and_one_that_an_earlier_job_is_busy_with_is_left_to_it(
+    corpus, tmp_path, monkeypatch, undrawn
+):
+    """The jobs run in this process, without SLURM."""
+    out, submitted_runs = tmp_path / "out", []
+
+    def map_array(job, runs):
+        submitted_runs.extend(cell.name for cell in runs)
+        for cell in runs:
+            job(cell)
+        return [SimpleNamespace(job_id="1", done=lambda: True, exception=lambda: None)]
+
+    monkeypatch.setattr(slurm, "check", lambda: None)
+    monkeypatch.setattr(slurm, "executor", lambda *_: SimpleNamespace(map_array=map_array))
+    with files.lock(out / "runs/nope-seed1/.lock", "busy"):
+        done = run_here(*command(corpus, out, "alibi nope", "--updates", "4", "--launcher", "slurm"), ok=False)
+    assert done.returncode == 1 and submitted_runs == ["alibi-seed1"]
+    assert "nope-seed1 is already being run by a job of an earlier call: leaving it to that job" in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "nope-seed1 is not finished: another job is busy with it" in line
+    assert [row[:2] for row in results(out)] == [("alibi", "32"), ("alibi", "64")]
 
 
 def results(out: Path) -> list[tuple[str, str, float]]:
@@ -134,20 +138,16 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
     module.write_text(BROKEN)
     own = ["--updates", "300", "--rpe-module", str(module)]
     argv = command(corpus, out, "alibi broken", "--launcher", "slurm", "--slurm", "partition=gpu", *own)
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([*PROGRAM, *argv], stdout=log, stderr=log)
-        last, notes = out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt", out / "slurm/100_0"
-        deadline = time.monotonic() + 200
-        while not last.exists() and time.monotonic() < deadline:  # there is one after each epoch
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            time.sleep(0.01)
+    last, notes = out / "runs/alibi-seed1/checkpoints/checkpoint_last.pt", out / "slurm/100_0"
+    with begin([*PROGRAM, *argv], tmp_path / "log") as process:
+        wait_for(last.exists, process, tmp_path / "log")  # there is one after each epoch
         [job] = set(processes_about(f"-u\0-m\0submitit.core._submit\0{out}")) - set(processes_about("\0srun\0"))
         os.kill(job, signal.SIGUSR2)
         assert process.wait(300) == 1, (tmp_path / "log").read_text()[-2000:]
     said = (tmp_path / "log").read_text()
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "broken-seed1 is not finished, training is left: " in errors[0]
-    assert "this encoding is broken" in errors[0] and "Traceback" not in said
+    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "broken-seed1 is not finished, training is left: " in error
+    assert "this encoding is broken" in error and "Traceback" not in said
 
     [(number, script)] = submitted(cluster).items()
     assert "#SBATCH --partition=gpu" in script and "#SBATCH --array=0-1%2" in script
@@ -174,15 +174,12 @@ def test_a_sweep_on_slurm_survives_preemption_and_equals_a_local_one(corpus, tmp
     assert [row[2] for row in results(out)] == pytest.approx([row[2] for row in local], rel=1e-6)
 
 
-def test_a_run_on_two_nodes_and_one_that_a_job_is_busy_with(corpus, tmp_path, cluster):
+@pytest.mark.release
+def test_a_run_on_two_nodes(corpus, tmp_path, cluster, monkeypatch):
     out = tmp_path / "out"
-    argv = command(corpus, out, "alibi nope", "--updates", "4", "--launcher", "slurm", "--nodes", "2")
-    with files.lock(out / "runs/nope-seed1/.lock", "busy"):
-        done = run_here(*argv, ok=False, processes=True)
-    assert done.returncode == 1
-    assert "nope-seed1 is already being run by a job of an earlier call: leaving it to that job" in done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "nope-seed1 is not finished: another job is busy with it" in line
+    argv = command(corpus, out, "alibi", "--updates", "4", "--launcher", "slurm", "--nodes", "2")
+    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.2)
+    run_here(*argv, processes=True)
     [script] = submitted(cluster).values()
     assert "#SBATCH --nodes=2" in script
     assert [name for name, _, _ in results(out)] == ["alibi", "alibi"]
@@ -202,9 +199,3 @@ def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.Job(), [cell])
     assert job.result() is None and cell.work_left() == []
     assert [row["length"] for row in files.read_json_lines(cell.folder.results)] == [32, 64]
-
-
-def test_scripts_know_the_options():
-    for name in ("train", "sweep"):
-        shown = run(*PROGRAM, name, "--help", cwd=PACKAGE.parent).stdout
-        assert "--nproc" in shown and "--nodes" in shown

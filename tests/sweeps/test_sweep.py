@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import run, run_here
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refusal import refusal
-from sweep_commands import BROKEN, DRY, SMALL, dry_run_lines, resolve_sweep, table
+from sweep_commands import BROKEN, DRY, SMALL, add_results, dry_run_lines, finished_sweep, refused, resolve_sweep, table
 
 from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
@@ -26,7 +24,7 @@ from fairseq_rpe.reports.scored_answers import collect
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs.messages import last_error
 from fairseq_rpe.sweeps import carry, local
-from fairseq_rpe.sweeps.state import SweepFolder, slug
+from fairseq_rpe.sweeps.state import Scored, SweepFolder, slug
 
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
 
@@ -49,23 +47,20 @@ def swept(corpus: Path, tmp_path_factory) -> tuple[Path, subprocess.CompletedPro
 def test_a_failing_run_is_told_and_does_not_stop_the_others(swept, corpus):
     out, done, _ = swept
     assert done.returncode == 1
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "broken-seed1 failed while training: " in errors[0] and "this encoding is broken" in errors[0]
-    assert f"log: {out}/runs/broken-seed1/train.log" in errors[0]
-    assert "Traceback" not in done.stderr
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "broken-seed1 failed while training: " in error and "this encoding is broken" in error
+    assert f"log: {out}/runs/broken-seed1/train.log" in error and "Traceback" not in done.stderr
 
     rows = table(out / "results.csv")
     assert list(rows[0]) == ["encoding", "length", "ppl", "loss_base2", "tokens", "ratio", "seed"]
     assert [(r["encoding"], r["length"]) for r in rows] == [("alibi", "32"), ("alibi", "64"), ("alibi", "128")]
-    assert float(rows[0]["ratio"]) == 1.0
-    assert float(rows[2]["ratio"]) == pytest.approx(float(rows[2]["ppl"]) / float(rows[0]["ppl"]))
+    first, *_, last = (float(r["ppl"]) for r in rows)
+    assert [float(rows[n]["ratio"]) for n in (0, 2)] == pytest.approx([1.0, last / first])
     assert {int(r["tokens"]) for r in rows} == {corpus_files.count_tokens(corpus, "test")}
     shown = (out / "results.md").read_text()
     assert shown in done.stdout and "128 / 32" in shown
     assert all(str(out / name) in done.stdout for name in ("results.csv", "ppl.png", "tensorboard"))
-    assert (out / "ppl.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "ppl.pdf").read_bytes().startswith(b"%PDF")
+    assert [(out / f"ppl.{end}").read_bytes()[:4] for end in ("png", "pdf")] == [b"\x89PNG", b"%PDF"]
     assert any((out / "tensorboard" / "alibi-seed1").rglob("events*"))
     [judged] = table(out / "extrapolation.csv")
     assert (judged["encoding"], judged["prediction"]) == ("alibi", "converges")
@@ -104,51 +99,44 @@ def test_finished_runs_are_not_redone_and_need_no_torch(swept, corpus):
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(rows=st.sets(st.integers(0, 2), max_size=2), torn=st.integers(1, 60))
-def test_evaluations_that_are_cut_off_come_to_the_same(swept, corpus, rows, torn):
+def test_evaluations_that_are_cut_off_come_to_the_same(swept, corpus, undrawn):
     """Of a finished run some results are lost, the last of them in the middle of its line."""
     out, _, module = swept
     results, before = out / "runs/alibi-seed1/eval.jsonl", table(out / "results.csv")
-    lines = results.read_text().splitlines(keepends=True)[:3]
-    results.write_text("".join(lines[n] for n in sorted(rows)) + lines[2][:torn])
-    run_here(*sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module)))
-    assert table(out / "results.csv") == before
+    for kept_lines, torn in (((), 1), ((0, 2), 40)):
+        lines = results.read_text().splitlines(keepends=True)[:3]
+        results.write_text("".join(lines[n] for n in kept_lines) + lines[2][:torn])
+        run_here(*sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module)))
+        assert table(out / "results.csv") == before
 
 
 def test_refusals_in_one_line(swept, corpus, tmp_path):
+    """More of them: tests/test_bad_input.py."""
     out, _, module = swept
-    own = ["--rpe-module", str(module)]
-
-    def refused(encodings: str, *more: str, to: Path = tmp_path / "x", updates: int = 2, data: Path = corpus) -> str:
-        return refusal(*sweep_command(data, to, encodings, updates, *more))
-
-    assert "(updates is 2 there, 8 here)" in refused("alibi", *own, to=out, updates=8)
-    assert "--encodings is empty" in refused(" ")
-    assert "names one twice" in refused("alibi alibi")
-    assert "less than one block" in refused("alibi", "--lengths", "999999")
-    assert "does not exist" in refused("alibi", data=tmp_path / "none")
-    assert not (tmp_path / "x").exists()
-    assert "are the same encoding" in refused("kerple_log kerple_log:a=none")
+    own = sweep_command(corpus, out, "alibi", 2, "--rpe-module", str(module))
+    assert "(updates is 2 there, 8 here)" in refusal(*own[: -len(SMALL)], "--updates", 8, *SMALL)
     with files.lock(out / ".lock", "busy"):
-        assert "another sweep is running" in refused("alibi", *own, to=out)
-    assert "holds no sweep.json" in refusal("report", tmp_path)
-    cell = next((out / "runs").iterdir())
-    for folder in (cell, cell / "checkpoints"):
-        assert "is the folder of a run" in refused("alibi", to=folder)
-    assert "is the folder of a sweep" in refusal("train", corpus, "--rpe", "alibi", "--save-dir", out)
+        assert "another sweep is running" in refusal(*own)
+    assert "less than one block" in refusal(*sweep_command(corpus, tmp_path / "x", "alibi", 2, "--lengths", "999999"))
+    assert not (tmp_path / "x").exists()
+    assert "are the same encoding" in refusal(*sweep_command(corpus, tmp_path / "x", "kerple_log kerple_log:a=none"))
+    for folder in (out / "runs/alibi-seed1", out / "runs/alibi-seed1/checkpoints"):
+        assert "is the folder of a run" in refusal(*sweep_command(corpus, folder, "alibi"))
 
 
 def test_dry_run_prints_training_and_evaluation_of_each_cell(corpus, tmp_path):
     argv = sweep_command(corpus, tmp_path / "x", "alibi type1:form=paper", 6, "--seeds", "1,2")
     lines = dry_run_lines(*argv[1:])
     assert len(lines) == 8 and not (tmp_path / "x").exists()
-    assert sum(" train " in line for line in lines) == sum(" eval " in line for line in lines) == 4
-    assert len({line.split("--save-dir ")[1].split()[0] for line in lines if " train " in line}) == 4
-    assert all("--lengths 32,64,128" in line for line in lines if " eval " in line)
+    trained = [line for line in lines if " train " in line]
+    assert len(trained) == len({line.split("--save-dir ")[1].split()[0] for line in trained}) == 4
+    assert sum(" eval " in line and "--lengths 32,64,128" in line for line in lines) == 4
+    # with two processes, how they are started
+    _, starts, _ = dry_run_lines(*sweep_command(corpus, tmp_path / "x", "alibi", 2, "--nproc", "2")[1:])
+    assert starts.startswith("# starts: ") and "--nproc-per-node 2 --standalone -m fairseq_rpe.runs.launch " in starts
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, corpus, tmp_path):
+def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, corpus, tmp_path, undrawn):
     """``ulimit -f`` fails the writing of a checkpoint half way, as a full disk does."""
     out = tmp_path / "out"
     shutil.copytree(swept[0], out)
@@ -174,26 +162,12 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_same_command_goes_on(swept, 
     assert [row["encoding"] for row in table(out / "results.csv")] == ["alibi"] * 3 + ["nope"] * 3
 
 
-def write_results(folder: Path, ppl: dict[str, dict[int, float]], seeds: tuple[int, ...] = (1,)) -> None:
-    """A finished sweep at 64 tokens with the given perplexities (plus 2 per further seed)."""
-    lengths = sorted({n for values in ppl.values() for n in values})
-    settings = {"tokens": 64, "subset": "test"}
-    state = {"settings": settings, "encodings": list(ppl), "seeds": list(seeds), "lengths": lengths}
-    files.write_json(folder / "sweep.json", state)
-    for spec, values in ppl.items():
-        for k, seed in enumerate(seeds):
-            place = folder / "runs" / slug(spec, seed)
-            files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
-            for n, value in values.items():
-                row = {"checkpoint": "c", "subset": "test", "length": n, "loss_base2": 1.0, "tokens": 99}
-                files.append_json_line(place / "eval.jsonl", {**row, "ppl": value + 2 * k})
-            others = ({"checkpoint": "older"}, {"positions": "offset"}, {"rpe": "nope"}, {"subset": "valid"})
-            for other in (*others, {"compute_dtype": "bf16"}, {"attention_prune": 0.1}):
-                files.append_json_line(place / "eval.jsonl", {**row, "length": lengths[0], "ppl": 1.0, **other})
-
-
-def test_report_table(tmp_path):
-    write_results(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
+def test_report_table(tmp_path, undrawn):
+    """Of each method its own results alone."""
+    finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 49.0}, "type1:form=paper": {64: 40.0}})
+    others = ({"checkpoint": "older"}, {"positions": "offset"}, {"rpe": "nope"}, {"subset": "valid"})
+    others += ({"compute_dtype": "bf16"}, {"attention_prune": 0.1})
+    add_results(tmp_path / "runs/alibi-seed1", *({"length": 64, "ppl": 1.0, **other} for other in others))
     assert "128 / 64" in run_here("report", tmp_path).stdout
     assert (tmp_path / "results.md").read_text() == (
         "| encoding         |    64 |   128 |   128 / 64 |\n"
@@ -205,32 +179,44 @@ def test_report_table(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*made, "runs", "sweep.json"])
 
 
-def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path):
-    write_results(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
-    folder = SweepFolder(tmp_path)
+def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path, undrawn):
+    folder = finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
     assert kept.text(folder) is None
     said = write(folder).text
     assert "| alibi      | 51.00 | 61.00 |" in (tmp_path / "results.md").read_text()
     drawn = (tmp_path / "ppl.png").stat().st_mtime_ns
-    assert kept.text(folder) == said
-    assert (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
-    assert write(folder).text == said
-    assert (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
+    assert kept.text(folder) == said and (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
+    assert write(folder).text == said and (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
     (tmp_path / "ppl.pdf").unlink()
     assert kept.text(folder) is None
 
 
+def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
+    texts = {"own": 40.0, "arxiv": 90.0, "github": 8.0}
+    evaluate = {name: {"data": f"data-bin/{name}", "digest": name} for name in ("arxiv", "github")}
+    folder = finished_sweep(tmp_path, {"alibi": {64: 40.0, 128: 20.0}}, evaluate=evaluate)
+    rows = [{"length": n, "ppl": ppl * 64 / n, "data": name} for name, ppl in texts.items() for n in (64, 128)]
+    add_results(tmp_path / "runs/alibi-seed1", *rows)
+    said = write(folder).text
+    plain = " ".join(said.split())
+    for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
+        assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
+    assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
+    assert kept.text(folder) == said
+    add_results(tmp_path / "runs/alibi-seed1", {**rows[2], "length": 256})
+    assert kept.text(folder) is None
+    write(folder)
+    (tmp_path / "ppl-github.pdf").unlink()
+    assert kept.text(folder) is None
+
+
 def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
-    write_results(tmp_path, {"rope": {64: 50.0}})
     moved = "randomized:max=200"
-    state = files.read_json(tmp_path / "sweep.json")
-    files.write_json(tmp_path / "sweep.json", {**state, "methods": {"rope": {"rpe": "rope", "positions_eval": moved}}})
-    row = {"checkpoint": "c", "subset": "test", "positions": moved, "loss_base2": 1.0, "tokens": 99}
-    results = tmp_path / "runs" / slug("rope", 1) / "eval.jsonl"
-    for more in ({"length": 64, "draws": 1, "ppl": 8.0}, {"length": 64, "ppl": 9.0}, {"length": 128, "ppl": 7.0}):
-        files.append_json_line(results, {**row, **more})
-    files.append_json_line(results, {**row, "length": 64, "draws": 5, "ppl": 6.0})
-    folder = SweepFolder(tmp_path)
+    methods = {"rope": {"rpe": "rope", "positions_eval": moved}}
+    folder = finished_sweep(tmp_path, {"rope": {64: 50.0, 128: 50.0}}, methods=methods)
+    rows = ({"length": 64, "draws": 1, "ppl": 8.0}, {"length": 64, "ppl": 9.0}, {"length": 128, "ppl": 7.0})
+    rows += ({"length": 64, "draws": 5, "ppl": 6.0},)
+    add_results(tmp_path / "runs/rope-seed1", *({"positions": moved, **row} for row in rows))
     assert [(one.result.length, one.result.ppl) for one in collect(folder, folder.state()).rows] == [(64, 8), (128, 7)]
 
 
@@ -246,53 +232,42 @@ def test_a_method_is_evaluated_as_far_as_its_positions_reach(corpus, tmp_path):
     # 8 tokens in training, and 2 n + 2 for n items
     assert "end at 11 items, so it is not evaluated at 4 lengths from 12 to 15" in said
     assert "--lengths 2,3,4,5,6,7,8,9,10,11 " in said
-    refused = refusal("sweep", *task, "--lengths", "12", *DRY, "--device", "cpu")
-    assert "not evaluated at 12: give smaller --lengths, or leave the method out" in refused
+    message = "not evaluated at 12: give smaller --lengths, or leave the method out"
+    assert message in refused(*task, "--lengths", "12", *DRY)
 
 
-def test_the_report_says_where_positions_end(tmp_path):
-    write_results(tmp_path, {"rope": {64: 50.0, 128: 60.0, 256: 70.0}, "alibi": {64: 40.0}})
-    state = files.read_json(tmp_path / "sweep.json")
+def test_the_report_says_where_positions_end(tmp_path, undrawn):
     moved = {"rpe": "alibi", "positions_eval": "randomized:times=2"}
-    files.write_json(tmp_path / "sweep.json", {**state, "methods": {"alibi": moved}})
-    row = {"checkpoint": "c", "subset": "test", "positions": moved["positions_eval"], "loss_base2": 1.0, "tokens": 99}
-    for length in (64, 128):
-        results = tmp_path / "runs" / slug("alibi", 1) / "eval.jsonl"
-        files.append_json_line(results, {**row, "draws": 1, "length": length, "ppl": 41.0})
-    write(SweepFolder(tmp_path))
+    ppl = {"rope": {64: 50.0, 128: 60.0, 256: 70.0}, "alibi": {64: 40.0}}
+    folder = finished_sweep(tmp_path, ppl, methods={"alibi": moved})
+    rows = ({"positions": moved["positions_eval"], "draws": 1, "length": n, "ppl": 41.0} for n in (64, 128))
+    add_results(tmp_path / "runs/alibi-seed1", *rows)
+    write(folder)
     assert "| alibi      | 41.00 | 41.00 | ends at 128 |" in (tmp_path / "results.md").read_text()
-    state = SweepFolder(tmp_path).state()
+    state = folder.state()
     for length, why in ((256, "positions are moved, and end at 128"), (128, "positions are moved")):
         assert str(_predicted(replace(state, lengths=(64, length)), state.method("alibi"), [])) == why
     assert "Ends at N: the method has positions for rows of up to N tokens" in (tmp_path / "report.html").read_text()
 
 
-def test_a_mean_over_fewer_items_is_not_compared(tmp_path):
-    task = "copy:items=3,test=60"
-    names = {"rope": None, "few": "randomized:times=3"}
-    methods = {name: {"rpe": "rope", "positions_eval": moved} for name, moved in names.items()}
-    methods["few"]["positions_train"] = names["few"]
-    about = {"settings": {"subset": "test"}, "encodings": list(names), "seeds": [1], "lengths": [2, 15]}
+def test_a_mean_over_fewer_items_is_not_compared(tmp_path, undrawn):
+    task, moved = "copy:items=3,test=60", "randomized:times=3"
+    methods = {"rope": {"rpe": "rope", "positions_eval": None}}
+    methods["few"] = {"rpe": "rope", "positions_eval": moved, "positions_train": moved}
+    about = {"settings": {"subset": "test"}, "encodings": list(methods), "seeds": [1], "lengths": [2, 15]}
     files.write_json(tmp_path / "sweep.json", {**about, "methods": methods, "algorithms": [task]})
     folder = SweepFolder(tmp_path)
-    for name, moved in names.items():
+    for name, positions, end, right in (("rope", None, 15, 5), ("few", moved, 11, 9)):
         run = folder.run_of(folder.state().method(name), 1, task)
         files.write_json(run.checkpoints.path / "run.json", {"finished": {"checkpoint": "c"}})
-        of = {
-            "checkpoint": "c",
-            "algorithm": task,
-            "split": "test",
-            "positions": moved,
-            "transform": moved or "identity",
-        }
-        for n in range(2, 16 if moved is None else 12):
-            right = {"examples": 10, "right": 9 if moved else 5, "accuracy": 0.9 if moved else 0.5}
-            files.append_json_line(run.results, {**of, **right, "length": n})
+        of = {"checkpoint": "c", "algorithm": task, "split": "test", "positions": positions}
+        of |= {"transform": positions or "identity", "examples": 10, "right": right, "accuracy": right / 10}
+        for n in range(2, end + 1):
+            files.append_json_line(run.results, {**of, "length": n})
     section = write(folder)
     text = (tmp_path / "accuracy.md").read_text()
     assert text.count("90.0 (to 11)") == 2 and text.count("50.0") == 3
-    page = (tmp_path / "report.html").read_text()
-    assert "its positions end at N items" in page
+    assert "its positions end at N items" in (tmp_path / "report.html").read_text()
     assert any("beyond the training range: rope, 50.0 %" in line for line in section.lead)
 
 
@@ -305,16 +280,14 @@ def test_names_of_runs_never_collide():
 def test_last_error_prefers_the_cause(tmp_path):
     log = tmp_path / "train.log"
     assert last_error(log) == ""
+    memory = "OSError: [Errno 12] Cannot allocate memory"
+    ignored = "Exception ignored in: <function Data.__del__ at 0x7f>\nTraceback (most recent call last):\n"
     for text, expected in (
         ("Traceback\nValueError: bad shape\nerror: fairseq-train ended with code 1", "ValueError: bad shape"),
         ("error: unknown encoding 'x'", "unknown encoding 'x'"),
         ("2026 | INFO | fine\nKilled", "Killed"),
         ("[rank1]: KeyError: 'x'\n[rank0]: RuntimeError: Connection closed by peer\nE1 failed", "KeyError: 'x'"),
-        (
-            "OSError: [Errno 12] Cannot allocate memory\nException ignored in: <function Data.__del__ at 0x7f>\n"
-            "Traceback (most recent call last):\nAttributeError: 'Data' object has no attribute '_map'",
-            "OSError: [Errno 12] Cannot allocate memory",
-        ),
+        (f"{memory}\n{ignored}AttributeError: 'Data' object has no attribute '_map'", memory),
         ("", ""),
     ):
         log.write_text(text)
@@ -352,16 +325,12 @@ def test_the_bar_of_generated_tasks(tmp_path):
     assert len(results) == cell.rows and results == sorted(results) and results[0] > 0
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--schedule", "linear"), "schedule is 'linear' there, None here"),
-        (("--compute-dtype", "bf16"), "'bf16' there"),
-    ],
-)
-def test_a_setting_that_is_left_out_later_makes_another_sweep(more, words, corpus, tmp_path):
+def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
     base = sweep_command(corpus, tmp_path, "alibi", 6)[1 : -len(SMALL)]
-    SweepFolder(tmp_path).write(carry.state(*resolve_sweep(*base, *more)))
-    assert carry.state(*resolve_sweep(*base, *more)).encodings == ("alibi",)
-    with pytest.raises(UserError, match=words):
-        carry.state(*resolve_sweep(*base))
+    linear, bf16 = ("--schedule", "linear"), ("--compute-dtype", "bf16")
+    for more, words in ((linear, "schedule is 'linear' there, None here"), (bf16, "'bf16' there")):
+        given = [*base, "--out", tmp_path / more[1]]
+        SweepFolder(tmp_path / more[1]).write(carry.state(*resolve_sweep(*given, *more)))
+        assert carry.state(*resolve_sweep(*given, *more)).encodings == ("alibi",)
+        with pytest.raises(UserError, match=words):
+            carry.state(*resolve_sweep(*given))

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import checkpoint_with, run_here, with_vocabulary
-from live_processes import processes_about, wait_for
+from conftest import PROGRAM, checkpoint_with, run_here, with_vocabulary
+from live_processes import begin, processes_about, wait_for
 from refusal import refusal
-from sweep_commands import (
-    DRY,
-    LAUNCHERS,
-    SMALL,
-    dry_run,
-    dry_run_lines,
-    flag,
-    parse,
-    recipe_error,
-    resolve_sweep,
-    table,
-)
+from sweep_commands import DRY, LAUNCHERS, QUIET, dry_run, flag, parse, recipe_error, refused, resolve_sweep, table
 
 from fairseq_rpe.core import UserError, files
 from fairseq_rpe.reports import kept
-from fairseq_rpe.reports.write import write
 from fairseq_rpe.sweeps import carry, local, slurm
-from fairseq_rpe.sweeps.state import Further, Method, Scored, SweepFolder
+from fairseq_rpe.sweeps.state import Further, Method, SweepFolder
 
-PROGRAM = [sys.executable, "-m", "fairseq_rpe.cli.main"]
-QUIET = [*SMALL, "--disable-validation"]
 RECIPE = """
 title = "t"
 paper = "p"
@@ -75,10 +59,6 @@ def other(corpus: Path, tmp_path_factory) -> Path:
     return folder
 
 
-def refused(*argv: object) -> str:
-    return refusal("sweep", *argv, "--device", "cpu")
-
-
 # what is printed
 
 
@@ -91,11 +71,16 @@ def test_a_dry_run_trains_in_order_and_evaluates_on_each_text(recipe, corpus, ot
     assert further.rpe == "rope:scaling=yarn,factor=2,original_length=32"
     assert (further.tokens, further.updates, further.batch_sentences, further.lr) == (64, 3, 2, 1e-3)
     assert further.finetune_from == first.save_dir / "checkpoint_last.pt" != further.save_dir / "checkpoint_last.pt"
-    assert [line[2] for line in lines if line[0] == "eval"] == [str(corpus), str(other)] * 2
-    assert all("32,64" in line for line in lines if line[0] == "eval")
+    evaluated = [line for line in lines if line[0] == "eval"]
+    assert [line[2] for line in evaluated] == [str(corpus), str(other)] * 2
+    assert all("32,64" in line for line in evaluated)
     # the one that is continued is trained even where it is not compared
     alone = dry_run(*given, "--methods", "yarn")
     assert [line[0] for line in alone] == ["train", "train", "eval", "eval"] and alone[0] == lines[0]
+    # the batch of each is divided
+    two = dry_run(*given, "--nproc", "2")
+    assert [flag(line, "--batch-sentences") for line in two if line[0] == "train"] == ["2", "1"]
+    assert "the recipe's 2 sequences per update cannot be divided among 4" in refused(*given, "--nproc", "4")
 
 
 def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, corpus, tmp_path):
@@ -112,33 +97,23 @@ def test_specs_are_completed_with_the_rotation_of_the_training_before(recipe, co
     assert "give base=500, or leave it out" in refused(*given)
 
 
-def test_its_batch_is_divided_too(recipe, corpus, tmp_path):
-    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = dry_run(*given, "--nproc", "2")
-    assert [flag(line, "--batch-sentences") for line in lines if line[0] == "train"] == ["2", "1"]
-    assert "the recipe's 2 sequences per update cannot be divided among 4" in refused(*given, "--nproc", "4")
-
-
 def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.toml"
     path.write_text('base = "fire-lm"\n[scales.paper.evaluate]\narxiv = "data-bin/arxiv-gpt2"\n')
     lines = dry_run("--recipe", path, "--scale", "paper", "--eval-data", "github=data-bin/g")
-    made = lines[:3]
-    assert made[0][:4] == ["prepare-known", "c4", "--dest", "data-bin/c4-gpt2"]
-    assert made[1:] == [
-        ["prepare-known", "arxiv", "--dest", "data-bin/arxiv-gpt2", "--vocab-from", "data-bin/c4-gpt2"],
-        ["prepare-known", "github", "--dest", "data-bin/g", "--vocab-from", "data-bin/c4-gpt2"],
-    ]
-    for words in made:
+    folders = ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
+    first, *others = lines[:3]
+    assert first[:4] == ["prepare-known", "c4", "--dest", folders[0]]
+    for words, name, place in zip(others, ("arxiv", "github"), folders[1:], strict=True):
+        assert words == ["prepare-known", name, "--dest", place, "--vocab-from", folders[0]]
         parse(words)
-    evaluated = [line[2] for line in lines if line[0] == "eval"]
-    assert evaluated[:3] == ["data-bin/c4-gpt2", "data-bin/arxiv-gpt2", "data-bin/g"]
+    assert [line[2] for line in lines if line[0] == "eval"][:3] == folders
 
 
 def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch):
-    given = [corpus, "--recipe", recipe, "--out", tmp_path / "x"]
-    lines = [line for line in dry_run_lines(*given, "--slurm", "partition=gpu") if line.startswith("#")]
+    sweep, made = resolve_sweep(corpus, "--recipe", recipe, "--out", tmp_path / "x")
+    lines = [line for line in carry.commands(sweep, made, [("partition", "gpu")]) if line.startswith("#")]
     assert lines[0].startswith("# an array of 1 SLURM jobs: ") and "one of 1 that wait" in lines[1]
     assert lines[2] == "# job rope-seed1:" and lines[3].endswith(", after rope-seed1:")
     submitted: list[tuple[list[tuple[str, str]], list[str]]] = []
@@ -152,7 +127,6 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch
         return SimpleNamespace(map_array=map_array)
 
     monkeypatch.setattr(slurm, "executor", executor)
-    sweep, made = resolve_sweep(*given)
     assert slurm._submit(sweep, [("partition", "gpu")], made) == ""
     (first, runs), (behind, waiting) = submitted
     assert first == [("partition", "gpu")] and behind == [*first, ("dependency", "afterany:8_0")]
@@ -163,19 +137,19 @@ def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch
 
 
 def test_texts_that_cannot_be_evaluated_on(recipe, corpus, other, tmp_path):
-    def said(*texts: object) -> str:
-        words = [word for text in texts for word in ("--eval-data", text)]
-        return refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *words)
-
     more = with_vocabulary(corpus, tmp_path, 9_000)
     how = f"fairseq-rpe prepare SOURCE --dest {more} --vocab-from {corpus}"
-    assert f"{more} has another vocabulary than {corpus}: prepare another folder, e.g. {how}" in said(f"a={more}")
-    assert f"make it with fairseq-rpe prepare-known arxiv --dest {tmp_path}/no" in said(f"arxiv={tmp_path}/no")
-    assert "holds the same text as the one that is trained on" in said(f"a={corpus}")
-    assert f"--eval-data b: {other} holds the same text as a" in said(f"a={other}", f"b={other}")
-    assert "gives one name twice" in said(f"a={other}", f"a={corpus}")
-    assert "named with letters, digits" in said(f"a/b={other}")
-    assert "has no test.idx" in said(f"a={tmp_path}") or "is not a binarised data folder" in said(f"a={tmp_path}")
+    for texts, words in (
+        ([f"a={more}"], f"{more} has another vocabulary than {corpus}: prepare another folder, e.g. {how}"),
+        ([f"arxiv={tmp_path}/no"], f"make it with fairseq-rpe prepare-known arxiv --dest {tmp_path}/no"),
+        ([f"a={corpus}"], "holds the same text as the one that is trained on"),
+        ([f"a={other}", f"b={other}"], f"--eval-data b: {other} holds the same text as a"),
+        ([f"a={other}", f"a={corpus}"], "gives one name twice"),
+        ([f"a/b={other}"], "named with letters, digits"),
+        ([f"a={tmp_path}"], "is not a binarised data folder"),
+    ):
+        given = [word for text in texts for word in ("--eval-data", text)]
+        assert words in refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *given)
     task = ["--algorithms", "copy", "--encodings", "nope", "--out", tmp_path / "x"]
     assert "--eval-data is for text" in refused(*task, "--eval-data", f"a={other}")
     assert not (tmp_path / "x").exists()
@@ -199,9 +173,9 @@ def test_methods_that_continue_nothing(old, new, words, recipe):
 OTHER_PARAMETERS = "other parameters than 'rope', which the model was trained with"
 YARN = "rope:scaling=yarn,factor=2,original_length=$tokens"
 ALONE = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace(YARN, "rope")  # a method that continues none
+UNREAD = 'rpe_eval = "nope"\npositions_eval = "interpolate"'
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -211,19 +185,16 @@ ALONE = RECIPE.partition("[scales.laptop.further.yarn]")[0].replace(YARN, "rope"
         (ALONE.replace('continues = "rope"', 'rpe_eval = "fire"'), OTHER_PARAMETERS),
         (ALONE.replace('continues = "rope"', 'rpe_eval = "roep"'), "unknown encoding 'roep'"),
         (ALONE.replace('continues = "rope"', 'rpe_eval = "rerope:base=500"'), "'rerope:base=500' has base=500"),
-        (
-            ALONE.replace('continues = "rope"', 'rpe_eval = "nope"\npositions_eval = "interpolate"'),
-            "'nope' reads no positions",
-        ),
+        (ALONE.replace('continues = "rope"', UNREAD), "'nope' reads no positions"),
     ],
 )
 def test_a_method_that_cannot_continue_or_be_evaluated_is_refused_before_training(
-    text, words, launcher, recipe, corpus, tmp_path
+    text, words, recipe, corpus, tmp_path
 ):
     recipe.write_text(text)
-    said = refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
-    assert "method 'yarn': " in said and words in said
-    assert not (tmp_path / "x/runs").exists()
+    for launcher in LAUNCHERS:
+        said = refused(corpus, "--recipe", recipe, "--out", tmp_path / "x", *launcher)
+        assert "method 'yarn': " in said and words in said and not (tmp_path / "x/runs").exists()
 
 
 def test_trainings_that_cannot_follow_the_first(recipe, corpus, tmp_path):
@@ -242,22 +213,18 @@ def test_trainings_that_cannot_follow_the_first(recipe, corpus, tmp_path):
     assert "backend 'triton' never holds" in said(content, "--attention-backend", "triton")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_sweep_of_misspelt_encodings_is_refused_before_training(launcher, corpus, tmp_path):
-    given = [corpus, "--lengths", "64", "--tokens", "32", "--out", tmp_path / "x", *launcher]
-    assert "unknown encoding 'alibbi'" in refused(*given, "--encodings", "alibbi rope")
-    assert "can only be shared by: model" in refused(*given, "--encodings", "rope", "--rpe-share", "layer")
-    moved = [*given, "--encodings", "nope", "--positions-train", "randomized:max=99"]
-    assert "'nope' reads no positions" in refused(*moved)
-    assert not (tmp_path / "x/runs").exists()
-
-
-def test_a_sweep_with_a_backend_that_cannot_train_here_is_refused(corpus, tmp_path):
-    given = [corpus, "--lengths", "64", "--tokens", "32", "--encodings", "alibi", "--attention-backend", "flex"]
-    said = refused(*given, "--out", tmp_path / "x")
+def test_encodings_that_cannot_train_here_are_refused_before_training(corpus, tmp_path):
+    given = [corpus, "--lengths", "64", "--tokens", "32", "--out", tmp_path / "x", "--encodings"]
+    for words, more in (
+        ("unknown encoding 'alibbi'", ["alibbi rope"]),
+        ("can only be shared by: model", ["rope", "--rpe-share", "layer"]),
+        ("'nope' reads no positions", ["nope", "--positions-train", "randomized:max=99"]),
+    ):
+        assert all(words in refused(*given, *more, *launcher) for launcher in LAUNCHERS)
+    flex = [*given, "alibi", "--attention-backend", "flex"]
+    said = refused(*flex)
     assert "--attention-backend flex" in said and "use 'sdpa'" in said and not (tmp_path / "x/runs").exists()
-    # a machine that only prints commands need not be the one that trains
-    assert dry_run(*given, "--out", tmp_path / "x")
+    assert dry_run(*flex)  # a machine that only prints commands need not be the one that trains
 
 
 def test_a_checkpoint_to_begin_with(state, corpus, tmp_path):
@@ -266,8 +233,8 @@ def test_a_checkpoint_to_begin_with(state, corpus, tmp_path):
     missing = tmp_path / "no.pt"
     for more in (["--finetune-from", missing], ["--init-from", missing, "--dry-run"]):
         assert f"checkpoint {missing} does not exist" in refusal(*given, "rope", *more)
-    twice = [*given, "rope", "--finetune-from", "no.pt", "--", "--finetune-from-model", "a.pt"]
-    assert "give --finetune-from before the -- instead" in refusal(*twice)
+    twice = ["--finetune-from", "no.pt", "--", "--finetune-from-model", "a.pt"]
+    assert "give --finetune-from before the -- instead" in refusal(*given, "rope", *twice)
     from_rope = ["--init-from", checkpoint_with(state, tmp_path, "rope:base=500,rotary_fraction=0.5"), "--dry-run"]
     words = shlex.split(run_here(*given, "rope:scaling=linear,factor=2", *from_rope).stdout)
     assert flag(words, "--rpe") == "rope:scaling=linear,factor=2,base=500,rotary_fraction=0.5"
@@ -294,7 +261,7 @@ def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path
     assert not yarn.folder.train_log.exists()
 
 
-def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path):
+def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, corpus, other, tmp_path, undrawn):
     """SIGKILL of the sweep ends its trainers; the second call keeps what was finished before."""
     out = tmp_path / "out"
     command = ["sweep", corpus, "--recipe", recipe, "--eval-data", f"more={other}", "--out", out, "--jobs", "1"]
@@ -304,15 +271,10 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     finished = [first / "eval.jsonl", first / "checkpoints/checkpoint_last.pt"]
     before = [path.stat().st_mtime_ns for path in finished]
     assert len(files.read_json_lines(finished[0])) == 4
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*PROGRAM, *command, *QUIET], stdout=log, stderr=log)
-    try:
-        trainer = ("fairseq_rpe.runs.launch", f"--save-dir\0{second}")
-        wait_for(lambda: processes_about(*trainer), process, tmp_path / "log")
-    finally:
-        process.kill()
-        process.wait()
-    wait_for(lambda: not processes_about(f"--save-dir\0{second}"))
+    trainer = f"--save-dir\0{second}"
+    with begin([*PROGRAM, *command, *QUIET], tmp_path / "log") as process:
+        wait_for(lambda: processes_about("fairseq_rpe.runs.launch", trainer), process, tmp_path / "log")
+    wait_for(lambda: not processes_about(trainer))
     assert run_here(*command, *QUIET).stdout.count("| yarn") == 2  # a table for each text
     assert before == [path.stat().st_mtime_ns for path in finished]
 
@@ -336,42 +298,9 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     assert not any(cell.work_left() for cell in made)
 
 
-def scored(folder: Path, texts: dict[str, float]) -> None:
-    """A finished sweep of alibi on 64 tokens, with so much perplexity on each text at 64, and half as much at 128."""
-    evaluate = {name: {"data": f"data-bin/{name}", "digest": name} for name in texts if name != "own"}
-    state = {"settings": {"tokens": 64, "subset": "test"}, "encodings": ["alibi"], "seeds": [1], "lengths": [64, 128]}
-    files.write_json(folder / "sweep.json", {**state, "evaluate": evaluate})
-    place = folder / "runs/alibi-seed1"
-    files.write_json(place / "checkpoints/run.json", {"finished": {"checkpoint": "c"}})
-    for name, ppl in texts.items():
-        for length in (64, 128):
-            row = {"checkpoint": "c", "subset": "test", "length": length, "loss_base2": 1.0, "tokens": 99}
-            files.append_json_line(place / "eval.jsonl", {**row, "ppl": ppl * 64 / length, "data": name})
-
-
-def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path):
-    scored(tmp_path, {"own": 40.0, "arxiv": 90.0, "github": 8.0})
-    folder = SweepFolder(tmp_path)
-    said = write(folder).text
-    plain = " ".join(said.split())
-    for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
-        assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
-    assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
-    assert kept.text(folder) == said
-    files.append_json_line(
-        tmp_path / "runs/alibi-seed1/eval.jsonl",
-        {**files.read_json_lines(tmp_path / "runs/alibi-seed1/eval.jsonl")[2], "length": 256},
-    )
-    assert kept.text(folder) is None
-    write(folder)
-    (tmp_path / "ppl-github.pdf").unlink()
-    assert kept.text(folder) is None
-
-
 def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    sweep, made = resolve_sweep(*given, "--eval-data", f"more={other}")
-    SweepFolder(sweep.out).write(carry.state(sweep, made))
+    SweepFolder(tmp_path / "x").write(carry.state(*resolve_sweep(*given, "--eval-data", f"more={other}")))
     # without it, the text stays on record
     assert set(carry.state(*resolve_sweep(*given)).evaluate) == {"more"}
     changed = shutil.copytree(other, tmp_path / "changed")
@@ -383,9 +312,8 @@ def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path)
 
 def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    sweep, made = resolve_sweep(*given)
-    folder = SweepFolder(sweep.out)
-    folder.write(carry.state(sweep, made))
+    folder = SweepFolder(tmp_path / "x")
+    folder.write(carry.state(*resolve_sweep(*given)))
     record = files.read_json(folder.state_path)
     assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
     assert "evaluate" not in record and "finetune_from" not in record["settings"]

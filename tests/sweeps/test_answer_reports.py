@@ -1,0 +1,154 @@
+"""The report on a sweep over questions: by set, by length and by distance, beside what was published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sweep_commands import table
+from test_answer_recipes import GLUE, LENGTHS, SCROLLS
+
+from fairseq_rpe.core import UserError, files
+from fairseq_rpe.evaluation.question_results import QuestionResult
+from fairseq_rpe.reports import beside, kept
+from fairseq_rpe.reports.chapters import asked_questions
+from fairseq_rpe.reports.scored_answers import collect
+from fairseq_rpe.reports.write import check, write
+from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.sweeps.state import Asking, Questions, State, SweepFolder, SweepSettings
+
+
+def scored(
+    folder: Path, name: str, sets: dict[str, str], lengths: dict[int, float], seeds: int = 1, methods: int = 9
+) -> SweepFolder:
+    """A finished sweep of a recipe's methods: of each set by its metric, invented scores."""
+    recipe = recipes.load(name)
+    chosen = recipe.choose(recipe.scale("paper").methods)[:methods]
+    together = len(sets) > 1 and name != "fire-scrolls"
+    folders = {"glue-superglue": tuple(sets)} if together else {label: (label,) for label in sets}
+    place, common = SweepFolder(folder), {"subset": "valid", "arch": "tiny"}
+    state = State(
+        SweepSettings(tokens=64, updates=400, batch_sentences=16, **common),
+        tuple(method.name for method in chosen),
+        tuple(range(1, seeds + 1)),
+        tuple(lengths),
+        {method.name: method for method in chosen},
+        *(name, recipe.title, recipe.paper, recipe.published),
+        data="data-bin/stdlib",
+        questions={label: Questions(f"data-bin/{label}", label, own) for label, own in folders.items()},
+        tuned=SweepSettings(tokens=256, updates=200, batch_sentences=8, lr=5e-4, **common),
+        asking=Asking(),
+    )
+    place.write(state)
+    for label, own in folders.items():
+        for number, method in enumerate(chosen):
+            for seed in state.seeds:
+                run = place.run_of(method, seed, label)
+                files.write_json(run.checkpoints.record_path, {"finished": {"checkpoint": "c", "updates": 200}})
+                for a_set in own:
+                    for length, share in lengths.items():
+                        score = 20.0 + 5 * list(sets).index(a_set) + 3 * number * share + seed
+                        result = QuestionResult(
+                            checkpoint="c", data=label, set=a_set, subset="valid", rpe=method.rpe_eval, length=length,
+                            encoding=method.rpe, suite="own", questions=400, cut_documents=100, lost_tokens=9, empty=1,
+                            metrics={sets[a_set]: score, "em": score / 2}, published=sets[a_set], score=score,
+                            transform="identity", seconds=2.0,
+                        )  # fmt: skip
+                        files.append_json_line(run.results, result.record())
+    return place
+
+
+def words_of(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_report_by_set_has_the_published_mean_beside(tmp_path):
+    sets = {name: {"contract_nli": "em", "quality": "em", "qasper": "f1"}.get(name, "rgm") for name in SCROLLS}
+    folder = scored(tmp_path, "fire-scrolls", sets, {8192: 1.0})
+    section = write(folder)
+    said = words_of(section.text)
+    assert f"| method | {' | '.join(SCROLLS)} | mean | published mean |" in said
+    assert "| fire | 39.00 | 44.00 | 49.00 | 54.00 | 59.00 | 64.00 | 69.00 | 54.00 | 25.64 |" in said
+    assert "Published: Table 1" in said and "16.24" in said and "Documents shortened for 25.0% of all answers" in said
+    for name in ("scores.csv", "scores.md", "scores.png", "scores.pdf", "report.html"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert not (tmp_path / "extrapolation.csv").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert "trained before" in page and "What is the same and what is not" in page
+    assert "not verified: the same name" in page  # of the data
+    assert kept.text(folder) == section.text and collect(folder, folder.state()).mean_sets() == SCROLLS
+    with pytest.raises(UserError, match="--delta is about perplexity"):
+        check(folder, 0.1)
+    assert beside.sections([folder]) == []
+
+
+def test_the_report_by_length_has_a_column_for_each(tmp_path, undrawn):
+    lengths = dict(zip(LENGTHS["fire-narrativeqa"], (0.2, 0.5, 0.7, 1.0, 1.1, 1.0, 0.9), strict=True))
+    folder = scored(tmp_path, "fire-narrativeqa", {"narrative_qa": "f1"}, lengths, seeds=2)
+    said = words_of(write(folder).text)
+    assert "| method | 512 | 2048 | 4096 | 8192 | 16384 | 24576 | 32768 | mean | published mean |" in said
+    shown = ("| nope | 21.50 | 21.50 |", "| 21.50 (21.00 to 22.00) | 4.24 |", "| 8.70 |", "9.868", "Table 11")
+    assert all(cells in said for cells in shown) and (tmp_path / "scores.png").exists()
+    rows = table(tmp_path / "scores.csv")
+    assert len(rows) == 8 * 7 * 2 * 2 and {row["counts"] for row in rows if row["metric"] == "f1"} == {"yes"}
+    assert "document's end" not in said
+    # a result more, and the report is another
+    run = folder.run_of(folder.state().method("fire"), 1, "narrative_qa")
+    row = files.read_json_lines(run.results)[-1]
+    assert kept.text(folder) is not None
+    files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
+    assert kept.text(folder) is None
+
+
+def test_the_report_by_distance_is_of_the_longest_context(tmp_path, undrawn):
+    folder = scored(tmp_path, "fire-narrativeqa", {"gaps": "em"}, {256: 1.0, 512: 1.0}, seeds=2, methods=2)
+    state = folder.state()
+    for number, name in enumerate(state.methods):
+        for seed in (1, 2):
+            run = folder.run_of(state.method(name), seed, "gaps")
+            rows = files.read_json_lines(run.results)
+            run.results.unlink()
+            for row in rows:
+                ends = [(0, 40), (41, 97)] if row["length"] == 512 else [(0, 30)]
+                scores = [10.0 * number + seed + most for _, most in ends]
+                found = [
+                    {"least": least, "most": most, "questions": 200, "score": score}
+                    for (least, most), score in zip(ends, scores, strict=True)
+                ]
+                files.append_json_line(run.results, {**row, "distances": found})
+    said = words_of(write(folder).text)
+    assert "gaps: em in % on 512 tokens, by words between the answer and the document's end, about an eighth of" in said
+    assert "| method | 0–40 | 41–97 |" in said and "0–30" not in said
+    assert "| nope | 41.50 | 98.50 |" in said and "| rope | 51.50 | 108.50 |" in said
+    assert said.count("in % by context length") == 1  # of exact match alone, which is all that there is
+    figure = asked_questions.findings(state, [], collect(folder, state)).figure
+    assert [axes.get_ylabel() for axes in figure.axes] == ["em (%)", "em (%)"]
+    (line,) = (line for line in figure.axes[1].lines if line.get_label() == "rope")
+    assert list(line.get_xdata()) == [20, 69] and list(line.get_ydata()) == [51.5, 108.5]
+
+
+def test_the_report_averages_the_sets_that_are_published_or_all(tmp_path, undrawn):
+    folder = scored(tmp_path / "glue", "fire-glue", dict.fromkeys([*GLUE, "mnli_mismatched"], "accuracy"), {1024: 1.0})
+    said, found = words_of(write(folder).text), collect(folder, folder.state())
+    assert found.mean_sets() == GLUE
+    assert "| 71.15 |" in said and "mnli_mismatched | mean |" in said
+    assert found.over_sets("nope")[1024] == [pytest.approx(21 + 5 * 7)]
+    own = {"gaps": "f1", "gaps-earlier": "f1"}
+    folder = scored(tmp_path / "own", "fire-scrolls", own, {256: 1.0, 512: 1.0}, methods=3)
+    said = write(folder).text
+    assert "published mean" not in said and said.startswith("gaps: f1 in % by context length")
+    assert collect(folder, folder.state()).mean_sets() == list(own)
+
+
+def test_answers_of_another_beam_or_length_penalty_are_not_reported(tmp_path):
+    folder = scored(tmp_path, "fire-scrolls", {"gaps": "f1"}, {256: 1.0}, methods=1)
+    state = folder.state()
+    before = collect(folder, state).rows
+    run = folder.run_of(state.method("nope"), 1, "gaps")
+    row = files.read_json_lines(run.results)[-1]
+    for other in ({"beam": 4, "length_penalty": 1.0}, {"length_penalty": 0.5}, {"cut": "start"}):
+        files.append_json_line(run.results, {**row, **other, "score": 99.0, "metrics": {"f1": 99.0}})
+        assert collect(folder, state).rows == before
+    wide = replace(state, asking=Asking(beam=4))
+    assert [one.result.score for one in collect(folder, wide).rows] == [99.0]
