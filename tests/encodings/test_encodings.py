@@ -54,9 +54,9 @@ def test_irregular_positions_equal_the_formula(spec):
         a, b = (block(encoding.form(p), p).expand(2, -1, -1, -1).tril() for p in (whole, free))
         torch.testing.assert_close(a, b)
         if spec != "fire":
-            expected = encoding.profile(12).float()
-            torch.testing.assert_close(a[0, :, 3, 1], expected[:, 8])
-            torch.testing.assert_close(a[1, :, 2, 0], expected[:, 4])
+            torch.testing.assert_close(
+                torch.stack([a[0, :, 3, 1], a[1, :, 2, 0]], 1), encoding.profile(12)[:, [8, 4]].float()
+            )
     with refused("positions in torch.bfloat16 are rounded"):
         Positions(at.bfloat16(), at.bfloat16())
 
@@ -85,16 +85,12 @@ def test_alibi_slopes_of_other_head_counts():
 
 def test_profiles():
     """Of the distance where it alone decides, and refused elsewhere."""
-    infinite = -math.inf
-    assert build("window:window=3", 2, 8).profile(5)[0].tolist() == [0, 0, 0, infinite, infinite]
-    sinkless = build("lm_infinite:original_length=3,sinks=0", 2, 8).profile(5)[0]
-    assert sinkless.tolist() == [0, 0, 0, infinite, infinite]
+    for spec in ("window:window=3", "lm_infinite:original_length=3,sinks=0"):
+        assert build(spec, 2, 8).profile(5)[0].tolist() == [0, 0, 0, -math.inf, -math.inf]
     rates = build("forgetting:gate=fixed", 4, 16).profile(5)
     assert not rates[:, 0].any() and (rates.diff(dim=1) < 0).all()
     clipped = build("t5_bias:variant=clipped,buckets=5,init_std=1", 2, 16)
     assert torch.equal(clipped.profile(7), clipped.table.double().T[:, [0, 1, 2, 3, 4, 4, 4]])
-    inv_n, kerple = (build(spec, 8, 512).profile(50)[0] for spec in ("inv_n", "kerple_log:p=1,a=0.5"))
-    torch.testing.assert_close(inv_n, kerple, rtol=0, atol=1e-12)
     for spec in ("shaw", "forgetting", "cope"):
         with refused("depends on what the tokens are: there is no bias of the distance"):
             build(spec, 2, 8).profile(3)
@@ -182,12 +178,23 @@ def test_tables_of_positions_end():
             tupe.form(pos)
 
 
-def test_normalise_and_describe():
-    assert normalise("type1:form=heads") == "type1"
-    assert normalise("kerple_log:a=1/2,p=2") == "kerple_log:p=2,a=0.5"
+@pytest.mark.parametrize(
+    ("spec", "spelling"),
+    {
+        "type1:form=heads": "type1",
+        "kerple_log:a=1/2,p=2": "kerple_log:p=2,a=0.5",
+        "rope:factor=8.0,scaling=yarn": "rope:scaling=yarn,factor=8",
+        "rope:scaling=yarn,factor=AUTO,temperature=auto": "rope:scaling=yarn,factor=auto",
+        "longrope:factors=1.0+1.50+2+1e6": "longrope:factors=1+1.5+2+1000000",
+    }.items(),
+)
+def test_one_spelling(spec, spelling):
+    assert normalise(spec) == spelling
+
+
+def test_descriptions():
     for row in describe():
-        assert row.summary and row.formula and row.paper, row.name
-        assert all(o.help for o in row.options), row.name
+        assert row.summary and row.formula and row.paper and all(o.help for o in row.options), row.name
 
 
 OWN = '''
@@ -245,13 +252,13 @@ def test_own_file_that_fails(tmp_path, text, words):
 # the encodings of a model
 
 
-def test_layers_share_an_encoding_or_have_one_each():
-    shared, each = (build_for_model("fire", 4, 32, 3, 64, share=share) for share in ("model", "layer"))
-    assert len(shared) == 1 and len(each) == 3
-    with refused("--rpe-share layer: 'rope' can only be shared by: model"):
-        build_for_model("rope", 4, 32, 3, 64, share="layer")
-    tables = [one.table for one in build_for_model("deberta", 4, 32, 3, 64, share="layer")]
-    assert tables[0] is tables[1] is tables[2]
+@pytest.mark.parametrize(
+    ("spec", "shared", "own"), [("transformer_xl", "u", "project"), ("deberta", "table", "to_key")]
+)
+def test_what_layers_share(spec, shared, own):
+    first, *others = build_for_model(spec, 2, 8, 3, 64, share="layer")
+    assert all(getattr(x, shared) is getattr(first, shared) for x in others) and len(others) == 2
+    assert all(getattr(x, own) is not getattr(first, own) for x in others)
 
 
 def test_weights_that_fit_are_loaded():
@@ -262,23 +269,19 @@ def test_weights_that_fit_are_loaded():
 
 
 @pytest.mark.parametrize(
-    ("trained", "spec", "share", "words"),
+    ("trained", "spec", "words"),
     [
-        ("t5_bias", "rope", "auto", "Unexpected key"),
-        ("rope", "t5_bias", "auto", "Missing key"),
-        ("t5_bias", "t5_bias:buckets=16", "auto", "size mismatch"),
-        ("fire", "fire", "layer", "Missing key"),
-        ("learned:max_positions=64", "learned:max_positions=128", "auto", "size mismatch"),
+        ("t5_bias", "rope", "Unexpected key"),
+        ("rope", "t5_bias", "Missing key"),
+        ("t5_bias", "t5_bias:buckets=16", "size mismatch"),
+        ("learned:max_positions=64", "learned:max_positions=128", "size mismatch"),
+        ("fire", "fire", "Missing key"),  # of the second layer
+        ("t5_bias", "t5_bias", "int64"),
     ],
 )
-def test_weights_that_do_not_fit(trained, spec, share, words):
-    weights = [one.state_dict() for one in build_for_model(trained, 4, 32, 2, 64, share="auto")]
-    if trained == "fire":
-        weights = weights[:1]
-    wrong = load_weights(build_for_model(spec, 4, 32, 2, 64, share=share), weights)
+def test_weights_that_do_not_fit(trained, spec, words):
+    weights = [one.state_dict() for one in build_for_model(trained, 4, 32, 2, 64, share="auto")][:1]
+    if words == "int64":
+        weights = [{name: value.long() for name, value in weights[0].items()}]
+    wrong = load_weights(build_for_model(spec, 4, 32, 2, 64, share="layer" if spec == "fire" else "auto"), weights)
     assert wrong is not None and words in wrong and "\n" not in wrong
-
-
-def test_numbers_of_another_kind_do_not_fit():
-    trained = {name: value.long() for name, value in build("t5_bias", 4, 32, 64).state_dict().items()}
-    assert "int64" in (load_weights(build_for_model("t5_bias", 4, 32, 1, 64), [trained]) or "")
