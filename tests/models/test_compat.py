@@ -315,7 +315,7 @@ def test_copies_are_atomic(tmp_path, monkeypatch):
 
     full = "could not be written .*No space left.*free some space"
     for error, told, words in (
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
         (OSError(28, "No space left on device"), UserError, full),
     ):
         with monkeypatch.context() as patch, pytest.raises(told, match=words):

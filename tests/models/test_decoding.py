@@ -51,8 +51,16 @@ def test_chunks_in_bfloat16(task, spec):
     torch.testing.assert_close(fed(model, x, {}), wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("spec", TURNED + READ)
-@pytest.mark.parametrize("evaluation", ["identity", "offset:by=3", "interpolate:ratio=1/3", "interpolate:train=6"])
+MOVED = ("offset:by=3", "interpolate:ratio=1/3", "interpolate:train=6")
+
+
+@pytest.mark.parametrize(
+    ("spec", "evaluation"),
+    [
+        *((spec, "identity") for spec in TURNED + READ),
+        *((spec, evaluation) for spec in ("rope", TURNED[-1], READ[3], *READ[-2:]) for evaluation in MOVED),
+    ],
+)
 def test_one_layer_follows_what_follows(task, spec, evaluation):
     """Every step of one layer is a pass over the text so far, whatever its positions and rotation do as it grows."""
     model, state = make_model(task, spec, decoder_layers=1, positions_eval=evaluation), {}
@@ -122,14 +130,13 @@ def test_a_copied_state_is_continued_in_two_ways(task, spec, copied):
     one, other, state = tokens(2, 23), tokens(2, 23, seed=1), {}
     other[:, :9] = one[:, :9]
     fed(model, one, state, (7, 1, 1))
-    twin = copied(state)
-    steps = {"one": [], "other": []}
+    ways = [(one, state, []), (other, copied(state), [])]
     for n in range(9, 23):
-        steps["one"].append(fed(model, one, state, (1,), n))
-        steps["other"].append(fed(model, other, twin, (1,), n))
-    for name, x in (("one", one), ("other", other)):
-        with torch.no_grad():
-            torch.testing.assert_close(torch.cat(steps[name], 1), logits(model, x)[:, 9:], rtol=1e-5, atol=1e-5)
+        for x, cache, steps in ways:
+            steps.append(fed(model, x, cache, (1,), n))
+    with torch.no_grad():
+        for x, _, steps in ways:
+            torch.testing.assert_close(torch.cat(steps, 1), logits(model, x)[:, 9:], rtol=1e-5, atol=1e-5)
 
 
 def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):
