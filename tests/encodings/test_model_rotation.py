@@ -14,39 +14,35 @@ HALF = "rope:base=500000,rotary_fraction=0.5"
 
 
 @pytest.mark.parametrize(
-    ("spec", "trained", "expected"),
+    ("spec", "trained", "taken"),
     [
-        ("rope:scaling=linear,factor=2", HALF, "rope:scaling=linear,factor=2,base=500000,rotary_fraction=0.5"),
-        ("longrope:factors=2", HALF, "longrope:factors=2,base=500000,rotary_fraction=0.5"),
-        ("clex", HALF, "clex:base=500000,rotary_fraction=0.5"),
-        ("rerope", "rope:interleaved=true", "rerope:interleaved=true"),
-        ("dape:base=rope", HALF, "dape:base=rope,rope_base=500000,rotary_fraction=0.5"),
-        ("xpos", "rope", "xpos:interleaved=false"),
-        ("rope:scaling=none", "xpos", "rope:scaling=none,interleaved=true"),
-        ("rope", "dape:base=rope,rope_base=500", "rope:base=500"),
-        ("bipe", "rope:base=500", "bipe:base=500"),
+        ("rope:scaling=linear,factor=2", HALF, ",base=500000,rotary_fraction=0.5"),
+        ("longrope:factors=2", HALF, ",base=500000,rotary_fraction=0.5"),
+        ("clex", HALF, ":base=500000,rotary_fraction=0.5"),
+        ("rerope", "rope:interleaved=true", ":interleaved=true"),
+        ("dape:base=rope", HALF, ",rope_base=500000,rotary_fraction=0.5"),
+        ("xpos", "rope", ":interleaved=false"),
+        ("rope:scaling=none", "xpos", ",interleaved=true"),
+        ("rope", "dape:base=rope,rope_base=500", ":base=500"),
+        ("bipe", "rope:base=500", ":base=500"),
         # another base is a method of rope's own; an explicit default is no open option
-        ("rope:base=10000", "rope:base=500000", "rope:base=10000"),
-        ("rope:base=500000,logn=clipped", "rope", "rope:base=500000,logn=clipped"),
+        ("rope:base=10000", "rope:base=500000", ""),
+        ("rope:base=500000,logn=clipped", "rope", ""),
         # scores were trained with ln(i + 1) / ln 9
-        (
-            "rope:scaling=linear,factor=2",
-            "rope:logn=clipped,original_length=9",
-            "rope:scaling=linear,factor=2,logn=clipped,original_length=9",
-        ),
-        ("rope:scaling=linear,factor=2,logn=none", "rope:logn=clipped", "rope:scaling=linear,factor=2,logn=none"),
-        ("longrope:factors=3", "longrope:factors=2,original_length=9", "longrope:factors=3,original_length=9"),
+        ("rope:scaling=linear,factor=2", "rope:logn=clipped,original_length=9", ",logn=clipped,original_length=9"),
+        ("rope:scaling=linear,factor=2,logn=none", "rope:logn=clipped", ""),
+        ("longrope:factors=3", "longrope:factors=2,original_length=9", ",original_length=9"),
         # nothing is open, or nothing of theirs is rotated
-        ("rope:factor=2,scaling=linear", "rope", "rope:factor=2,scaling=linear"),
-        ("alibi", HALF, "alibi"),
-        ("longrope:factors=2", "alibi", "longrope:factors=2"),
-        ("dape", HALF, "dape"),
-        ("alibi", "of_somebody_else", "alibi"),
+        ("rope:factor=2,scaling=linear", "rope", ""),
+        ("alibi", HALF, ""),
+        ("longrope:factors=2", "alibi", ""),
+        ("dape", HALF, ""),
+        ("alibi", "of_somebody_else", ""),
     ],
 )
-def test_what_is_open_is_the_models(spec, trained, expected):
-    assert complete_for_checkpoint(spec, trained) == expected
-    assert complete_for_checkpoint(expected, trained) == expected
+def test_what_is_open_is_the_models(spec, trained, taken):
+    assert complete_for_checkpoint(spec, trained) == spec + taken
+    assert complete_for_checkpoint(spec + taken, trained) == spec + taken
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,10 @@ def test_refusals(spec, words):
         ("alibi", 5, 32, None, "5 heads do not divide a model width of 32"),
         ("complex", 1, 5, None, "must be even, not 5"),
         *((spec, 4, 36, None, "rotated width must be even and at least 2, not 9") for spec in ("rope", "xpos")),
-        ("learned:max_positions=10", 4, 32, 64, "shorter than the training length 64"),
-        ("tupe:max_positions=10", 4, 32, 64, "shorter than the training length 64"),
+        *(
+            (f"{name}:max_positions=10", 4, 32, 64, "shorter than the training length 64")
+            for name in ("learned", "tupe")
+        ),
     ],
 )
 def test_refusals_of_a_shape(spec, heads, width, length, words):

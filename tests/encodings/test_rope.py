@@ -264,32 +264,3 @@ def test_xpos_counts_the_gaps_of_irregular_positions():
     assert xpos.query_limit(Positions(near, near, None, False), torch.float16) == 200
     assert xpos.query_limit(Positions(far, far, None, False), torch.float16) == room // 300
     assert xpos.query_limit(Positions(near / 4, near / 4, 0.25), torch.float16) == pytest.approx(room * 4, abs=4)
-
-
-def test_rotation_equals_transformers(monkeypatch):
-    """Llama and GPT-NeoX pair halves, GPT-J neighbours; GPT-NeoX turns a part of the head."""
-    utils = pytest.importorskip("transformers.utils")
-    # its models load torchaudio where it is installed, which fails with a torch of another version
-    monkeypatch.setattr(utils, "is_torchaudio_available", lambda: False)
-    from transformers.models.gpt_neox import modeling_gpt_neox as neox
-    from transformers.models.gptj import modeling_gptj as gptj
-    from transformers.models.llama import modeling_llama as llama
-
-    (q, k, _), pos = floats(2, 8, 50, 64), Positions.arange(50)
-
-    def ours(options: str) -> tuple[torch.Tensor, torch.Tensor]:
-        encoding = build(f"rope:{options}", 8, 512)
-        return encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
-
-    for fraction, module in ((1.0, llama), (0.25, neox)):
-        rotated = int(64 * fraction)
-        angles = pos.q[..., None] * 10000 ** (-torch.arange(0, rotated, 2) / rotated)
-        angles = torch.cat([angles, angles], dim=-1)
-        theirs = module.apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
-        for a, b in zip(ours(f"rotary_fraction={fraction}"), theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-    sin, cos = gptj.create_sinusoidal_positions(50, 64).chunk(2, dim=-1)
-    for a, x in zip(ours("interleaved=true"), (q, k), strict=True):
-        b = gptj.apply_rotary_pos_emb(x.transpose(1, 2), sin[None], cos[None]).transpose(1, 2)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -51,16 +52,13 @@ def test_chunks_in_bfloat16(task, spec):
     torch.testing.assert_close(fed(model, x, {}), wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
-MOVED = ("offset:by=3", "interpolate:ratio=1/3", "interpolate:train=6")
+FIXED = ("offset:by=3", "interpolate:ratio=1/3")
+MOVED = [(spec, "identity") for spec in TURNED + READ]
+MOVED += itertools.product(("rope", TURNED[-1], READ[3], *READ[-2:], "fire"), (*FIXED, "interpolate:train=6"))
+MOVED += itertools.product(["sinusoidal"], FIXED)  # what the input of a text that grows should be, no cache follows
 
 
-@pytest.mark.parametrize(
-    ("spec", "evaluation"),
-    [
-        *((spec, "identity") for spec in TURNED + READ),
-        *((spec, evaluation) for spec in ("rope", TURNED[-1], READ[3], *READ[-2:]) for evaluation in MOVED),
-    ],
-)
+@pytest.mark.parametrize(("spec", "evaluation"), MOVED)
 def test_one_layer_follows_what_follows(task, spec, evaluation):
     """Every step of one layer is a pass over the text so far, whatever its positions and rotation do as it grows."""
     model, state = make_model(task, spec, decoder_layers=1, positions_eval=evaluation), {}
@@ -114,11 +112,9 @@ def test_keys_are_kept_turned_only_where_nothing_can_turn_them_further(task, spe
 
 
 def test_a_rotation_of_ones_own_is_turned_on_read(task):
-    model = make_model(task, "rope")
-    own = OfTheQueries(Rope.Config(), 4, 32)
+    model, x = make_model(task, "rope"), tokens(2, 23)
+    own = model.decoder.encodings[0] = OfTheQueries(Rope.Config(), 4, 32)
     assert not own.rotation_is_fixed
-    model.decoder.encodings[0] = own
-    x = tokens(2, 23)
     with torch.no_grad():
         torch.testing.assert_close(fed(model, x, {}), logits(model, x), rtol=1e-5, atol=1e-5)
 

@@ -1,21 +1,15 @@
-"""The plugin under fairseq's own commands: one training and one evaluation in a process of its own, as users run them.
-
-The others run in the process of the tests.
-"""
+"""The plugin under fairseq's own commands: one training and one evaluation as processes, as users run them."""
 
 from __future__ import annotations
 
 import math
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGE, TRAIN_FLAGS, run
+from conftest import PACKAGE, TRAIN_FLAGS, assert_equal_models, run
 from in_process import fairseq
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -71,16 +65,6 @@ def refusal(command: str, *flags: object) -> str:
     return line
 
 
-def parameters(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
-    return torch.load(folder / name)["model"]
-
-
-def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
 def all_scored(corpus: Path, said: str) -> bool:
     total = corpus_files.count_tokens(corpus, "test")
     return f"scored tokens: {total} of {total}" in said
@@ -88,11 +72,11 @@ def all_scored(corpus: Path, said: str) -> bool:
 
 @pytest.fixture(scope="module")
 def learned(corpus, made_once) -> Path:
-    """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens."""
+    """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens by a process."""
 
     def fill(folder: Path) -> None:
-        said = train(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb", updates=6)
-        (folder / "log.txt").write_text(said)
+        flags = training(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb", updates=6)
+        (folder / "log.txt").write_text(run(*PROCESS, "fairseq_cli.train", *flags).stdout)
 
     return made_once("kerple-log", fill)
 
@@ -143,31 +127,12 @@ def test_generation(corpus, learned):
     assert done.stdout.count("\nH-") == len(corpus_files.read_split(corpus, "test")[1])
 
 
-def test_sigkill_and_resume_is_bit_equal(corpus, tmp_path):
-    """A training in a process of its own is killed wherever it is after its first checkpoint."""
-    flags = ["--rpe", "kerple_log", "--dropout", "0.1", "--attention-dropout", "0.1", "--disable-validation"]
-    flags += ["--save-interval-updates", "2", "--keep-interval-updates", "1"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [*PROCESS, "fairseq_cli.train", *training(corpus, killed, *flags, updates=10**6)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 300
-        while not (killed / "checkpoint_last.pt").exists() and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    history = torch.load(killed / "checkpoint_last.pt")["optimizer_history"]
-    updates = history[-1]["num_updates"] + 3
-    assert "Loaded checkpoint" in train(corpus, killed, *flags, updates=updates)
-    train(corpus, whole, *flags, updates=updates)
-    assert_bit_equal(parameters(whole), parameters(killed))
-
-
 def test_update_freq_and_clip_and_checkpointing(corpus, tmp_path):
     """Activation checkpointing does not change a bit of training with accumulation and clipping."""
     flags = ["--rpe", "fire", "--update-freq", 2, "--clip-norm", 0.1, "--dropout", 0.1, "--attention-dropout", 0.1]
     train(corpus, tmp_path / "plain", *flags, updates=3)
     train(corpus, tmp_path / "again", *flags, "--checkpoint-activations", updates=3)
-    assert_bit_equal(parameters(tmp_path / "plain"), parameters(tmp_path / "again"))
+    assert_equal_models(*(tmp_path / folder / "checkpoint_last.pt" for folder in ("plain", "again")))
 
 
 def test_adaptive(corpus, tmp_path):
@@ -181,7 +146,7 @@ def test_adaptive(corpus, tmp_path):
 @pytest.mark.parametrize("flag", ["--bf16", "--amp"])
 def test_bf16_and_amp(corpus, tmp_path, flag):
     train(corpus, tmp_path, "--rpe", "kerple_log", flag)
-    assert all(torch.isfinite(p).all() for p in parameters(tmp_path).values())
+    assert all(torch.isfinite(p).all() for p in torch.load(tmp_path / "checkpoint_last.pt")["model"].values())
 
 
 def test_hydra_train(corpus, tmp_path, monkeypatch):
@@ -224,39 +189,29 @@ def test_an_encoding_in_a_file_is_trained_and_evaluated(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [
-        (["typ1"], "unknown encoding 'typ1' (did you mean 'type1'?)"),
-        (["type1:frm=paper"], "no option 'frm' (did you mean 'form'?)"),
-        (["window:window=0"], "must be at least 1, not 0"),
-        (["alibi", "--attention-backend", "flash"], "unknown attention backend 'flash'"),
-        (["alibi", "--rpe-module", "/nowhere/mine.py"], "--rpe-module /nowhere/mine.py: no such file"),
-        (["alibi", "--decoder-learned-pos"], "use --rpe learned instead"),
-        (["alibi", "--ddp-backend", "fully_sharded"], "raise --update-freq"),
-        (["alibi", "--nonsense"], "unrecognized arguments: --nonsense: the --help of"),
-    ],
+    {
+        "typ1": "unknown encoding 'typ1' (did you mean 'type1'?)",
+        "alibi --attention-backend flash": "unknown attention backend 'flash'",
+        "alibi --rpe-module /nowhere/mine.py": "--rpe-module /nowhere/mine.py: no such file",
+        "alibi --decoder-learned-pos": "use --rpe learned instead",
+        "alibi --ddp-backend fully_sharded": "raise --update-freq",
+        "alibi --nonsense": "unrecognized arguments: --nonsense: the --help of",
+        "rope --rpe-eval alibi": "--rpe-eval belongs to evaluation: train with --rpe",
+    }.items(),
 )
 def test_bad_flags_are_refused(corpus, tmp_path, flags, words):
-    assert words in refusal("train", *training(corpus, tmp_path / "out", "--rpe", *flags))
+    assert words in refusal("train", *training(corpus, tmp_path / "out", "--rpe", *flags.split()))
     assert not list(tmp_path.rglob("*.pt"))
 
 
 def test_missing_data_and_checkpoint(corpus, learned, tmp_path):
     command = training(tmp_path / "nothing", tmp_path / "out", "--rpe", "alibi")
     assert re.search(r"nothing: no dict\.txt there", refusal("train", *command))
+    command = training(corpus, tmp_path, "--rpe", "alibi", "--restore-file", learned / "checkpoint_last.pt")
+    assert "the checkpoint does not fit this model" in refusal("train", *command)
     for name, flags, words in (
         ("checkpoint_best.pt", ["--gen-subset", "exam"], "no split 'exam' there"),
         ("checkpoint_best.pt", ["--max-tokens", 31], "--max-tokens 31 is less than a block of 32 tokens"),
         ("absent.pt", [], "absent.pt does not exist"),
     ):
         assert words in refusal("eval_lm", *evaluation(corpus, learned / name, 32, *flags))
-
-
-def test_checkpoint_of_another_model(corpus, learned, tmp_path):
-    flags = training(corpus, tmp_path, "--rpe", "alibi", "--restore-file", learned / "checkpoint_last.pt")
-    assert "the checkpoint does not fit this model" in refusal("train", *flags)
-
-
-def test_learned_beyond_its_table(corpus, tmp_path):
-    train(corpus, tmp_path, "--rpe", "learned", updates=1)
-    said = refusal("eval_lm", *evaluation(corpus, tmp_path / "checkpoint_last.pt", 64))
-    assert "position 63 is beyond the 32 positions" in said

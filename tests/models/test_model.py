@@ -104,6 +104,29 @@ def test_layerdrop_keeps_each_layers_own_encoding(task):
     assert len(seen) > 1
 
 
+@pytest.mark.parametrize("spec", READERS)
+def test_words_before_are_seen_and_a_state_goes_into_a_model_of_the_same_dictionary(task, spec):
+    """A token's logits follow from which words came before it, and not from those behind it."""
+    (model, other), x = (make_model(task, spec, seed) for seed in (0, 1)), tokens(2, 12)
+    noise = torch.Generator().manual_seed(5)
+    for p in model.decoder.encodings.parameters():  # far from where they start
+        p.data += torch.randn(p.shape, generator=noise)
+    changed = x.clone()
+    changed[:, -1] = torch.where(x[:, -1] == 5, 6, 5)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        a, b = logits(model, x), logits(model, changed)
+        torch.testing.assert_close(a[:, :-1], b[:, :-1])
+        assert not torch.allclose(a[:, -1], b[:, -1])
+        assert torch.equal(a, logits(other, x))
+
+
+def test_moved_positions_keep_their_tokens(task):
+    model, x = make_model(task, "complex", positions_eval="offset:by=3"), tokens(2, 9)
+    with torch.no_grad():
+        assert not torch.allclose(logits(model, x), logits(make_model(task, "complex"), x))
+
+
 def test_sizes_and_limits(task):
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
@@ -142,6 +165,7 @@ def test_adaptive_input_and_softmax(task):
         ({"rpe_module": "/nowhere/x.py"}, "no such file"),
         ({"tie_adaptive_weights": True}, "needs --adaptive-input"),
         ({"compute_dtype": "bfloat"}, "one of fp32, bf16, not 'bfloat'"),
+        ({"rpe": READERS[0], "positions_eval": "offset:by=3"}, "reads no positions, so moving them does nothing"),
         ({"rpe": "bipe"}, r"'bipe:ends=</s>\+.': no symbol of the dictionary is or ends in '.'"),
     ],
 )
