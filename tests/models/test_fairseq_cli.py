@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGE, TRAIN_FLAGS, assert_equal_models, run
+from conftest import PACKAGE, TRAIN_FLAGS, assert_equal_models, run, run_here
 from in_process import fairseq
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -202,6 +202,13 @@ def test_an_encoding_in_a_file_is_trained_and_evaluated(corpus, tmp_path):
 def test_bad_flags_are_refused(corpus, tmp_path, flags, words):
     assert words in refusal("train", *training(corpus, tmp_path / "out", "--rpe", *flags.split()))
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_an_encoding_of_evaluation_is_refused_after_two_minus(corpus, tmp_path):
+    words = ["train", corpus, "--rpe", "rope", "--tokens", "32", "--updates", "5", "--save-dir", tmp_path / "run"]
+    done = run_here(*words, "--", "--rpe-eval=zzz", ok=False)
+    assert done.returncode == 2 and "--rpe-eval after -- belongs to evaluation" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_data_and_checkpoint(corpus, learned, tmp_path):
