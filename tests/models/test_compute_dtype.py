@@ -11,6 +11,7 @@ import torch
 from conftest import make_model, run_here
 from refusal import refused
 from specs import representatives
+from test_criterion import sample
 from test_model import PAD, tokens
 
 from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy
@@ -23,13 +24,6 @@ def pair_of_models(task, spec):
     plain, half = make_model(task, spec), make_model(task, spec, compute_dtype="bf16")
     half.load_state_dict(plain.state_dict())
     return plain, half
-
-
-def sample(n: int = 33) -> dict:
-    ids = tokens(2, n)
-    inputs, target = ids[:, :-1], ids[:, 1:].contiguous()
-    lengths = torch.full((2,), n - 1)
-    return {"net_input": {"src_tokens": inputs, "src_lengths": lengths}, "target": target, "ntokens": inputs.numel()}
 
 
 @pytest.mark.parametrize("spec", representatives())
@@ -59,7 +53,7 @@ def test_a_model_in_float64_has_positions_in_float64(task, monkeypatch):
 def test_gradients_stay_in_float32_and_point_the_same_way(task, spec):
     gradients = []
     for model in pair_of_models(task, spec):
-        loss = LMCrossEntropy(task, False)(model.train(), sample())[0]
+        loss = LMCrossEntropy(task, False)(model.train(), sample(2, 60))[0]
         loss.backward()
         found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         assert all(p.dtype == g.dtype == torch.float32 for p, g in zip(model.parameters(), found, strict=False))
@@ -71,11 +65,13 @@ def test_gradients_stay_in_float32_and_point_the_same_way(task, spec):
 def test_a_validation_is_what_evaluation_computes(task):
     """Both have float32 logits of the features, so that a valid loss is a test loss on the same text."""
     _, half = pair_of_models(task, "alibi")
-    batch = sample()
+    batch = sample(2, 60)
     with torch.no_grad():
         validated = LMCrossEntropy(task, False)(half.eval(), batch)[0]
         logits = half(batch["net_input"]["src_tokens"])[0]
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["target"].flatten(), ignore_index=PAD, reduction="sum"
+    )
     torch.testing.assert_close(validated, expected, rtol=1e-6, atol=0)
 
 
@@ -83,7 +79,7 @@ def test_activation_checkpoints(task):
     results = []
     for checkpointed in (False, True):
         model = make_model(task, "kerple_log", compute_dtype="bf16", checkpoint_activations=checkpointed).train()
-        loss = LMCrossEntropy(task, False)(model, sample())[0]
+        loss = LMCrossEntropy(task, False)(model, sample(2, 60))[0]
         loss.backward()
         results.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     assert results[0][0] == results[1][0]

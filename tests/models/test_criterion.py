@@ -12,12 +12,11 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.logging import metrics
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from refusal import refused
+from test_model import PAD
 from torch.nn import functional as F
 
 from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy, watched
 from fairseq_rpe.modules.cross_entropy import CHUNK, linear_cross_entropy
-
-PAD = 1
 
 
 def sample(rows=3, n=150):

@@ -178,8 +178,5 @@ def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
     scaled = loss("--rpe-eval", "rope:scaling=linear,factor=8")
     assert scaled != loss()
     assert scaled == pytest.approx(loss("--positions-eval", "interpolate:ratio=1/8"), abs=2e-4)
-    for spec, words in (
-        ("kerple_log", "the checkpoint does not fit this model"),
-        ("rope:scaling=linear,factor=8,rotary_fraction=1", "give rotary_fraction=0.5, or leave it out"),
-    ):
-        assert words in refusal("eval_lm", *evaluation(corpus, checkpoint, 256, "--rpe-eval", spec))
+    words = refusal("eval_lm", *evaluation(corpus, checkpoint, 256, "--rpe-eval", "kerple_log"))
+    assert "the checkpoint does not fit this model" in words
