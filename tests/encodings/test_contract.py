@@ -81,10 +81,13 @@ def test_encodings_without_a_mistake_pass(body, tmp_path):
     assert isinstance(build(load(tmp_path, body), 4, 64), Encoding)
 
 
+OF_ONE_HEAD = representatives(tokens=True)  # asked before a test here registers another encoding
+
+
 @pytest.mark.parametrize("spec", [*ALL_SPECS, *CONTENT_SPECS, "bipe", "bipe:inter=alibi", "complex"])
 def test_encodings_of_this_package_pass(spec):
     contract.check(build(spec, 4, 64, 64, SYMBOLS).to(DEVICE), len(SYMBOLS))
-    if spec in representatives(tokens=True):
+    if spec in OF_ONE_HEAD:
         contract.check(build(spec, 1, 32, 64, SYMBOLS).to(DEVICE), len(SYMBOLS))
 
 
