@@ -12,31 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from specs import CAPABILITIES, capabilities, every_spec, representatives
 
-from fairseq_rpe import algorithms, encodings, positions
-from fairseq_rpe.core import (
-    ByKey,
-    ByQuery,
-    Dense,
-    Levels,
-    Pair,
-    Positions,
-    QueryKeyTableBias,
-    Sum,
-    Toeplitz,
-    UserError,
-    block,
-    canonical,
-    configure,
-    forms,
-    parse,
-    part,
-)
+from fairseq_rpe import algorithms, core, encodings, positions
+from fairseq_rpe.core import Positions, UserError, block, canonical, configure, forms, parse
 from fairseq_rpe.encodings import Encoding, register
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-# representatives
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -77,8 +57,6 @@ def test_a_new_encoding_with_a_new_combination_is_a_representative():
             del encodings.base.registry._table[name]
         representatives.cache_clear()
 
-
-# specs
 
 CONFIGS = {
     f"{room.__name__.rpartition('.')[2]} {name}": room.base.registry.get(name).Config
@@ -131,9 +109,6 @@ def test_a_spec_of_any_words_is_parsed_as_it_was_written(name, options):
     assert parse(f" {name} : {written.replace(',', ' , ').replace('=', ' = ')}" if options else name) == (name, options)
 
 
-# forms
-
-
 @st.composite
 def biases(draw) -> tuple[typing.Any, Positions]:
     """A bias of any form, and positions of its queries and keys."""
@@ -147,16 +122,16 @@ def biases(draw) -> tuple[typing.Any, Positions]:
     at = (draw(st.integers(-3, 3)) + torch.arange(m, dtype=torch.float64) * step).expand(2, -1)
     table = {"origin": draw(st.integers(0, columns - 1)), "step": step}
     made = [
-        Toeplitz(tensor(3, columns), **table),
-        ByQuery(tensor(2, 3, n, 4), tensor(1, columns, 4), **table),
-        ByKey(tensor(2, 3, m, 4), tensor(3, columns, 4), **table),
-        QueryKeyTableBias(tensor(2, 3, n, 4), tensor(2, 3, m, 4), tensor(3, columns, wide), **table),
-        Levels(tensor(2, 3, n), tensor(2, 3, m)),
-        Dense(tensor(2, 3, n, m)),
-        Pair(lambda i, j, x: x * (i[:, None, :, None] - j[:, None, None]), (tensor(3, 1, 1),)),
+        core.Toeplitz(tensor(3, columns), **table),
+        core.ByQuery(tensor(2, 3, n, 4), tensor(1, columns, 4), **table),
+        core.ByKey(tensor(2, 3, m, 4), tensor(3, columns, 4), **table),
+        core.QueryKeyTableBias(tensor(2, 3, n, 4), tensor(2, 3, m, 4), tensor(3, columns, wide), **table),
+        core.Levels(tensor(2, 3, n), tensor(2, 3, m)),
+        core.Dense(tensor(2, 3, n, m)),
+        core.Pair(lambda i, j, x: x * (i[:, None, :, None] - j[:, None, None]), (tensor(3, 1, 1),)),
     ]
     chosen = draw(st.lists(st.sampled_from(made), min_size=1, max_size=3))
-    return (chosen[0] if len(chosen) == 1 else Sum(tuple(chosen))), Positions(at[:, m - n :], at, step)
+    return (chosen[0] if len(chosen) == 1 else core.Sum(tuple(chosen))), Positions(at[:, m - n :], at, step)
 
 
 @steady
@@ -172,20 +147,9 @@ def test_slices_of_a_bias_concatenate_to_it(bias, data):
     torch.testing.assert_close(torch.cat(joined, 2), whole)
     columns = slice(data.draw(st.integers(0, keys - 1)), keys)
     torch.testing.assert_close(block(form, pos, cols=columns).expand(2, 3, -1, -1), whole[..., columns])
-    parts = [block(part(form, some, keys), Positions(pos.q[:, some], pos.k[:, :keys], pos.step)) for some in rows]
+    parts = [block(core.part(form, some, keys), Positions(pos.q[:, some], pos.k[:, :keys], pos.step)) for some in rows]
     torch.testing.assert_close(torch.cat([one.expand(2, 3, -1, -1) for one in parts], 2), whole[..., :keys])
     if (leaves := forms.leaves(form)) is not None:
         doubled = forms.rebuilt(form, iter([2 * tensor for tensor, _ in leaves]))
         again = forms.rebuilt(doubled, iter([tensor / 2 for tensor, _ in forms.leaves(doubled)]))
         assert torch.equal(block(again, pos).expand(2, 3, -1, -1), whole)
-
-
-@steady
-@given(st.integers(1, 9), st.integers(0, 8), st.sampled_from([0.25, 1.0, 3.0]), st.integers(0, 20))
-def test_a_toeplitz_bias_reads_its_table_by_the_distance(columns, origin, step, n):
-    table = torch.arange(2.0 * columns).view(2, columns)
-    pos = Positions(torch.arange(n)[None] * step, torch.arange(n)[None] * step, step)
-    found = block(Toeplitz(table, origin, step), pos)
-    for i in range(n):
-        for j in range(n):
-            assert torch.equal(found[0, :, i, j], table[:, min(max(i - j + origin, 0), columns - 1)])

@@ -18,7 +18,7 @@ from fairseq_rpe.analysis.convergence import UNDECIDED, verdict
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 
-SHAPES = [(1, 1, 1), (2, 3, 2), (1, 8, 4), (3, 13, 1), (2, 21, 2)]  # rows, tokens, heads
+SHAPES = [(1, 1, 1), (2, 3, 2), (1, 8, 4), (2, 21, 2)]  # rows, tokens, heads
 
 
 def built(spec: str, heads: int, width: int, **more):
@@ -26,9 +26,17 @@ def built(spec: str, heads: int, width: int, **more):
     return build(spec, heads, width, **more)
 
 
-def steps_of_rk4(h, p: np.ndarray, count: int, dt: float, steps: int) -> np.ndarray:
-    """p at 0, dt … by Kutta's 3/8 rule, of the same order as the classical one."""
-    found, t, e = [p], 0.0, dt / steps
+def in_numpy(made, count: int) -> np.ndarray:
+    """The path at 0, dt … by Kutta's 3/8 rule, of the same order as the classical one."""
+    w1, b1, w2, b2 = (x.detach().double().numpy() for x in made.flow.parameters())
+
+    def h(t, p):
+        when = np.full((3, 1), t)
+        hidden = np.maximum(np.concatenate([p, when], 1) @ w1.T + b1, 0)
+        return np.concatenate([hidden, when], 1) @ w2.T + b2
+
+    p, t, steps = made.start.detach().double().numpy(), 0.0, made.config.steps
+    found, e = [p], made.config.dt / steps
     for number in range((count - 1) * steps):
         k1 = h(t, p)
         k2 = h(t + e / 3, p + e * k1 / 3)
@@ -40,23 +48,12 @@ def steps_of_rk4(h, p: np.ndarray, count: int, dt: float, steps: int) -> np.ndar
     return np.stack(found)
 
 
-def in_numpy(made, count: int) -> np.ndarray:
-    w1, b1, w2, b2 = (x.detach().double().numpy() for x in made.flow.parameters())
-
-    def h(t, p):
-        when = np.full((3, 1), t)
-        hidden = np.maximum(np.concatenate([p, when], 1) @ w1.T + b1, 0)
-        return np.concatenate([hidden, when], 1) @ w2.T + b2
-
-    return steps_of_rk4(h, made.start.detach().double().numpy(), count, made.config.dt, made.config.steps)
-
-
 @pytest.mark.parametrize(("rows", "n", "heads"), SHAPES)
 def test_attention_is_its_equation(rows, n, heads):
     made = built("floater:dt=0.2,steps=2", heads, heads * 4).double()
     path = in_numpy(made, n)
     np.testing.assert_allclose(made.path(n).detach().numpy(), path, rtol=1e-9)
-    q, k, v = (torch.randn(rows, heads, n, 4, dtype=torch.float64) for _ in range(3))
+    q, k, v = vectors(rows, heads, n, 4)
     split = path.reshape(n, 3, heads, 4)
     a, b, c = (x.numpy() + split[None, :, i].transpose(0, 2, 1, 3) for i, x in enumerate((q, k, v)))
     logits = np.where(np.tril(np.ones((n, n))) > 0, a @ b.swapaxes(-1, -2) / 2, -np.inf)

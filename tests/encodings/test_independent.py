@@ -56,6 +56,16 @@ def test_alibi_of_x_transformers(heads):
     assert theirs_all.AlibiPositionalBias._get_slopes(heads) == pytest.approx(alibi_slopes(heads))
 
 
+def test_neighbours_turn_as_in_gptj():
+    """GPT-NeoX and Llama, which pair halves: see tests/adapters."""
+    gptj, q, pos = library("transformers.models.gptj.modeling_gptj"), torch.randn(2, 8, 50, 64), Positions.arange(50)
+    sin, cos = gptj.create_sinusoidal_positions(50, 64).chunk(2, dim=-1)
+    theirs = gptj.apply_rotary_pos_emb(q.transpose(1, 2), sin[None], cos[None]).transpose(1, 2)
+    for key in (False, True):
+        ours = build("rope:interleaved=true", 8, 512).rotate(q, pos.q, pos, key=key)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def projected(x, project, heads):
     return project(x).unflatten(2, (heads, -1)).transpose(1, 2)
 
@@ -64,14 +74,8 @@ def projected(x, project, heads):
 def test_attention_of_deberta_v2(buckets, far):
     deberta = library("transformers.models.deberta_v2.modeling_deberta_v2")
     torch.manual_seed(0)
-    config = deberta.DebertaV2Config(
-        hidden_size=32,
-        num_attention_heads=4,
-        pos_att_type=["c2p", "p2c"],
-        relative_attention=True,
-        position_buckets=buckets,
-        max_relative_positions=far,
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "position_buckets": buckets, "max_relative_positions": far}
+    config = deberta.DebertaV2Config(**sizes, pos_att_type=["c2p", "p2c"], relative_attention=True)
     theirs = deberta.DisentangledSelfAttention(config).double().eval()
     spec = f"deberta:max_distance={far}" + (f",buckets={buckets}" if buckets > 0 else "")
     ours = build(spec, 4, 32).double()

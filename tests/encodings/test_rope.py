@@ -1,4 +1,4 @@
-"""Rotary encodings: golden values, relativity, public implementations, precision, decoding and refusals."""
+"""Rotary encodings: golden values, relativity, public implementations and precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specs import SPECS
 from fairseq_rpe.attention import Plan, reference, sdpa
 from fairseq_rpe.attention.layer import carry_out
 from fairseq_rpe.core import Positions
-from fairseq_rpe.encodings import build, normalise
+from fairseq_rpe.encodings import build
 
 floats = functools.partial(vectors, dtype=torch.float32)
 ROTARY = SPECS["rope"] + SPECS["xpos"]
@@ -66,20 +66,19 @@ def test_bases(scaling, at, base):
 
 def test_by_parts():
     code = {0: 1, 1: 0.74989421, 4: 0.29798386, 8: 0.071153846, 12: 0.015203258, 16: 0.0025, 31: 3.3338036e-5}
-    for scaling in ("ntk_by_parts", "yarn"):
-        assert_values(theta(f"scaling={scaling},factor=4"), code)
-        assert_values(theta(f"scaling={scaling},factor=auto", at=2048), code)
-        assert build(f"rope:scaling={scaling},factor=4", 8, 512, 512).ramp_ends() == (3, 16)
-        assert build(f"rope:scaling={scaling},factor=4,original_length=2048", 8, 512).ramp_ends() == (8, 21)
+    for scaling in ("scaling=ntk_by_parts", "scaling=yarn"):
+        assert_values(theta(f"{scaling},factor=4"), code)
+        assert_values(theta(f"{scaling},factor=auto", at=2048), code)
+        ends = [build(f"rope:{scaling},factor=4,original_length={n}", 8, 512).ramp_ends() for n in (512, 2048)]
+        assert ends == [(3, 16), (8, 21)]
     paper = {4: 0.26855304, 8: 0.042295322, 12: 0.0091120947, 16: 0.0025}
     assert_values(theta("scaling=ntk_by_parts,factor=4,ramp=paper"), paper)
     assert torch.equal(theta("scaling=ntk_by_parts,factor=4", length=3)[1:], theta("scaling=linear,factor=4")[1:])
 
 
-def test_yarn_temperature():
-    """Every logit is scaled by the square, also where only a part of the head turns."""
-    q, k, _ = vectors(1, 8, 1, 64)
-    for options, at, factor in (
+@pytest.mark.parametrize(
+    ("options", "at", "factor"),
+    [
         ("factor=4", 1, 1.1386294361),
         ("factor=2", 1, 1.0693147181),
         ("factor=8", 1, 1.2079441542),
@@ -88,25 +87,27 @@ def test_yarn_temperature():
         ("factor=0.5", 1, 1),
         ("factor=4,temperature=1.25", 1, 1.25),
         ("factor=4,rotary_fraction=0.25", 1, 1.1386294361),
-    ):
-        last = exact(1, at).q
-        pos = Positions(last, last)
-        yarn = build(f"rope:scaling=yarn,{options}", 8, 512, 512)
-        got = scores(yarn, q, k, pos) / scores(build("rope", 8, 512), q, k, pos)
-        torch.testing.assert_close(got, torch.full_like(got, factor**2), rtol=1e-9, atol=0)
+    ],
+)
+def test_yarn_temperature(options, at, factor):
+    """Every logit is scaled by the square, also where only a part of the head turns."""
+    q, k, _ = vectors(1, 8, 1, 64)
+    pos = exact(1, at)
+    pos = Positions(pos.q, pos.q)
+    yarn = build(f"rope:scaling=yarn,{options}", 8, 512, 512)
+    got = scores(yarn, q, k, pos) / scores(build("rope", 8, 512), q, k, pos)
+    torch.testing.assert_close(got, torch.full_like(got, factor**2), rtol=1e-9, atol=0)
 
 
-def test_yarn_of_public_code_scales_the_turned_part_alone():
+@pytest.mark.parametrize("rotated", [16, 2])
+def test_yarn_of_public_code_scales_the_turned_part_alone(rotated):
     """Also where that is a single pair."""
-    x, pos = vectors(1, 8, 5, 64)[0], exact(5)
-    for fraction in (0.25, 1 / 32):
-        spec = f"rope:scaling=yarn,factor=4,rotary_fraction={fraction}"
-        made = (build(f"{spec},scaled={part}", 8, 512, 512) for part in ("head", "turned"))
-        whole, turned = (encoding.rotate(x, pos.k, pos) for encoding in made)
-        rotated = int(64 * fraction)
-        assert torch.equal(turned[..., rotated:], x[..., rotated:])
-        torch.testing.assert_close(turned[..., :rotated], whole[..., :rotated], rtol=0, atol=0)
-        assert not torch.equal(whole[..., rotated:], x[..., rotated:])
+    x, pos, spec = vectors(1, 8, 5, 64)[0], exact(5), f"rope:scaling=yarn,factor=4,rotary_fraction={rotated / 64}"
+    made = (build(f"{spec},scaled={part}", 8, 512, 512) for part in ("head", "turned"))
+    whole, turned = (encoding.rotate(x, pos.k, pos) for encoding in made)
+    assert torch.equal(turned[..., rotated:], x[..., rotated:])
+    assert torch.equal(turned[..., :rotated], whole[..., :rotated])
+    assert not torch.equal(whole[..., rotated:], x[..., rotated:])
 
 
 def test_truncated():
@@ -129,13 +130,12 @@ def test_truncated_with_values_of_ones_own():
 
 
 def test_llama3_is_ntk_by_parts_with_the_papers_ramp():
-    got = theta("scaling=llama3,factor=8,original_length=8192,base=500000")
-    named = "factor=8,original_length=8192,base=500000,ramp=paper,beta_fast=4"
-    assert torch.equal(got, theta(f"scaling=ntk_by_parts,{named}"))
-    assert not torch.equal(got, theta("scaling=llama3,factor=8,original_length=8192,base=500000,beta_fast=8"))
-    small = build("rope:scaling=llama3,factor=8,original_length=8192,base=500000", 1, 16)
-    slower = build("rope:base=500000", 1, 16).frequencies(torch.ones(1).double())
-    slower = slower / small.frequencies(torch.ones(1).double())
+    model = "factor=8,original_length=8192,base=500000"
+    got = theta(f"scaling=llama3,{model}")
+    assert torch.equal(got, theta(f"scaling=ntk_by_parts,{model},ramp=paper,beta_fast=4"))
+    assert not torch.equal(got, theta(f"scaling=llama3,{model},beta_fast=8"))
+    plain, small = (build(f"rope:{more}", 1, 16) for more in ("base=500000", f"scaling=llama3,{model}"))
+    slower = plain.frequencies(torch.ones(1).double()) / small.frequencies(torch.ones(1).double())
     assert slower.tolist() == pytest.approx([1, 1, 1, 1, 2.6945296879, 8, 8, 8], rel=1e-9)
 
 
@@ -144,10 +144,9 @@ def test_resonance():
     assert_values(waves, {0: 6, 1: 8, 2: 11, 3: 15, 8: 63, 16: 628, 31: 47117}, rel=1e-12)
     after = 2 * math.pi / theta("scaling=yarn,factor=4,resonance=true")
     torch.testing.assert_close(after, (2 * math.pi / theta("scaling=yarn,factor=4")).round(), rtol=1e-12, atol=0)
-    resonant = build("rope:resonance=true", 8, 512)
     far = Positions(*(torch.tensor([[3.0, 3.0 + 63 * 4000]]),) * 2)
-    angles = resonant.angles(far.k, far)
-    assert angles[0, 0, 8] == angles[0, 1, 8]
+    here, there = build("rope:resonance=true", 8, 512).angles(far.k, far)[0, :, 8]
+    assert here == there
     assert torch.isfinite(build("rope:scaling=truncated,factor=4,resonance=true", 8, 512, 512).angles(far.k, far)).all()
 
 
@@ -162,34 +161,32 @@ def test_scores_depend_on_the_distance(spec):
         torch.testing.assert_close(here, there, rtol=0, atol=tolerance)
 
 
-def test_factor_one_is_plain_rope_bit_for_bit():
-    q, _, _ = floats(1, 4, 60, 16)
-    pos = Positions.arange(60)
+@pytest.mark.parametrize("scaling", ["linear", "ntk", "ntk_by_parts", "yarn", "dynamic_ntk"])
+def test_factor_one_is_plain_rope_bit_for_bit(scaling):
+    q, pos = floats(1, 4, 60, 16)[0], Positions.arange(60)
     plain = build("rope", 4, 64).rotate(q, pos.q, pos)
-    for scaling in ("linear", "ntk", "ntk_by_parts", "yarn"):
-        for factor in ("1", "auto"):
-            same = build(f"rope:scaling={scaling},factor={factor}", 4, 64, 64)
-            assert torch.equal(same.rotate(q, pos.q, pos), plain), (scaling, factor)
-    assert torch.equal(build("rope:scaling=dynamic_ntk", 4, 64, 64).rotate(q, pos.q, pos), plain)
+    for factor in ("",) if scaling == "dynamic_ntk" else (",factor=1", ",factor=auto"):
+        assert torch.equal(build(f"rope:scaling={scaling}{factor}", 4, 64, 64).rotate(q, pos.q, pos), plain), factor
 
 
-def test_growing_lengths_are_a_function_of_the_present_one():
-    for spec in GROWING:
-        encoding = build(spec, 4, 64, 16)
-        short, long = Positions.arange(20), Positions.arange(90)
-        q, _, _ = floats(1, 4, 20, 16)
-        before = encoding.rotate(q, short.q, short)
-        encoding.rotate(q, long.k[:, :20], long)
-        again = Positions.arange(20)
-        assert torch.equal(encoding.rotate(q, again.q, again), before)
-        assert not torch.equal(encoding.rotate(q, long.k[:, :20], long), before)
+@pytest.mark.parametrize("spec", GROWING)
+def test_growing_lengths_are_a_function_of_the_present_one(spec):
+    encoding, q, short, long = (
+        build(spec, 4, 64, 16),
+        floats(1, 4, 20, 16)[0],
+        Positions.arange(20),
+        Positions.arange(90),
+    )
+    before = encoding.rotate(q, short.q, short)
+    assert not torch.equal(encoding.rotate(q, long.k[:, :20], long), before)
+    again = Positions.arange(20)
+    assert torch.equal(encoding.rotate(q, again.q, again), before)
 
 
 @pytest.mark.parametrize("spec", ROTARY)
 def test_bf16_and_gradients(spec):
-    encoding = build(spec, 4, 64, 64)
-    pos = Positions.arange(300)
-    x, _, _ = vectors(1, 4, 300, 16, dtype=torch.bfloat16)
+    encoding, pos = build(spec, 4, 64, 64), Positions.arange(300)
+    x = vectors(1, 4, 300, 16, dtype=torch.bfloat16)[0]
     exact = encoding.rotate(x.float(), pos.k, pos, key=True)
     rough = encoding.rotate(x, pos.k, pos, key=True)
     assert rough.dtype == torch.bfloat16
@@ -210,14 +207,17 @@ def xpos_scores(q, k, i, j, scale_base=512, gamma=0.4, base=10000.0, decay=None)
     return torch.einsum("bhis,bhjs,ijs->bhij", z[0], z[1].conj(), turn).real
 
 
-def test_xpos_against_the_formula():
+@pytest.mark.parametrize("options", [{}, {"scale_base": 16, "gamma": 1.5, "base": 500}, {"decay": 0.9}])
+def test_xpos_against_the_formula(options):
+    """The decay of the last is the survey's."""
     q, k, _ = floats(2, 3, 40, 16)
-    for options in ({}, {"scale_base": 16, "gamma": 1.5, "base": 500}, {"decay": 0.9}):  # the last: the survey's
-        spec = "xpos" + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
-        i = torch.arange(40)
-        pos = Positions.arange(40)
-        got, expected = scores(build(spec, 3, 48), q, k, pos).tril(), xpos_scores(q, k, i, i, **options).tril()
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    spec = ":".join(["xpos", ",".join(f"{key}={value}" for key, value in options.items())]).rstrip(":")
+    got = scores(build(spec, 3, 48), q, k, Positions.arange(40)).tril()
+    expected = xpos_scores(q, k, torch.arange(40), torch.arange(40), **options).tril()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_xpos_decays_where_everything_turns():
     whole, part = (build(f"xpos:rotary_fraction={fraction}", 3, 48).series()[0].note for fraction in (1, 0.5))
     assert "scores decay to 0" in whole and "decay" not in part and "bounded" in part
 
@@ -241,11 +241,8 @@ def test_xpos_takes_long_inputs_in_parts(dtype, attend):
     """With S = 4 a hundred tokens span what 12800 do with the default; the factors alone would leave float16."""
     n = 400
     q, k, v = vectors(2, 2, n, 16, dtype=dtype)
-    xpos = build("xpos:scale_base=4", 2, 32)
-    pos = Positions.arange(n)
-    padding = torch.zeros(2, n, dtype=torch.bool)
-    padding[0, :5] = True
-    i = torch.arange(n)
+    xpos, pos, i = build("xpos:scale_base=4", 2, 32), Positions.arange(n), torch.arange(n)
+    padding = (i < 5) & torch.tensor([[True], [False]])
     bias = torch.zeros(n, n).masked_fill(i[:, None] < i, -math.inf).double()
     logits = xpos_scores(q, k, i, i, scale_base=4).nan_to_num(0) / 4 + bias
     for hidden in (None, padding):
@@ -267,38 +264,3 @@ def test_xpos_counts_the_gaps_of_irregular_positions():
     assert xpos.query_limit(Positions(near, near, None, False), torch.float16) == 200
     assert xpos.query_limit(Positions(far, far, None, False), torch.float16) == room // 300
     assert xpos.query_limit(Positions(near / 4, near / 4, 0.25), torch.float16) == pytest.approx(room * 4, abs=4)
-
-
-def test_one_spelling():
-    assert normalise("rope:factor=8.0,scaling=yarn") == "rope:scaling=yarn,factor=8"
-    assert normalise("rope:scaling=yarn,factor=AUTO,temperature=auto") == "rope:scaling=yarn,factor=auto"
-
-
-def test_rotation_equals_transformers(monkeypatch):
-    """Llama and GPT-NeoX pair halves, GPT-J neighbours; GPT-NeoX turns a part of the head."""
-    utils = pytest.importorskip("transformers.utils")
-    # its models load torchaudio where it is installed, which fails with a torch of another version
-    monkeypatch.setattr(utils, "is_torchaudio_available", lambda: False)
-    from transformers.models.gpt_neox import modeling_gpt_neox as neox
-    from transformers.models.gptj import modeling_gptj as gptj
-    from transformers.models.llama import modeling_llama as llama
-
-    q, k, _ = floats(2, 8, 50, 64)
-    pos = Positions.arange(50)
-
-    def ours(options: str) -> tuple[torch.Tensor, torch.Tensor]:
-        encoding = build(f"rope{options}", 8, 512)
-        return encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
-
-    for fraction, module in ((1.0, llama), (0.25, neox)):
-        rotated = int(64 * fraction)
-        angles = pos.q[..., None] * 10000 ** (-torch.arange(0, rotated, 2) / rotated)
-        angles = torch.cat([angles, angles], dim=-1)
-        theirs = module.apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
-        for a, b in zip(ours(f":rotary_fraction={fraction}"), theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-    sin, cos = gptj.create_sinusoidal_positions(50, 64).chunk(2, dim=-1)
-    for a, x in zip(ours(":interleaved=true"), (q, k), strict=True):
-        b = gptj.apply_rotary_pos_emb(x.transpose(1, 2), sin[None], cos[None]).transpose(1, 2)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -14,14 +14,11 @@ from refusal import refused
 from fairseq_rpe.attention import choose
 from fairseq_rpe.attention.layer import plan_of
 from fairseq_rpe.core import Positions
-from fairseq_rpe.encodings import build, normalise
+from fairseq_rpe.encodings import build
 from fairseq_rpe.positions import build as build_positions
 
-SHAPES = ((2, 16, 5), (1, 8, 9), (4, 64, 12), (3, 30, 7), (2, 4, 20))  # heads, width, tokens
+SHAPES = ((2, 16, 5), (4, 64, 12), (3, 30, 7), (2, 4, 20))  # heads, width, tokens
 SEARCHED = "longrope:factors=1+1.5+3+4"
-
-
-# -- LongRoPE
 
 
 def test_longrope_attention_factor():
@@ -43,15 +40,10 @@ def test_longrope_against_the_formula(heads, width, n):
     factors = [round(1 + 2 * s / head, 2) for s in range(head // 2)]
     listed = "+".join(map(str, factors))
     spec = f"longrope:factors={listed},factor={scale},start_tokens={start},original_length={length}"
-    q, k = vectors(1, heads, n, head, count=2)
     at = np.arange(n)[:, None]
     theta = 10000.0 ** (-np.arange(0, head, 2) / head)
     stretched = np.where(at >= start, at * theta / np.array(factors), at * theta) if n > length else at * theta
-    m2 = 1 + math.log(scale) / math.log(length)
-    got = scores(build(spec, heads, width), q, k, exact(n))
-    for h in range(heads):
-        expected = turned(q[0, h].numpy(), stretched) @ turned(k[0, h].numpy(), stretched).T * m2
-        np.testing.assert_allclose(got[0, h].numpy(), expected, rtol=1e-10, atol=1e-10)
+    assert_scores(build(spec, heads, width), heads, n, 1e-10, stretched, 1 + math.log(scale) / math.log(length))
 
 
 def test_longrope_rows_are_long_or_short_apart():
@@ -79,14 +71,19 @@ def test_longrope_seeds_are_the_scalings_of_rope(seed, scaling, fraction):
     assert min(got.factors) == got.factors[0] >= 1 and list(got.factors) == sorted(got.factors)
 
 
-def test_longrope_one_spelling():
-    assert normalise("longrope:factors=1.0+1.50+2+1e6") == "longrope:factors=1+1.5+2+1000000"
+def test_longrope_one_factor_is_that_of_every_pair():
     pos = exact(4)
     same = (build(f"longrope:factors={text},original_length=3", 1, 8).angles(pos.k, pos) for text in ("2", "2+2+2+2"))
     assert torch.equal(*same)
 
 
-# -- queries that grow with ln i
+def assert_scores(encoding, heads, n, tolerance, angles, factor=1.0):
+    """Products of queries, times a factor, and keys, both turned by these angles in numpy."""
+    q, k = vectors(1, heads, n, encoding.width // heads, count=2)
+    got = scores(encoding, q, k, exact(n))[0].numpy()
+    for head in range(heads):
+        expected = turned(q[0, head].numpy() * factor, angles) @ turned(k[0, head].numpy(), angles).T
+        np.testing.assert_allclose(got[head], expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("heads", "width", "n"), SHAPES)
@@ -96,15 +93,11 @@ def test_entropy_aware_abf_against_the_formula(heads, width, n, kind):
     head, length = width // heads, 5
     fraction = 1.0 if head % 4 else 0.5
     pairs = int(head * fraction) // 2
-    q, k = vectors(1, heads, n, head, count=2)
     angles = np.arange(n)[:, None] * 500000.0 ** (-np.arange(pairs) / pairs)
     growth = np.log(np.arange(n) + 1) / math.log(length)
     growth = np.maximum(growth, 1) if kind == "clipped" else growth
     spec = f"rope:base=500000,logn={kind},original_length={length},rotary_fraction={fraction}"
-    got = scores(build(spec, heads, width), q, k, exact(n))
-    for h in range(heads):
-        expected = turned(q[0, h].numpy() * growth[:, None], angles) @ turned(k[0, h].numpy(), angles).T
-        np.testing.assert_allclose(got[0, h].numpy(), expected, rtol=1e-10, atol=1e-10)
+    assert_scores(build(spec, heads, width), heads, n, 1e-10, angles, growth[:, None])
 
 
 def test_logn_beside_yarn_and_without_a_claim_about_bounded_scores():
@@ -117,13 +110,10 @@ def test_logn_beside_yarn_and_without_a_claim_about_bounded_scores():
     assert both.series() is None and yarn.series() is not None
 
 
-# -- CLEX
-
-
 def test_clex_at_the_start_is_ntk():
-    exactly = [[(2 * t - 1) ** (-2 * c / 6) * 10 ** (-c) for c in range(4)] for t in range(1, 5)]
+    exactly = [[(2 * t - 1) ** (-2 * c / 6) * 10 ** (-c) for c in range(4)] for t in range(1, 3)]
     for spec, tolerance in (("clex:original_length=7", 2e-6), ("clex:original_length=7,steps=100", 1e-9)):
-        np.testing.assert_allclose(build(spec, 1, 8).solve(4).detach().numpy(), exactly, rtol=tolerance)
+        np.testing.assert_allclose(build(spec, 1, 8).solve(2).detach().numpy(), exactly, rtol=tolerance)
 
 
 def learned(spec: str, heads: int, width: int, scale: float = 0.02):
@@ -160,12 +150,7 @@ def test_clex_against_the_equation(heads, width, n):
         b = speed(t + h / 2, z + h / 2 * a)
         c = speed(t + h / 2, z + h / 2 * b)
         z, t = z + h / 6 * (a + 2 * b + 2 * c + speed(t + h, z + h * c)), t + h
-    q, k = vectors(1, heads, n, d, count=2)
-    got = scores(encoding, q, k, exact(n))
-    angles = np.arange(n)[:, None] * np.exp(z)
-    for head in range(heads):
-        expected = turned(q[0, head].numpy(), angles) @ turned(k[0, head].numpy(), angles).T
-        np.testing.assert_allclose(got[0, head].numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert_scores(encoding, heads, n, 1e-6, np.arange(n)[:, None] * np.exp(z))
 
 
 def test_clex_takes_the_t_of_each_row():
@@ -224,8 +209,8 @@ def test_clex_keeps_its_solution_until_the_weights_change(monkeypatch):
 def test_clex_refuses_a_solution_that_overflows(gradients):
     """Where the row's own length needs it: θ(1) is rotary's own."""
     x = vectors(1, 2, 11, 8)[0]
-    for weight in (1e4, 1e30, math.nan):
-        encoding = learned("clex:original_length=4", 2, 16)
+    for weight in (1e4, math.nan):
+        encoding = learned("clex:original_length=4,max_factor=4", 2, 16)
         torch.nn.init.constant_(encoding.down.weight, weight)
         with torch.set_grad_enabled(gradients):
             for pos in (exact(11), exact(9)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -10,50 +11,40 @@ import torch
 from conftest import make_model, run_here
 from refusal import refused
 from specs import representatives
+from test_criterion import sample
+from test_model import PAD, tokens
 
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.criterions.lm_cross_entropy import LMCrossEntropy
 from fairseq_rpe.encodings.rope import Rope
 from fairseq_rpe.runs import checkpoints
 
 
-def pair_of_models(task, spec, **options):
+def pair_of_models(task, spec):
     """The same parameters, computed in float32 and in bfloat16."""
-    plain = make_model(task, spec, **options)
-    half = make_model(task, spec, compute_dtype="bf16", **options)
+    plain, half = make_model(task, spec), make_model(task, spec, compute_dtype="bf16")
     half.load_state_dict(plain.state_dict())
     return plain, half
-
-
-def tokens_of(n: int, batch: int = 2) -> torch.Tensor:
-    return torch.randint(4, 60, (batch, n), generator=torch.Generator().manual_seed(0))
-
-
-def sample_of(tokens: torch.Tensor) -> dict:
-    inputs, target = tokens[:, :-1], tokens[:, 1:].contiguous()
-    lengths = torch.full((len(tokens),), inputs.shape[1])
-    return {"net_input": {"src_tokens": inputs, "src_lengths": lengths}, "target": target, "ntokens": inputs.numel()}
 
 
 @pytest.mark.parametrize("spec", representatives())
 def test_close_to_float32_and_not_it(task, spec):
     plain, half = pair_of_models(task, spec)
-    tokens = tokens_of(37)
+    x = tokens(2, 37)
     with torch.no_grad():
-        a, b = plain(tokens)[0], half(tokens)[0]
+        a, b = plain(x)[0], half(x)[0]
     assert a.dtype == b.dtype == torch.float32
     error = (a - b).norm() / a.norm()
     assert 1e-5 < error < 2e-2, f"{error:.1e}"
 
 
 def test_a_model_in_float64_has_positions_in_float64(task, monkeypatch):
-    model, tokens, seen = make_model(task, "rope").double(), tokens_of(37), []
+    model, x, seen = make_model(task, "rope").double(), tokens(2, 37), []
     angles = Rope.angles
     monkeypatch.setattr(Rope, "angles", lambda self, at, pos: seen.append(at.dtype) or angles(self, at, pos))
-    tokens[0, :3] = task.source_dictionary.pad()
+    x[0, :3] = PAD
     with torch.no_grad():
-        whole, cache = model(tokens)[0], {}
-        steps = [model(tokens[:, :m], incremental_state=cache)[0] for m in (1, 20, 37)]
+        whole, cache = model(x)[0], {}
+        steps = [model(x[:, :m], incremental_state=cache)[0] for m in (1, 20, 37)]
     assert whole.dtype == torch.float64 and set(seen) == {torch.float64}
     assert (torch.cat(steps, 1) - whole)[1].abs().max() < 1e-12
 
@@ -62,7 +53,7 @@ def test_a_model_in_float64_has_positions_in_float64(task, monkeypatch):
 def test_gradients_stay_in_float32_and_point_the_same_way(task, spec):
     gradients = []
     for model in pair_of_models(task, spec):
-        loss = LMCrossEntropy(task, False)(model.train(), sample_of(tokens_of(33)))[0]
+        loss = LMCrossEntropy(task, False)(model.train(), sample(2, 60))[0]
         loss.backward()
         found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         assert all(p.dtype == g.dtype == torch.float32 for p, g in zip(model.parameters(), found, strict=False))
@@ -74,11 +65,13 @@ def test_gradients_stay_in_float32_and_point_the_same_way(task, spec):
 def test_a_validation_is_what_evaluation_computes(task):
     """Both have float32 logits of the features, so that a valid loss is a test loss on the same text."""
     _, half = pair_of_models(task, "alibi")
-    sample = sample_of(tokens_of(33))
+    batch = sample(2, 60)
     with torch.no_grad():
-        validated = LMCrossEntropy(task, False)(half.eval(), sample)[0]
-        logits = half(sample["net_input"]["src_tokens"])[0]
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), sample["target"].flatten(), reduction="sum")
+        validated = LMCrossEntropy(task, False)(half.eval(), batch)[0]
+        logits = half(batch["net_input"]["src_tokens"])[0]
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["target"].flatten(), ignore_index=PAD, reduction="sum"
+    )
     torch.testing.assert_close(validated, expected, rtol=1e-6, atol=0)
 
 
@@ -86,7 +79,7 @@ def test_activation_checkpoints(task):
     results = []
     for checkpointed in (False, True):
         model = make_model(task, "kerple_log", compute_dtype="bf16", checkpoint_activations=checkpointed).train()
-        loss = LMCrossEntropy(task, False)(model, sample_of(tokens_of(33)))[0]
+        loss = LMCrossEntropy(task, False)(model, sample(2, 60))[0]
         loss.backward()
         results.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     assert results[0][0] == results[1][0]
@@ -96,10 +89,10 @@ def test_activation_checkpoints(task):
 def test_a_model_in_half_precision_is_refused(task):
     model = make_model(task, "alibi", compute_dtype="bf16").half()
     with refused("drop --fp16, --bf16 or the flag"):
-        model(tokens_of(9))
+        model(tokens(2, 9))
 
 
-def test_train_and_both_engines(corpus, tmp_path, capsys):
+def test_train_and_both_engines(corpus, tmp_path):
     """The flag from the command line to the checkpoint; evaluation follows it, or what it is told instead."""
     folder = tmp_path / "run"
     command = ["train", corpus, "--rpe", "kerple_log", "--save-dir", folder, "--tokens", "32", "--updates", "2"]
@@ -109,14 +102,11 @@ def test_train_and_both_engines(corpus, tmp_path, capsys):
     checkpoint = folder / "checkpoint_last.pt"
     assert checkpoints.load(checkpoint).model["compute_dtype"] == "bf16"
     losses = {}
-    for engine in ("fast", "fairseq"):
-        for flags in ([], ["--compute-dtype", "fp32"]):
-            capsys.readouterr()
-            argv = ["eval", checkpoint, corpus, "--lengths=40", "--device", "cpu", "--json", "--engine", engine, *flags]
-            assert main([str(a) for a in argv]) == 0
-            [row] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-            assert row.get("compute_dtype") == (flags[-1] if flags else None)
-            losses[engine, bool(flags)] = row["loss_base2"]
+    for engine, flags in itertools.product(("fast", "fairseq"), ([], ["--compute-dtype", "fp32"])):
+        argv = ["eval", checkpoint, corpus, "--lengths=40", "--device", "cpu", "--json", "--engine", engine, *flags]
+        row = json.loads(run_here(*argv).stdout)
+        assert row.get("compute_dtype") == (flags[-1] if flags else None)
+        losses[engine, bool(flags)] = row["loss_base2"]
     for replaced in (False, True):
         assert losses["fast", replaced] == pytest.approx(losses["fairseq", replaced], rel=1e-6)
     assert math.isclose(losses["fast", True], losses["fast", False], rel_tol=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -51,8 +52,13 @@ def test_chunks_in_bfloat16(task, spec):
     torch.testing.assert_close(fed(model, x, {}), wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("spec", TURNED + READ)
-@pytest.mark.parametrize("evaluation", ["identity", "offset:by=3", "interpolate:ratio=1/3", "interpolate:train=6"])
+FIXED = ("offset:by=3", "interpolate:ratio=1/3")
+MOVED = [(spec, "identity") for spec in TURNED + READ]
+MOVED += itertools.product(("rope", TURNED[-1], READ[3], *READ[-2:], "fire"), (*FIXED, "interpolate:train=6"))
+MOVED += itertools.product(["sinusoidal"], FIXED)  # what the input of a text that grows should be, no cache follows
+
+
+@pytest.mark.parametrize(("spec", "evaluation"), MOVED)
 def test_one_layer_follows_what_follows(task, spec, evaluation):
     """Every step of one layer is a pass over the text so far, whatever its positions and rotation do as it grows."""
     model, state = make_model(task, spec, decoder_layers=1, positions_eval=evaluation), {}
@@ -106,11 +112,9 @@ def test_keys_are_kept_turned_only_where_nothing_can_turn_them_further(task, spe
 
 
 def test_a_rotation_of_ones_own_is_turned_on_read(task):
-    model = make_model(task, "rope")
-    own = OfTheQueries(Rope.Config(), 4, 32)
+    model, x = make_model(task, "rope"), tokens(2, 23)
+    own = model.decoder.encodings[0] = OfTheQueries(Rope.Config(), 4, 32)
     assert not own.rotation_is_fixed
-    model.decoder.encodings[0] = own
-    x = tokens(2, 23)
     with torch.no_grad():
         torch.testing.assert_close(fed(model, x, {}), logits(model, x), rtol=1e-5, atol=1e-5)
 
@@ -122,14 +126,13 @@ def test_a_copied_state_is_continued_in_two_ways(task, spec, copied):
     one, other, state = tokens(2, 23), tokens(2, 23, seed=1), {}
     other[:, :9] = one[:, :9]
     fed(model, one, state, (7, 1, 1))
-    twin = copied(state)
-    steps = {"one": [], "other": []}
+    ways = [(one, state, []), (other, copied(state), [])]
     for n in range(9, 23):
-        steps["one"].append(fed(model, one, state, (1,), n))
-        steps["other"].append(fed(model, other, twin, (1,), n))
-    for name, x in (("one", one), ("other", other)):
-        with torch.no_grad():
-            torch.testing.assert_close(torch.cat(steps[name], 1), logits(model, x)[:, 9:], rtol=1e-5, atol=1e-5)
+        for x, cache, steps in ways:
+            steps.append(fed(model, x, cache, (1,), n))
+    with torch.no_grad():
+        for x, _, steps in ways:
+            torch.testing.assert_close(torch.cat(steps, 1), logits(model, x)[:, 9:], rtol=1e-5, atol=1e-5)
 
 
 def test_a_shorter_cache_goes_on_from_where_it_was_cut(task):

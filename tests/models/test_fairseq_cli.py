@@ -1,47 +1,33 @@
-"""The plugin under fairseq's own commands: one training and one evaluation in a process of its own, as users run them.
-
-The others run in the process of the tests.
-"""
+"""The plugin under fairseq's own commands: one training and one evaluation as processes, as users run them."""
 
 from __future__ import annotations
 
-import math
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGE, TRAIN_FLAGS, run
+from conftest import PACKAGE, TRAIN_FLAGS, assert_equal_models, run, run_here
 from in_process import fairseq
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fairseq_rpe import encodings
 from fairseq_rpe.data import folder as corpus_files
 
 PLUGIN = ["--user-dir", str(PACKAGE)]
 PROCESS = (sys.executable, "-m")
-ENCODING = '''
+ENCODING = """
 import torch
-from fairseq_rpe.encodings import DistanceBias, positive, register
-
+from fairseq_rpe.encodings import DistanceBias, register
 
 @register("test_root")
 class Root(DistanceBias):
-    """A learned multiple of the square root of the distance."""
-
-    formula = "-a_h·sqrt(d)"
-    paper = "none"
-
     def setup(self):
-        self.raw = torch.nn.Parameter(torch.zeros(self.heads))
+        self.raw = torch.nn.Parameter(torch.zeros(self.heads, 1))
 
     def bias(self, d):
-        return -positive(self.raw.to(d.dtype))[:, None] * d.sqrt()
-'''
+        return -self.raw.exp().to(d) * d.sqrt()
+"""
 
 
 def training(corpus: Path, folder: Path, *flags: object, updates: int = 2) -> list[str]:
@@ -71,16 +57,6 @@ def refusal(command: str, *flags: object) -> str:
     return line
 
 
-def parameters(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
-    return torch.load(folder / name)["model"]
-
-
-def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
 def all_scored(corpus: Path, said: str) -> bool:
     total = corpus_files.count_tokens(corpus, "test")
     return f"scored tokens: {total} of {total}" in said
@@ -88,11 +64,11 @@ def all_scored(corpus: Path, said: str) -> bool:
 
 @pytest.fixture(scope="module")
 def learned(corpus, made_once) -> Path:
-    """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens."""
+    """A kerple_log run of six updates with TensorBoard logs, trained at 32 tokens by a process."""
 
     def fill(folder: Path) -> None:
-        said = train(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb", updates=6)
-        (folder / "log.txt").write_text(said)
+        flags = training(corpus, folder, "--rpe", "kerple_log", "--tensorboard-logdir", folder / "tb", updates=6)
+        (folder / "log.txt").write_text(run(*PROCESS, "fairseq_cli.train", *flags).stdout)
 
     return made_once("kerple-log", fill)
 
@@ -143,31 +119,12 @@ def test_generation(corpus, learned):
     assert done.stdout.count("\nH-") == len(corpus_files.read_split(corpus, "test")[1])
 
 
-def test_sigkill_and_resume_is_bit_equal(corpus, tmp_path):
-    """A training in a process of its own is killed wherever it is after its first checkpoint."""
-    flags = ["--rpe", "kerple_log", "--dropout", "0.1", "--attention-dropout", "0.1", "--disable-validation"]
-    flags += ["--save-interval-updates", "2", "--keep-interval-updates", "1"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [*PROCESS, "fairseq_cli.train", *training(corpus, killed, *flags, updates=10**6)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 300
-        while not (killed / "checkpoint_last.pt").exists() and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    history = torch.load(killed / "checkpoint_last.pt")["optimizer_history"]
-    updates = history[-1]["num_updates"] + 3
-    assert "Loaded checkpoint" in train(corpus, killed, *flags, updates=updates)
-    train(corpus, whole, *flags, updates=updates)
-    assert_bit_equal(parameters(whole), parameters(killed))
-
-
 def test_update_freq_and_clip_and_checkpointing(corpus, tmp_path):
     """Activation checkpointing does not change a bit of training with accumulation and clipping."""
     flags = ["--rpe", "fire", "--update-freq", 2, "--clip-norm", 0.1, "--dropout", 0.1, "--attention-dropout", 0.1]
     train(corpus, tmp_path / "plain", *flags, updates=3)
     train(corpus, tmp_path / "again", *flags, "--checkpoint-activations", updates=3)
-    assert_bit_equal(parameters(tmp_path / "plain"), parameters(tmp_path / "again"))
+    assert_equal_models(*(tmp_path / folder / "checkpoint_last.pt" for folder in ("plain", "again")))
 
 
 def test_adaptive(corpus, tmp_path):
@@ -181,7 +138,7 @@ def test_adaptive(corpus, tmp_path):
 @pytest.mark.parametrize("flag", ["--bf16", "--amp"])
 def test_bf16_and_amp(corpus, tmp_path, flag):
     train(corpus, tmp_path, "--rpe", "kerple_log", flag)
-    assert all(torch.isfinite(p).all() for p in parameters(tmp_path).values())
+    assert all(torch.isfinite(p).all() for p in torch.load(tmp_path / "checkpoint_last.pt")["model"].values())
 
 
 def test_hydra_train(corpus, tmp_path, monkeypatch):
@@ -209,7 +166,6 @@ checkpoint: {{save_dir: {tmp_path / "out"}, no_epoch_checkpoints: true}}
 
 
 def test_an_encoding_in_a_file_is_trained_and_evaluated(corpus, tmp_path):
-    """Write one file; train, evaluate and look at it; nothing else is touched."""
     file = tmp_path / "root.py"
     file.write_text(ENCODING)
     train(corpus, tmp_path / "out", "--rpe", "test_root", "--rpe-module", file)
@@ -217,46 +173,40 @@ def test_an_encoding_in_a_file_is_trained_and_evaluated(corpus, tmp_path):
     said = refusal("eval_lm", *flags)
     assert "unknown encoding 'test_root'" in said and "--rpe-module FILE" in said
     assert all_scored(corpus, fairseq("eval_lm", *flags, "--rpe-module", file).stdout)
-    encodings.load_module(file)
-    profile = encodings.build("test_root", heads=8, width=512).profile(5)
-    assert torch.allclose(profile[0], -math.log(2) * torch.arange(5, dtype=torch.float64).sqrt())
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [
-        (["typ1"], "unknown encoding 'typ1' (did you mean 'type1'?)"),
-        (["type1:frm=paper"], "no option 'frm' (did you mean 'form'?)"),
-        (["window:window=0"], "must be at least 1, not 0"),
-        (["alibi", "--attention-backend", "flash"], "unknown attention backend 'flash'"),
-        (["alibi", "--rpe-module", "/nowhere/mine.py"], "--rpe-module /nowhere/mine.py: no such file"),
-        (["alibi", "--decoder-learned-pos"], "use --rpe learned instead"),
-        (["alibi", "--ddp-backend", "fully_sharded"], "raise --update-freq"),
-        (["alibi", "--nonsense"], "unrecognized arguments: --nonsense: the --help of"),
-    ],
+    {
+        "typ1": "unknown encoding 'typ1' (did you mean 'type1'?)",
+        "alibi --attention-backend flash": "unknown attention backend 'flash'",
+        "alibi --rpe-module /nowhere/mine.py": "--rpe-module /nowhere/mine.py: no such file",
+        "alibi --decoder-learned-pos": "use --rpe learned instead",
+        "alibi --ddp-backend fully_sharded": "raise --update-freq",
+        "alibi --nonsense": "unrecognized arguments: --nonsense: the --help of",
+        "rope --rpe-eval alibi": "--rpe-eval belongs to evaluation: train with --rpe",
+    }.items(),
 )
 def test_bad_flags_are_refused(corpus, tmp_path, flags, words):
-    assert words in refusal("train", *training(corpus, tmp_path / "out", "--rpe", *flags))
+    assert words in refusal("train", *training(corpus, tmp_path / "out", "--rpe", *flags.split()))
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_an_encoding_of_evaluation_is_refused_after_two_minus(corpus, tmp_path):
+    words = ["train", corpus, "--rpe", "rope", "--tokens", "32", "--updates", "5", "--save-dir", tmp_path / "run"]
+    done = run_here(*words, "--", "--rpe-eval=zzz", ok=False)
+    assert done.returncode == 2 and "--rpe-eval after -- belongs to evaluation" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_data_and_checkpoint(corpus, learned, tmp_path):
     command = training(tmp_path / "nothing", tmp_path / "out", "--rpe", "alibi")
     assert re.search(r"nothing: no dict\.txt there", refusal("train", *command))
+    command = training(corpus, tmp_path, "--rpe", "alibi", "--restore-file", learned / "checkpoint_last.pt")
+    assert "the checkpoint does not fit this model" in refusal("train", *command)
     for name, flags, words in (
         ("checkpoint_best.pt", ["--gen-subset", "exam"], "no split 'exam' there"),
         ("checkpoint_best.pt", ["--max-tokens", 31], "--max-tokens 31 is less than a block of 32 tokens"),
         ("absent.pt", [], "absent.pt does not exist"),
     ):
         assert words in refusal("eval_lm", *evaluation(corpus, learned / name, 32, *flags))
-
-
-def test_checkpoint_of_another_model(corpus, learned, tmp_path):
-    flags = training(corpus, tmp_path, "--rpe", "alibi", "--restore-file", learned / "checkpoint_last.pt")
-    assert "the checkpoint does not fit this model" in refusal("train", *flags)
-
-
-def test_learned_beyond_its_table(corpus, tmp_path):
-    train(corpus, tmp_path, "--rpe", "learned", updates=1)
-    said = refusal("eval_lm", *evaluation(corpus, tmp_path / "checkpoint_last.pt", 64))
-    assert "position 63 is beyond the 32 positions" in said

@@ -7,6 +7,8 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import make_model, model_args
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from refusal import refused
 from specs import representatives
 from torch import nn
@@ -32,18 +34,14 @@ def logits(model, x, **kwargs):
 
 def test_equals_stock_fairseq(task):
     """The same weights under fairseq's own transformer_lm give the same logits and gradients."""
-    from fairseq.models.transformer_lm import TransformerLanguageModel
-
     ours, x = make_model(task, "sinusoidal"), tokens(3, 21)
     stock = TransformerLanguageModel.build_model(model_args("sinusoidal"), task).eval()
     missing, unexpected = nn.Module.load_state_dict(stock, ours.state_dict(), strict=False)
     assert not unexpected and all("embed_positions" in key for key in missing)
     x[1, -4:] = PAD
-    real = x.ne(PAD)
-    a, b = logits(ours, x), logits(stock, x)
-    torch.testing.assert_close(a[real], b[real], rtol=1e-5, atol=1e-5)
-    for out in (a, b):
-        out[real].square().mean().backward()
+    a, b = (logits(model, x)[x.ne(PAD)] for model in (ours, stock))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    (a.square().mean() + b.square().mean()).backward()
     grads = dict(stock.named_parameters())
     for name, p in ours.named_parameters():
         torch.testing.assert_close(p.grad, grads[name].grad, rtol=1e-4, atol=1e-6)
@@ -80,20 +78,16 @@ def test_autocast(task, spec):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_sharing(task):
-    assert len(make_model(task, "fire").decoder.encodings) == 2
-    assert len(make_model(task, "fire", rpe_share="model").decoder.encodings) == 1
-    assert len(make_model(task, "kerple_log").decoder.encodings) == 1
-    layered = make_model(task, "kerple_log", rpe_share="layer")
-    a, b = (e.raw_p for e in layered.decoder.encodings)
-    assert not torch.equal(a, b)
-    layered.train()
-    logits(layered, tokens(1, 9)).sum().backward()
-    assert a.grad is not None and b.grad is not None
+@pytest.mark.parametrize(
+    ("spec", "share", "number"), [("fire", "auto", 2), ("fire", "model", 1), ("kerple_log", "auto", 1)]
+)
+def test_sharing(task, spec, share, number):
+    assert len(make_model(task, spec, rpe_share=share).decoder.encodings) == number
 
 
 def test_layerdrop_keeps_each_layers_own_encoding(task):
     model, seen = make_model(task, "kerple_log", rpe_share="layer", decoder_layerdrop=0.5).train(), set()
+    assert not torch.equal(*(e.raw_p for e in model.decoder.encodings))
     torch.manual_seed(0)
     for _ in range(12):
         model.zero_grad()
@@ -104,11 +98,31 @@ def test_layerdrop_keeps_each_layers_own_encoding(task):
     assert len(seen) > 1
 
 
-def test_sizes_and_limits(task):
-    from fairseq.models import ARCH_CONFIG_REGISTRY
+@pytest.mark.parametrize("spec", READERS)
+def test_words_before_are_seen_and_a_state_goes_into_a_model_of_the_same_dictionary(task, spec):
+    """A token's logits follow from which words came before it, and not from those behind it."""
+    (model, other), x = (make_model(task, spec, seed) for seed in (0, 1)), tokens(2, 12)
+    noise = torch.Generator().manual_seed(5)
+    for p in model.decoder.encodings.parameters():  # far from where they start
+        p.data += torch.randn(p.shape, generator=noise)
+    changed = x.clone()
+    changed[:, -1] = torch.where(x[:, -1] == 5, 6, 5)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        a, b = logits(model, x), logits(model, changed)
+        torch.testing.assert_close(a[:, :-1], b[:, :-1])
+        assert not torch.allclose(a[:, -1], b[:, -1])
+        assert torch.equal(a, logits(other, x))
 
-    args = Namespace()
-    ARCH_CONFIG_REGISTRY["transformer_rpe_lm_base"](args)
+
+def test_moved_positions_keep_their_tokens(task):
+    model, x = make_model(task, "complex", positions_eval="offset:by=3"), tokens(2, 9)
+    with torch.no_grad():
+        assert not torch.allclose(logits(model, x), logits(make_model(task, "complex"), x))
+
+
+def test_sizes_and_limits(task):
+    ARCH_CONFIG_REGISTRY["transformer_rpe_lm_base"](args := Namespace())
     assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads) == (12, 768, 12)
     assert args.decoder_ffn_embed_dim == 3072
     model = make_model(task, "type1", share_decoder_input_output_embed=True)
@@ -142,6 +156,7 @@ def test_adaptive_input_and_softmax(task):
         ({"rpe_module": "/nowhere/x.py"}, "no such file"),
         ({"tie_adaptive_weights": True}, "needs --adaptive-input"),
         ({"compute_dtype": "bfloat"}, "one of fp32, bf16, not 'bfloat'"),
+        ({"rpe": READERS[0], "positions_eval": "offset:by=3"}, "reads no positions, so moving them does nothing"),
         ({"rpe": "bipe"}, r"'bipe:ends=</s>\+.': no symbol of the dictionary is or ends in '.'"),
     ],
 )

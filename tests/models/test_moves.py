@@ -6,11 +6,12 @@ import re
 
 import pytest
 import torch
-from conftest import make_model
-from test_fairseq_cli import all_scored, assert_bit_equal, evaluate, evaluation, parameters, refusal, train
+from conftest import assert_equal_models, make_model
+from refusal import refused
+from test_fairseq_cli import all_scored, evaluate, evaluation, refusal, train
 from test_model import PAD, logits, tokens
 
-from fairseq_rpe.core import Positions, UserError
+from fairseq_rpe.core import Positions
 from fairseq_rpe.modules.moves import Moves
 from fairseq_rpe.positions import names
 
@@ -26,7 +27,6 @@ TRANSFORMS = {
     "shape": "shape:max=50",
     "cape": "cape",
 }
-READERS = ["rope", "xpos", "kerple_log", "fire", "sinusoidal"]
 
 
 def test_every_transform_is_here():
@@ -37,7 +37,7 @@ def test_every_transform_is_here():
     ("spec", "name"),
     [
         *(("rope", name) for name in TRANSFORMS if name != "identity"),
-        *((spec, name) for spec in READERS[1:] for name in ("warp", "cape", "pose")),
+        *((spec, name) for spec in ("xpos", "kerple_log", "fire", "sinusoidal") for name in ("warp", "pose")),
     ],
 )
 def test_backends_agree_under_every_transform(task, name, spec):
@@ -55,26 +55,13 @@ def test_backends_agree_under_every_transform(task, name, spec):
         torch.testing.assert_close(results[1][1][key], grad, rtol=1e-3, atol=2e-6)
 
 
-@pytest.mark.parametrize("spec", READERS)
-@pytest.mark.parametrize("moved_by", ["interpolate:ratio=1/4", "offset:by=7"])
-def test_decoding_equals_the_full_forward(task, spec, moved_by):
-    model = make_model(task, spec, positions_eval=moved_by)
-    x = tokens(2, 20)
-    with torch.no_grad():
-        full = logits(model, x)
-        moved = not torch.allclose(full, logits(make_model(task, spec), x), rtol=1e-4, atol=1e-4)
-        assert moved == (moved_by.startswith("interpolate") or spec == "sinusoidal")
-        state: dict = {}
-        for n in range(1, 21):
-            step = logits(model, x[:, :n], incremental_state=state)
-            torch.testing.assert_close(step[:, 0], full[:, n - 1], rtol=1e-4, atol=1e-5)
-
-
 def test_interpolation_divides_the_angle(task):
     """rope with every position divided by four is rope:scaling=linear,factor=4."""
     x = tokens(2, 30)
-    moved = make_model(task, "rope", positions_eval="interpolate:ratio=1/4")
-    scaled = make_model(task, "rope:scaling=linear,factor=4")
+    moved, scaled = (
+        make_model(task, "rope", positions_eval="interpolate:ratio=1/4"),
+        make_model(task, "rope:scaling=linear,factor=4"),
+    )
     torch.testing.assert_close(logits(moved, x), logits(scaled, x), rtol=1e-5, atol=1e-5)
 
 
@@ -159,24 +146,23 @@ def test_shape_names_its_own_evaluation(task):
     ],
 )
 def test_refusals(task, changes, words):
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(words):
         make_model(task, **changes)
-    assert "\n" not in str(caught.value)
 
 
 def test_refusals_at_run_time(task):
-    with pytest.raises(UserError, match="'randomized' is 20 but a row has 30 tokens"):
+    with refused("'randomized' is 20 but a row has 30 tokens"):
         logits(make_model(task, "rope", positions_train="randomized:max=20").train(), tokens(1, 30))
-    with pytest.raises(UserError, match="move at every step of decoding"):
+    with refused("move at every step of decoding"):
         logits(make_model(task, "rope", positions_eval="randomized:max=99"), tokens(1, 3), incremental_state={})
 
 
 def test_resumed_training_draws_the_same(corpus, tmp_path):
     flags = ("--rpe", "rope", "--positions-train", "warp:head=0.3,tail=0.3", "--update-freq", "2")
-    train(corpus, tmp_path / "whole", *flags, updates=4)
-    train(corpus, tmp_path / "parts", *flags, updates=2)
-    train(corpus, tmp_path / "parts", *flags, updates=4)
-    assert_bit_equal(parameters(tmp_path / "whole"), parameters(tmp_path / "parts"))
+    flags += ("--dropout", "0.1", "--attention-dropout", "0.1")
+    for folder, updates in (("whole", 4), ("parts", 2), ("parts", 4)):
+        train(corpus, tmp_path / folder, *flags, updates=updates)
+    assert_equal_models(*(tmp_path / folder / "checkpoint_last.pt" for folder in ("whole", "parts")))
 
 
 def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
@@ -192,8 +178,5 @@ def test_the_encoding_can_be_changed_at_evaluation(corpus, tmp_path):
     scaled = loss("--rpe-eval", "rope:scaling=linear,factor=8")
     assert scaled != loss()
     assert scaled == pytest.approx(loss("--positions-eval", "interpolate:ratio=1/8"), abs=2e-4)
-    for spec, words in (
-        ("kerple_log", "the checkpoint does not fit this model"),
-        ("rope:scaling=linear,factor=8,rotary_fraction=1", "give rotary_fraction=0.5, or leave it out"),
-    ):
-        assert words in refusal("eval_lm", *evaluation(corpus, checkpoint, 256, "--rpe-eval", spec))
+    words = refusal("eval_lm", *evaluation(corpus, checkpoint, 256, "--rpe-eval", "kerple_log"))
+    assert "the checkpoint does not fit this model" in words

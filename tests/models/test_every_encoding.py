@@ -6,11 +6,12 @@ import pytest
 import torch
 from conftest import make_model
 from specs import ALL_SPECS, CONTENT_SPECS
+from test_decoding import CHUNKS, fed
+from test_model import PAD, tokens
 
 from fairseq_rpe.attention import room
 from fairseq_rpe.encodings import build
 
-PAD = 1
 READERS = ["bipe:ends=</s>+w1+w2+w3+w4", "bipe:inter=alibi,factor=2,ends=w1+w2+w3+w4,intra=sinusoidal", "complex"]
 SPECS = [*ALL_SPECS, *CONTENT_SPECS, *READERS]
 # what has a table of positions, or other values in longer texts, is decoded within the training length
@@ -20,7 +21,6 @@ LONGER = [spec for spec in LONGER if spec in READERS or not build(spec, 4, 32, 1
 GROWN = [f"rope:scaling={s},factor=auto" for s in ("linear", "ntk", "ntk_by_parts", "yarn", "truncated")]
 GROWN = [f"{spec},original_length=8" for spec in (*GROWN, "rope:scaling=dynamic_ntk,factor=2", "longrope:factors=2")]
 GROWN += ["clex:original_length=5,max_factor=4"]
-CHUNKS = (7, 1, 1, 3, 1, 5, 1, 1, 2, 1)  # a prompt in one call, single tokens, several at once
 
 
 def lively(task, spec: str, **changes):
@@ -30,16 +30,6 @@ def lively(task, spec: str, **changes):
     for p in model.decoder.encodings.parameters():
         p.data += (1.0 if spec in READERS else 0.2) * torch.randn(p.shape, generator=noise)
     return model
-
-
-def tokens(rows: int, n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(4, 60, (rows, n), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def decoded(model, x, state, start, chunks) -> torch.Tensor:
-    ends = torch.tensor([start, *chunks]).cumsum(0)[1:]
-    return torch.cat([model(x[:, :end], incremental_state=state)[0] for end in ends], 1)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -52,10 +42,10 @@ def test_decoding_equals_the_full_pass(task, spec, monkeypatch):
     y, state = x[order], {}
     with torch.no_grad():
         wanted = torch.cat([model(x)[0][:, :18], model(y)[0][:, 18:]], 1)
-    found = [decoded(model, x, state, 0, CHUNKS[:6])]
+    found = [fed(model, x, state, CHUNKS[:6])]
     model.decoder.reorder_incremental_state_scripting(state, torch.arange(4))
     model.decoder.reorder_incremental_state_scripting(state, order)
-    found.append(decoded(model, y, state, 18, CHUNKS[6:]))
+    found.append(fed(model, y, state, CHUNKS[6:], 18))
     real = torch.cat([x[:, :18], y[:, 18:]], 1).ne(PAD)
     torch.testing.assert_close(torch.cat(found, 1)[real], wanted[real], rtol=1e-5, atol=1e-5)
 
