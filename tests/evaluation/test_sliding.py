@@ -19,6 +19,7 @@ from fairseq_rpe.evaluation import loading, sliding, windows
 from fairseq_rpe.evaluation.windows import DocumentWindows, Windows, score, why_not_cached
 
 TOKENS = 47
+SIZE = st.integers(1, 40)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_perplexity_is_that_of_each_token_in_its_own_window(task, stream, window
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), *[st.integers(1, 40)] * 2, st.integers(1, 50))
+@given(st.lists(SIZE, min_size=1, max_size=5), SIZE, SIZE, st.integers(1, 50))
 def test_every_target_is_scored_once_from_a_full_window(sizes, window, stride, rows):
     """Of a stream, and of each document alone: input i is i, its target i + 1, so an input is the place of its row."""
     ends = np.cumsum(sizes)
