@@ -242,12 +242,21 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a.jsonl": (of_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n'), "a.jsonl line 2 is not UTF-8 at byte 27"),
     "b.jsonl": (of_bytes(b'{"text": "a"}\n{"te\n'), "b.jsonl line 2 is not a JSON"),
     "c.jsonl": (of_bytes(b"[1]\n"), "c.jsonl line 1 is not a JSON object"),
+    "d.jsonl": (of_bytes(b'{"body": "a"}\n'), "d.jsonl line 1 has no field 'text' but body: name one with"),
+    "e.jsonl": (of_bytes(b'{"text": "a"}\n{"text": 3}\n'), "line 2 has a 'text' that is not a string: name another"),
+    "deep.jsonl": (
+        of_bytes(b'{"text": "a"}\n' + b"[" * 200_000),
+        "line 2 is not a JSON object .nested too deep.: repair",
+    ),
     "f.jsonl": (of_bytes(b'{"text": "a\\ud800"}\n'), "half a surrogate pair at character 1"),
     "long.jsonl": (of_bytes(b'{"text": ' + b"9" * 5000 + b"}\n"), "long.jsonl line 1 is not a JSON object"),
     "g.txt.gz": (of_bytes(gzip.compress(b"abc" * 999)[:-9]), "g.txt.gz is cut short or damaged"),
     "h.txt.xz": (of_bytes(lzma.compress(b"abc" * 999)[:-9]), "h.txt.xz is cut short or damaged"),
     "l.txt.bz2": (of_bytes(b"BZ nonsense"), "l.txt.bz2 is cut short or damaged"),
-    "one.txt": (of_bytes(b"just this"), "the valid split of 1 documents would be empty"),
+    "empty.txt": (of_bytes(b""), "the train split of 0 documents would be empty: give more documents"),
+    "one.txt": (of_bytes(b"just this"), "the valid split of 1 documents would be empty: give more documents"),
+    "y.png": (of_bytes(b"\x89PNG\0\0"), "y.png is a binary file: give text, .jsonl or .parquet"),
+    "i.zip": (of_bytes(b"PK nonsense"), "i.zip is cut short or damaged .File is not a zip file.: get it again"),
     "fifo.txt": (os.mkfifo, "fifo.txt can be read only once: write its text into a file"),
     "parquet.zip": (zipped(name="a.parquet"), "a.parquet is parquet inside an archive: unpack"),
     "encrypted.zip": (zipped((FILE, 6, b"\1"), (DIRECTORY, 8, b"\1")), "cannot read .*encrypted.zip:a.txt .*encrypted"),
@@ -259,7 +268,6 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def test_a_damaged_source_is_one_line(tmp_path: Path, capsys: Captured) -> None:
-    """Further ones are in tests/test_bad_input.py."""
     for name, (make, words) in SOURCES.items():
         make(path := tmp_path / name)
         assert re.search(words, error_of(capsys, "prepare", path, "--dest", tmp_path / "d", "--workers", 1)), name
@@ -267,25 +275,35 @@ def test_a_damaged_source_is_one_line(tmp_path: Path, capsys: Captured) -> None:
         assert not os.listdir(tmp_path)
 
 
-def test_a_folder_of_binary_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/x.png").write_bytes(b"\x89PNG\0\0")
-    assert "all 1 files are binary" in refused(options(tmp_path / "corpus", tmp_path / "bin"))
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (folder := tmp_path / "empty").mkdir()
+    assert "empty has no text, there are no files that could be" in refused(options(tmp_path / "corpus", folder))
+    (folder / "x.png").write_bytes(b"\x89PNG\0\0")
+    assert "all 1 files are binary" in refused(options(tmp_path / "corpus", folder))
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"train": ()}, "no text is given: name folders or files"),
+    ({"valid": (Path("other"),)}, "--valid is given without --test: give both, or none"),
     ({"test_fraction": 1.0}, "--test-fraction 1.0 is out of range"),
+    ({"valid_fraction": float("nan")}, "--valid-fraction nan is out of range: use more than 0 and less than 1"),
     ({"valid_fraction": 0.5, "test_fraction": 0.5}, "their sum must be below 1"),
+    ({"max_bytes": 0}, "--max-bytes 0 is out of range"),
     ({"max_bytes": 4}, "another --seed or a larger --max-bytes"),
     ({"divide_by": "date"}, "--divide-by date is none of text, path, part"),
+    ({"workers": 0}, "--workers 0 is out of range: use 1 to 256"),
+    ({"vocab_size": 10**6}, "--vocab-size 1000000 is too large for this text: the largest possible is "),
     ({"vocab_from": Path("other")}, "--vocab-size has no effect"),
+    ({"vocab_from": Path("other"), "vocab_size": None}, "other is not a prepared corpus: name a folder made by"),
+    ({"tokenizer": "gpt2", "vocab_size": None}, "--tokenizer gpt2 and --gpt2 FOLDER go together"),
     ({"documents": 1, "max_bytes": 1}, "--documents and --max-bytes are two limits: give one"),
 ]
 
 
 def test_bad_settings_are_one_line_and_leave_nothing(rows: Path, tmp_path: Path) -> None:
     for changes, words in SETTINGS:
-        assert words in refused(options(tmp_path / "corpus", rows, **changes))
+        given = {"vocab_size": 400, "workers": 1, "train": (rows,), **changes}
+        assert words in refused(PrepareOptions(dest=tmp_path / "corpus", **given)), changes
 
 
 NO_EFFECT = [

@@ -221,9 +221,14 @@ def test_checkpoints_without_a_task_are_refused(tmp_path):
         assert "not trained on an algorithmic task: fairseq-rpe eval" in refusal("accuracy", tmp_path / f"{k}.pt")
 
 
-def test_misspelt_positions_are_refused_before_training(tmp_path):
-    flags = ["--algorithm", TASK, "--positions-eval", "interpolat", "--rpe", "rope", "--save-dir", tmp_path / "run"]
-    assert "did you mean 'interpolate'" in refusal("train", *flags) and not (tmp_path / "run").exists()
+def test_a_misspelt_task_or_transform_is_refused_before_training(tmp_path):
+    for flags, words in (
+        (["revers"], "did you mean 'reverse'"),
+        (["copy:itms=3"], "did you mean 'items'"),
+        ([TASK, "--positions-eval", "interpolat"], "did you mean 'interpolate'"),
+    ):
+        assert words in refusal("train", "--algorithm", *flags, "--rpe", "rope", "--save-dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_linear_schedule_cannot_be_prolonged(checkpoint):

@@ -393,6 +393,7 @@ REFUSALS = [
     ("rope:base=500", {}, "--rpe rerope:base=10000", "give base=500"),
     ("rope:base=500", {}, "--rpe longrope:base=10000 --engine fairseq", "give base=500"),
     ("alibi", {}, "--attention-prune 1e-4 --attention-backend flex", "prunes on the backends sdpa and triton"),
+    ("alibi", {}, "--attention-prune 1e-4 --engine fairseq", "--attention-prune goes with --engine fast"),
     ("alibi", {}, "--attention-prune 1e-4 --rpe nope", "cannot be pruned"),
     ("alibi", {}, "--separate-documents --blocks document", "--separate-documents is for --blocks stream"),
     ("alibi", {}, "--separate-documents --attention-prune 0.1", "does not go with --separate-documents"),

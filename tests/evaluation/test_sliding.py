@@ -203,6 +203,7 @@ def test_tokens_that_were_not_scored_are_refused(checkpoint, corpus, tmp_path, m
 REFUSALS = [
     ("999999", "window 999999 is more than the"),
     ("16 --first-tokens 9999999", "--first-tokens 9999999"),
+    ("16 --stride 17", "--stride 17 is more than window 16: tokens in between would be left out"),
     ("16 --max-tokens 8", "--max-tokens 8 is less than window 16"),
     ("4 --stride 1 --cached", "--cached: window:window=3: cached states would have seen"),
     ("16 --positions randomized:max=64", "random positions"),
