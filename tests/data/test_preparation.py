@@ -300,9 +300,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_settings_are_one_line_and_leave_nothing(rows: Path, tmp_path: Path) -> None:
+def test_bad_settings_are_one_line_and_leave_nothing(folder: Path, tmp_path: Path) -> None:
     for changes, words in SETTINGS:
-        given = {"vocab_size": 400, "workers": 1, "train": (rows,), **changes}
+        given = {"vocab_size": 400, "workers": 1, "train": (folder,), **changes}
         assert words in refused(PrepareOptions(dest=tmp_path / "corpus", **given)), changes
 
 
