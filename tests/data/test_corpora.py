@@ -64,13 +64,6 @@ def test_pieces_are_the_text_and_bounded(content: str, block: int, size: int) ->
     assert sum(len(p.text.split()) - p.in_word for p in found) == len(content.split())
 
 
-def test_pieces_do_not_change_the_tokens_of_prose(made: Path) -> None:
-    encoder = load_encoder("bpe", made)
-    for content in PROSE:
-        found = [encoder.encode(piece.text) for piece in cut([content], 64)]
-        assert np.array_equal(np.concatenate(found), encoder.encode(content + "\n"))
-
-
 def assert_encoded_as_its_lines(corpus: Path, lines: Sequence[str]) -> None:
     encoder, tokenizer = load_encoder("bpe", corpus), Tokenizer.load(corpus / "spm.model")
     symbols = read_dictionary(corpus / "dict.txt")
@@ -78,8 +71,12 @@ def assert_encoded_as_its_lines(corpus: Path, lines: Sequence[str]) -> None:
         assert [symbols[i] for i in encoder.encode(line)] == [tokenizer.symbols[i] for i in tokenizer.encode(line)]
 
 
-def test_words_are_encoded_as_their_lines_would_be(made: Path) -> None:
+def test_words_are_encoded_as_their_lines_and_pieces_would_be(made: Path) -> None:
     assert_encoded_as_its_lines(made, [*NASTY, *"\n".join(TEXTS).split("\n")])
+    encoder = load_encoder("bpe", made)
+    for content in PROSE:
+        found = [encoder.encode(piece.text) for piece in cut([content], 64)]
+        assert np.array_equal(np.concatenate(found), encoder.encode(content + "\n"))
 
 
 def test_scripts_with_marks_inside_words(tmp_path: Path) -> None:
@@ -233,21 +230,11 @@ def test_a_document_keeps_its_split_whatever_else_there_is(
     assert splits[0].items() <= splits[1].items() and set(splits[1].values()) <= set(SPLITS)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "json", "json.zst", "parquet"])
 def test_formats_give_the_same_corpus(made: Path, tmp_path: Path, ending: str) -> None:
     path = write_rows(tmp_path / f"rows.{ending}", [text for part in range(3) for text in TEXTS[part::3]])
     prepare(options(tmp_path / "corpus", path, vocab_size=None, vocab_from=made), ignored)
     assert contents(tmp_path / "corpus", "corpus.json") == contents(made, "corpus.json")
-
-
-@pytest.mark.parametrize("ending", ["json", "json.gz", "json.zst"])
-def test_json_lines_by_another_name(tmp_path: Path, ending: str) -> None:
-    """The Colossal Clean Crawled Corpus names its shards so."""
-    (tmp_path / "en").mkdir()
-    shards = [write_rows(tmp_path / f"en/c4-train.{n:05}-of-01024.{ending}", TEXTS[n::2]) for n in range(2)]
-    entries, _ = find_entries([tmp_path / "en"])
-    assert [(entry.path, entry.kind) for entry in entries] == [(path, "jsonl") for path in shards]
-    assert ["".join(document.blocks()) for document in documents.Reader(entries)] == [*TEXTS[::2], *TEXTS[1::2]]
 
 
 @pytest.mark.parametrize("text", ['{\n  "text": "words"\n}\n', '["words"]\n', "no JSON at all\n", "[" * 100_000])

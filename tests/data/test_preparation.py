@@ -114,17 +114,14 @@ def test_destination_may_be_a_link_or_an_empty_folder(rows: Path, tmp_path: Path
     assert tmp_path.joinpath("elsewhere").stat().st_mode == tmp_path.joinpath("folder").stat().st_mode
 
 
-def test_the_current_folder_is_not_replaced(rows: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "folder/inner").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "folder/inner")
-    for dest in (Path(), Path("..")):
-        assert "is the current folder or one above it" in refused(quick(dest, rows))
-    assert list(tmp_path.joinpath("folder").rglob("*")) == [tmp_path / "folder/inner"]
-
-
-def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path) -> None:
-    dest = tmp_path / "folder"
-    dest.mkdir()
+def test_foreign_destinations_are_kept(rows: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    (inner := tmp_path / "above/inner").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.chdir(inner)
+        for dest in (Path(), Path("..")):
+            assert "is the current folder or one above it" in refused(quick(dest, rows))
+    assert list(inner.parent.rglob("*")) == [inner]
+    (dest := tmp_path / "folder").mkdir()
     (dest / "thesis.tex").write_text("years of work")
     assert "not made by this command" in refused(quick(dest, rows))
     (dest / "corpus.json").write_text('{"made_by": "me"}')

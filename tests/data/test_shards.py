@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from conftest import error_of, run_here
 from fake_hub import FakeHub
+from preparing import fill
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
@@ -64,12 +65,9 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vocabulary(made_once) -> Path:
     """One for all, which has every byte."""
-    folder = write(tmp_path_factory.mktemp("texts"), {"a.jsonl.gz": packed("train", 0, 60)})
-    corpus = tmp_path_factory.mktemp("made") / "vocabulary"
-    prepare(PrepareOptions(corpus, (folder,), vocab_size=300, workers=1), print)
-    return corpus
+    return made_once("prepared-texts", fill) / "corpus"
 
 
 @pytest.fixture
