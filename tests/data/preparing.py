@@ -52,7 +52,7 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
         half = len(lines) // 2
         path.write_bytes(b"".join(pyarrow.compress(p, "zstd", asbytes=True) for p in (lines[:half], lines[half:])))
     else:
-        pack = {".gz": gzip.compress, ".xz": lzma.compress, ".jsonl": bytes, ".json": bytes}[path.suffix]
+        pack: Any = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
         path.write_bytes(pack(lines))
     return path
 

@@ -49,11 +49,6 @@ def made(made_once) -> Path:
     return made_once("prepared-texts", fill) / "corpus"
 
 
-@pytest.fixture
-def folder(made: Path) -> Path:
-    return made.parent / "texts"
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("ab\n é\u2028漢")) | st.sampled_from(TEXTS), st.integers(1, 60), st.integers(2, 1000))
 def test_pieces_are_the_text_and_bounded(content: str, block: int, size: int) -> None:
@@ -130,8 +125,12 @@ def test_streams_are_lossless_and_only_boundaries_are_lone_line_ends(
 
 def test_sample_is_bounded_and_depends_on_the_text_only(made: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     seen: list[list[str]] = []
-    model = (made / "spm.model").read_bytes()
-    monkeypatch.setattr(vocabulary, "train_tokenizer", lambda lines, size: seen.append(list(lines)) or model)
+
+    def learned(lines: Sequence[str], size: int) -> bytes:
+        seen.append(list(lines))
+        return (made / "spm.model").read_bytes()
+
+    monkeypatch.setattr(vocabulary, "train_tokenizer", learned)
 
     def chosen(texts: Sequence[str], bound: int | None) -> list[str]:
         learner = BpeLearner(400, bound)
@@ -204,11 +203,9 @@ def test_corpora_that_mark_no_documents_are_refused(tmp_path: Path) -> None:
             check_documents(tmp_path, "test")
 
 
-def test_any_number_of_workers_and_any_size_of_chunks(
-    folder: Path, made: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_any_number_of_workers_and_any_size_of_chunks(made: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(pipeline, "gather", lambda stream: gather(stream, 500))
-    prepare(options(tmp_path / "corpus", folder, workers=2), ignored)
+    prepare(options(tmp_path / "corpus", made.parent / "texts", workers=2), ignored)
     assert contents(tmp_path / "corpus") == contents(made)
 
 
@@ -249,10 +246,10 @@ def test_json_that_is_one_document_is_refused(tmp_path: Path, text: str) -> None
     assert [entry.name for entry in entries] == ["a.txt"]
 
 
-def test_zip_archives_and_patterns(folder: Path, made: Path, tmp_path: Path) -> None:
+def test_zip_archives_and_patterns(made: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        for path in sorted(folder.rglob("*.txt")):
-            archive.write(path, path.relative_to(folder))
+        for path in sorted(made.parent.rglob("texts/*/*.txt")):
+            archive.write(path, path.relative_to(made.parent))
         archive.writestr("picture.png", b"\x89PNG\0\0")
         archive.writestr("notes.md", "not wanted")
     said: list[str] = []
@@ -389,11 +386,11 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_gpt2_tokens_are_the_librarys_and_every_byte_returns(folder: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_gpt2_tokens_are_the_librarys_and_every_byte_returns(made: Path, gpt2: Path, tmp_path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     dest = tmp_path / "corpus"
-    prepare(options(dest, folder, tokenizer="gpt2", gpt2=gpt2, vocab_size=None), ignored)
+    prepare(options(dest, made.parent / "texts", tokenizer="gpt2", gpt2=gpt2, vocab_size=None), ignored)
     assert sorted(everything(dest)) == sorted(finished(TEXTS))
     symbols = read_dictionary(dest / "dict.txt")
     assert len(symbols) == 400 + 8 and symbols[-4:] == [*(f"madeupword000{i}" for i in range(3)), "<mask>"]

@@ -26,6 +26,7 @@ from fairseq_rpe.data.folder import (
 )
 
 HEAD = 9 + 8 + 1 + 8  # of an index: magic, version, number type, items
+Change = Callable[[Path], object]
 DIGESTS = ["dict.txt", "test.idx", "test.bin"]
 
 
@@ -33,19 +34,19 @@ def with_bytes(content: bytes, at: int, new: bytes) -> bytes:
     return content[:at] + new + content[at + len(new) :]
 
 
-def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda data: (data / name).write_bytes(change((data / name).read_bytes())) and None
+def edit(name: str, change: Callable[[bytes], bytes]) -> Change:
+    return lambda data: (data / name).write_bytes(change((data / name).read_bytes()))
 
 
-def manifest(**parts: object) -> Callable[[Path], None]:
-    return lambda data: (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, **parts})) and None
+def manifest(**parts: object) -> Change:
+    return lambda data: (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, **parts}))
 
 
-def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+def text(name: str, content: str | bytes) -> Change:
     return edit(name, lambda _: content.encode() if isinstance(content, str) else content)
 
 
-def folder(name: str) -> Callable[[Path], None]:
+def folder(name: str) -> Change:
     def make(data: Path) -> None:
         (data / name).unlink(missing_ok=True)
         (data / name).mkdir()
@@ -53,7 +54,7 @@ def folder(name: str) -> Callable[[Path], None]:
     return make
 
 
-def made_then(change: Callable[[Path], None]) -> Callable[[Path], None]:
+def made_then(change: Change) -> Change:
     """A folder that knows its files, and is changed."""
 
     def make(data: Path) -> None:
@@ -189,7 +190,7 @@ def test_a_split_is_one_of_the_folder(split: str, data: Path) -> None:
         check_folder(data, split)
 
 
-VOCABULARIES: dict[str, tuple[Callable[[Path], None], str]] = {
+VOCABULARIES: dict[str, tuple[Change, str]] = {
     "a list": (text("corpus.json", "[]"), "corpus.json line 1 is not a JSON object"),
     "no model": (manifest(tokenizer={"kind": "bpe"}), "has no spm.model: prepare it again"),
     "a binary dictionary": (text("dict.txt", b"\xff"), "dict.txt line 1 is not UTF-8"),

@@ -28,17 +28,13 @@ from fairseq_rpe.data.stream import SplitWriter
 from fairseq_rpe.data.tokenizer import Tokenizer
 from fairseq_rpe.data.vocabulary import BpeLearner
 
-Patch, Captured = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
 def made(made_once) -> Path:
     return made_once("prepared-texts", fill) / "corpus"
-
-
-@pytest.fixture
-def folder(made: Path) -> Path:
-    return made.parent / "texts"
 
 
 @pytest.fixture
@@ -206,10 +202,10 @@ def test_changing_sources_are_noticed(tmp_path: Path, monkeypatch: Patch) -> Non
     assert "changed while they were read" in refused(options(tmp_path / "corpus", folder))
 
 
-def test_a_tokenizer_that_changes_the_text_is_noticed(folder: Path, made: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_tokenizer_that_changes_the_text_is_noticed(made: Path, tmp_path: Path, monkeypatch) -> None:
     original = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, word: original(self, word.replace("ring", "gnir")))
-    message = refused(options(tmp_path / "corpus", folder, vocab_size=None, vocab_from=made))
+    message = refused(options(tmp_path / "corpus", made.parent / "texts", vocab_size=None, vocab_from=made))
     assert "the tokenizer changes" in message and "ring" in message
 
 
@@ -297,9 +293,9 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_settings_are_one_line_and_leave_nothing(folder: Path, tmp_path: Path) -> None:
+def test_bad_settings_are_one_line_and_leave_nothing(made: Path, tmp_path: Path) -> None:
     for changes, words in SETTINGS:
-        given = {"vocab_size": 400, "workers": 1, "train": (folder,), **changes}
+        given = {"vocab_size": 400, "workers": 1, "train": (made.parent / "texts",), **changes}
         assert words in refused(PrepareOptions(dest=tmp_path / "corpus", **given)), changes
 
 

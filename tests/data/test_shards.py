@@ -27,7 +27,9 @@ from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
 from fairseq_rpe.data.stream import decode_documents
 
-Captured, Options, Prepared = pytest.CaptureFixture[str], Callable[..., PrepareOptions], Callable[..., int]
+Captured = pytest.CaptureFixture[str]
+Options = Callable[..., PrepareOptions]
+Prepared = Callable[..., int]
 SHARDS = 4
 ROWS = 30  # of each
 

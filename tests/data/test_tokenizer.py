@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -106,7 +107,7 @@ def test_decode_of_what_only_a_model_emits() -> None:
 
 def test_foreign_models_are_refused(tmp_path: Path) -> None:
     model, sentences = io.BytesIO(), iter(["some text for a usual model"] * 9)
-    flags = {"vocab_size": 30, "hard_vocab_limit": False, "minloglevel": 3}
+    flags: dict[str, Any] = {"vocab_size": 30, "hard_vocab_limit": False, "minloglevel": 3}
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=model, **flags)
     with pytest.raises(UserError, match="prepare-stdlib"):
         Tokenizer(model.getvalue())

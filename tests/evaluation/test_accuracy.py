@@ -166,7 +166,8 @@ def test_an_automatic_ratio_alone_is_written_out(spec):
 
 def test_random_positions_are_drawn_for_each_example(checkpoint, monkeypatch):
     """As many draws as examples, the same every time, no matter which of them are answered together."""
-    drawn, freeze = [], positions.freeze_rows
+    drawn: list[tuple[int, ...]] = []
+    freeze = positions.freeze_rows
 
     def noted(*arguments):
         frozen = freeze(*arguments)

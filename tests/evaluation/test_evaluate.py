@@ -174,24 +174,18 @@ def test_logits_are_never_larger_than_a_tile(state, text, tmp_path, monkeypatch)
     command = ("eval", checkpoint_with(state, tmp_path), text, "--lengths", "101")
     types = len((text / "dict.txt").read_text().splitlines()) + 4
     [wanted] = rows_of(*command)
-    made: list[int] = []
-    linear = F.linear
+    made, linear = [], F.linear
 
-    def spy(x, weight, bias=None):
+    def noted(x, weight, bias=None):
         out = linear(x, weight, bias)
-        if bias is None:
-            made.append(out.numel())
+        made.extend([out.numel()] if bias is None else [])
         return out
 
-    def refuse(*_, **__):
-        raise AssertionError("the logits of all tokens were made")
-
     monkeypatch.setattr(cross_entropy, "TILES", {"cpu": (16, 50)})
-    monkeypatch.setattr(F, "linear", spy)
-    monkeypatch.setattr(RPEDecoder, "output_layer", refuse)
+    monkeypatch.setattr(F, "linear", noted)
+    monkeypatch.setattr(RPEDecoder, "output_layer", lambda *_, **__: pytest.fail("the logits of all tokens were made"))
     assert rows_of(*command)[0]["loss_base2"] == pytest.approx(wanted["loss_base2"], rel=1e-6)
-    assert sum(made) >= wanted["tokens"] * types
-    assert max(made) <= 16 * torch.get_num_threads() * 50
+    assert sum(made) >= wanted["tokens"] * types and max(made) <= 16 * torch.get_num_threads() * 50
 
 
 @pytest.mark.parametrize("engine", ["fast", "fairseq"])

@@ -136,8 +136,8 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
         assert cut[-1] == (sum(lost > 0 for _, _, lost in asked), sum(lost for _, _, lost in asked))
         assert line["empty"] == sum(not text for text in given.values())
         known = {"encoding": "fire", "suite": "own", "subset": "valid", "transform": "identity", "by": "generation"}
-        known |= {"beam": 1, "cut": "end", "checkpoint": files.file_digest(checkpoint), "data": prepared.digest(data)}
-        assert known.items() <= line.items() and "length_penalty" not in line
+        known |= {"cut": "end", "checkpoint": files.file_digest(checkpoint), "data": prepared.digest(data)}
+        assert known.items() <= line.items() and line["beam"] == 1 and "length_penalty" not in line
     assert 11 > cut[0][0] > cut[1][0] > 0
 
     # known results are not computed again, and keep their answers

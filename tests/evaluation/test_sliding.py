@@ -64,8 +64,7 @@ def test_every_target_is_scored_once_from_a_full_window(sizes, window, stride, r
     numbers = torch.arange(sum(sizes) + 1)
     for apart, longest in ((False, sum(sizes)), (True, max(sizes))):
         width, step = min(window, longest), min(stride, window, longest)
-        given = [numbers, ends] if apart else [numbers]
-        parts = (DocumentWindows if apart else Windows)(*given, width, step, rows)
+        parts = DocumentWindows(numbers, ends, width, step, rows) if apart else Windows(numbers, width, step, rows)
         begins = [0, *ends[:-1].tolist()] if apart else [0]
         assert parts.tokens == sum(sizes)
         scored = []
