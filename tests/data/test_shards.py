@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from conftest import error_of, run_here
 from fake_hub import FakeHub
+from preparing import fill
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
@@ -25,7 +27,9 @@ from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
 from fairseq_rpe.data.stream import decode_documents
 
-Captured, Options, Prepared = pytest.CaptureFixture[str], Callable[..., PrepareOptions], Callable[..., int]
+Captured = pytest.CaptureFixture[str]
+Options = Callable[..., PrepareOptions]
+Prepared = Callable[..., int]
 SHARDS = 4
 ROWS = 30  # of each
 
@@ -46,6 +50,10 @@ def c4() -> dict[str, bytes]:
     return {**train, **{f"en/c4-validation.{n:05}-of-00002.json.gz": packed("validation", n) for n in range(2)}}
 
 
+TRAIN = [path for path in c4() if "train" in path]
+DIVIDED = {"valid_fraction": 0.2, "test_fraction": 0.2, "include": ("*train*",)}
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     return write(tmp_path / "c4", c4()) / "en"
@@ -59,12 +67,9 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vocabulary(made_once) -> Path:
     """One for all, which has every byte."""
-    folder = write(tmp_path_factory.mktemp("texts"), {"a.jsonl.gz": packed("train", 0, 60)})
-    corpus = tmp_path_factory.mktemp("made") / "vocabulary"
-    prepare(PrepareOptions(corpus, (folder,), vocab_size=300, workers=1), print)
-    return corpus
+    return made_once("prepared-texts", fill) / "corpus"
 
 
 @pytest.fixture
@@ -88,7 +93,8 @@ def documents(corpus: Path, split: str) -> list[str]:
     return [document.decode() for document in decode_documents(corpus, split)]
 
 
-# C4
+def all_documents(corpus: Path) -> dict[str, list[str]]:
+    return {split: documents(corpus, split) for split in SPLITS}
 
 
 def test_c4_is_its_documents_and_half_of_its_validation_is_the_test(
@@ -99,7 +105,7 @@ def test_c4_is_its_documents_and_half_of_its_validation_is_the_test(
     assert "it has no test files, so half of the validation documents, by a hash of their text, are the test" in said
     assert "warning: train has 120 documents instead of the published 364868892: this is another text" in said
     assert "warning: valid+test has 60 documents instead of the published 364608" in said
-    found = {split: documents(tmp_path / "corpus", split) for split in SPLITS}
+    found = all_documents(tmp_path / "corpus")
     assert found["train"] == [text("train", number) for number in range(SHARDS * ROWS)]
     assert sorted(found["valid"] + found["test"]) == sorted(text("validation", number) for number in range(2 * ROWS))
     assert 15 < len(found["valid"]) < 45
@@ -143,11 +149,8 @@ def test_data_sets_of_train_files_alone_are_divided(tmp_path: Path, known: Prepa
     folder = write(tmp_path / "set", {f"train-{n:05}-of-00002.jsonl.gz": packed("train", n) for n in range(2)})
     fractions = ["--valid-fraction", 0.2, "--test-fraction", 0.2]
     assert known("arxiv", tmp_path / "corpus", "--from", folder, *fractions) == 0
-    found = [document for split in SPLITS for document in documents(tmp_path / "corpus", split)]
+    found = [document for own in all_documents(tmp_path / "corpus").values() for document in own]
     assert sorted(found) == sorted(text("train", number) for number in range(2 * ROWS))
-
-
-# The first documents
 
 
 def test_the_first_documents_of_training(shards: Path, tmp_path: Path, capsys: Captured, known: Prepared) -> None:
@@ -158,36 +161,31 @@ def test_the_first_documents_of_training(shards: Path, tmp_path: Path, capsys: C
     assert manifest["options"]["documents"] == 40
     assert sum(manifest["splits"][split]["documents"] for split in ("valid", "test")) == 2 * ROWS
     # What is behind them makes no other corpus, another number does.
-    (shards / f"c4-train.{SHARDS - 1:05}-of-{SHARDS:05}.json.gz").unlink()
+    (shards.parent / TRAIN[-1]).unlink()
     assert known("c4", tmp_path / "corpus", "--from", shards, "--documents", 40) == 0
-    assert capsys.readouterr().out.endswith(
-        " is up to date\nthe published counts are those of all documents: they are not compared\n"
-    )
+    assert " is up to date\n" in capsys.readouterr().out
     assert known("c4", tmp_path / "corpus", "--from", shards, "--documents", 41, "--overwrite") == 0
     assert len(documents(tmp_path / "corpus", "train")) == 41
 
 
 def test_other_splits_get_what_comes_between_the_first_documents(shards: Path, tmp_path: Path, quick: Options) -> None:
-    options = {"valid_fraction": 0.2, "test_fraction": 0.2, "include": ("*train*",)}
-    prepare(quick(tmp_path / "all", shards, **options), print)
-    prepare(quick(tmp_path / "corpus", shards, documents=40, **options), print)
-    train = documents(tmp_path / "corpus", "train")
-    assert train == documents(tmp_path / "all", "train")[:40]
+    prepare(quick(tmp_path / "all", shards, **DIVIDED), print)
+    prepare(quick(tmp_path / "corpus", shards, documents=40, **DIVIDED), print)
+    every, found = all_documents(tmp_path / "all"), all_documents(tmp_path / "corpus")
+    assert found["train"] == every["train"][:40]
     whole = [text("train", number) for number in range(SHARDS * ROWS)]
-    before = set(whole[: whole.index(train[-1]) + 1])
+    before = set(whole[: whole.index(found["train"][-1]) + 1])
     for split in ("valid", "test"):
-        found = documents(tmp_path / "corpus", split)
-        assert found and found == [one for one in documents(tmp_path / "all", split) if one in before]
+        assert found[split] and found[split] == [one for one in every[split] if one in before]
 
 
 def test_shards_behind_the_first_documents_are_not_read(shards: Path, tmp_path: Path, quick: Options) -> None:
-    last = shards / f"c4-train.{SHARDS - 1:05}-of-{SHARDS:05}.json.gz"
+    last = shards.parent / TRAIN[-1]
     # Whether it is text is seen from its beginning.
     last.write_bytes(packed("train", SHARDS - 1, 3000)[:-20])
-    options = {"valid_fraction": 0.2, "test_fraction": 0.2, "include": ("*train*",)}
-    prepare(quick(tmp_path / "corpus", shards, documents=40, **options), print)
+    prepare(quick(tmp_path / "corpus", shards, documents=40, **DIVIDED), print)
     with pytest.raises(UserError, match=f"{last.name} is cut short or damaged"):
-        prepare(quick(tmp_path / "new", shards, documents=10**6, **options), print)
+        prepare(quick(tmp_path / "new", shards, documents=10**6, **DIVIDED), print)
 
 
 def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Options) -> None:
@@ -203,26 +201,15 @@ def test_fewer_documents_than_wanted_are_all_of_them(tmp_path: Path, quick: Opti
         prepare(quick(tmp_path / "new", tmp_path / "texts", documents=1), said.append)
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("prepare {en} --documents 0", "--documents 0 is out of range: use 1 to "),
-        ("prepare {en} --documents 9 --rows-are-lines", "--documents counts whole documents, and all rows"),
-        ("prepare-known wikitext103 --from {en} --documents 9", "has no file with 'test' in its name"),
-        ("prepare-known wikibook --from {en} --documents 9", "--documents would take nothing but the"),
-    ],
-)
-def test_what_does_not_go_with_a_number_of_documents(
-    shards: Path, tmp_path: Path, capsys: Captured, words: str, why: str, quick: Options
-) -> None:
-    assert main([*words.format(en=shards).split(), "--dest", str(tmp_path / "corpus")]) == 2
-    error = capsys.readouterr().err
-    assert why in error and error.count("\n") == 1
-    with pytest.raises(UserError, match="--documents and --max-bytes are two limits: give one"):
-        quick(tmp_path, shards, documents=1, max_bytes=1).check()
-
-
-# The hub
+def test_what_does_not_go_with_a_number_of_documents(shards: Path, tmp_path: Path) -> None:
+    for words, why in {
+        "prepare {en} --documents 0": "--documents 0 is out of range: use 1 to ",
+        "prepare {en} --documents 9 --rows-are-lines": "--documents counts whole documents, and all rows",
+        "prepare-known wikitext103 --from {en} --documents 9": "has no file with 'test' in its name",
+        "prepare-known wikibook --from {en} --documents 9": "--documents would take nothing but the",
+    }.items():
+        said = run_here(*words.format(en=shards).split(), "--dest", tmp_path / "corpus", ok=False).stderr
+        assert why in said and said.count("\n") == 1 and not (tmp_path / "corpus").exists()
 
 
 @pytest.fixture
@@ -238,26 +225,23 @@ def test_c4_of_the_hub(hub: FakeHub, shards: Path, tmp_path: Path, known: Prepar
     write(hub.cache, {"en/dataset_infos.json": b"{}", "en/README.md": b"no text to train on"})
     assert known("c4", tmp_path / "corpus") == known("c4", tmp_path / "own", "--from", shards) == 0
     assert sorted(set(hub.downloaded)) == sorted([*c4(), "en/dataset_infos.json"])
-    for split in SPLITS:
-        assert documents(tmp_path / "corpus", split) == documents(tmp_path / "own", split)
+    assert all_documents(tmp_path / "corpus") == all_documents(tmp_path / "own")
 
 
 def test_no_more_shards_of_the_hub_than_the_first_documents_are_in(
     hub: FakeHub, shards: Path, tmp_path: Path, capsys: Captured, known: Prepared
 ) -> None:
-    first = [f"en/c4-train.{n:05}-of-{SHARDS:05}.json.gz" for n in range(SHARDS)]
     valid = [path for path in c4() if "validation" in path]
-    hub.failures[first[1]] = ConnectionError("no route")
+    hub.failures[TRAIN[1]] = ConnectionError("no route")
     assert known("c4", tmp_path / "corpus", "--documents", 40) == 2
-    error = f"error: hub:allenai/c4/{first[1]} cannot be downloaded (no route): run this again"
+    error = f"error: hub:allenai/c4/{TRAIN[1]} cannot be downloaded (no route): run this again"
     assert capsys.readouterr().err.startswith(error) and not (tmp_path / "corpus").exists()
     hub.failures.clear()
     hub.downloaded.clear()
     assert known("c4", tmp_path / "corpus", "--documents", 40) == 0
-    assert hub.downloaded == [*first[:2], *valid]
+    assert hub.downloaded == [*TRAIN[:2], *valid]
     assert known("c4", tmp_path / "own", "--from", shards, "--documents", 40) == 0
-    for split in SPLITS:
-        assert documents(tmp_path / "corpus", split) == documents(tmp_path / "own", split)
+    assert all_documents(tmp_path / "corpus") == all_documents(tmp_path / "own")
     capsys.readouterr()
     assert known("c4", tmp_path / "corpus", "--documents", 40) == 0
     assert f"{tmp_path}/corpus is up to date" in capsys.readouterr().out
@@ -286,6 +270,26 @@ def test_files_that_describe_a_data_set_are_no_text(hub: FakeHub, one_by_one: bo
     hub.files["allenai/c4", None] = {"en/a.jsonl": b""}
     with pytest.raises(UserError, match="has no file that is .*.txt: use another --include"):
         sources("hub:allenai/c4/en", ["*.txt"], one_by_one)
+
+
+TROUBLE: list[tuple[Any, str]] = [
+    ("GatedRepoError", "hub:allenai/c4/en is gated: accept its terms"),
+    ("RepositoryNotFoundError", "hub:allenai/c4/en does not exist or is private"),
+    (ConnectionError("no route\nto host"), "hub:allenai/c4/en cannot be downloaded (no route): run this again"),
+    (None, "needs the package huggingface_hub: pip install huggingface_hub pyarrow, or get its files"),
+]
+
+
+@pytest.mark.parametrize(("outcome", "words"), TROUBLE, ids=str)
+def test_trouble_with_the_hub_is_one_line(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, outcome: Any, words: str
+) -> None:
+    if outcome is None:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    else:
+        hub.failures["allenai/c4"] = getattr(hub.errors, outcome)("404") if isinstance(outcome, str) else outcome
+    assert words in error_of(capsys, "prepare", "hub:allenai/c4/en", "--dest", tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -339,5 +343,5 @@ def test_the_hubs_own_library_gets_no_more_shards(tmp_path: Path, vocabulary: Pa
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         server.shutdown()
     assert done.returncode == 0, done.stderr
-    assert [name for name in server.served if "train" in name] == sorted(name for name in c4() if "train" in name)[:2]
+    assert [name for name in server.served if "train" in name] == TRAIN[:2]
     assert documents(tmp_path / "corpus", "train") == [text("train", number) for number in range(40)]

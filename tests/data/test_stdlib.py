@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import run, run_here
 from in_process import fairseq
+from preparing import contents
 from test_tokenizer import CODE, NASTY
 
-from fairseq_rpe.cli.main import main
-from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import pipeline
-from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_dictionary, read_manifest, read_split, read_units
+from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
 from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, choose
 from fairseq_rpe.data.stream import cut, decode_documents, gather
@@ -58,10 +57,6 @@ def options(source: Path | None, dest: Path, **changes: Any) -> PrepareOptions:
     return PrepareOptions(dest=dest, **{**own, **given})
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def finished(source: Path, names: list[str]) -> bytes:
     texts = (source.joinpath(f"{name}.py").read_bytes() for name in names)
     return b"".join(text if text.endswith(b"\n") or not text else text + b"\n" for text in texts)
@@ -71,17 +66,23 @@ def test_files_go_where_their_paths_always_went(source: Path, made: Path) -> Non
     names = sorted(path.relative_to(source).with_suffix("").as_posix() for path in source.rglob("*.py"))
     train = [name for name in names if name not in (*VALID, *TEST)]
     for split, inside in {"train": train, "valid": VALID, "test": TEST}.items():
-        assert decode_documents(made, split) == [finished(source, inside)]
-        assert read_manifest(made)["splits"][split]["documents"] == len(inside)
+        text, count = finished(source, inside), read_manifest(made)["splits"][split]
+        assert decode_documents(made, split) == [text]
+        assert (count["documents"], count["lines"]) == (len(inside), text.count(b"\n"))
+        assert count["tokens"] == len(read_split(made, split)[0])
 
 
-def test_neither_pieces_nor_workers_nor_the_place_of_the_folder_matter(
+def test_neither_pieces_nor_the_place_of_the_folder_matter_but_names_do(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source = write_sources(tmp_path / "copy")
     monkeypatch.setattr(pipeline, "cut", lambda blocks: cut(blocks, 100))
     monkeypatch.setattr(pipeline, "gather", lambda pieces: gather(pieces, 300))
-    prepare(options(write_sources(tmp_path / "copy"), tmp_path / "corpus", workers=2), print)
+    prepare(options(source, tmp_path / "corpus"), print)
     assert contents(tmp_path / "corpus") == contents(made)
+    (source / "package2" / "module2.py").rename(source / "package2" / "renamed.py")
+    prepare(options(source, tmp_path / "again"), print)
+    assert read_manifest(tmp_path / "again")["digest"] != read_manifest(made)["digest"]
 
 
 def test_fairseq_preprocess_makes_the_same_files(source: Path, made: Path, tmp_path: Path) -> None:
@@ -95,24 +96,6 @@ def test_fairseq_preprocess_makes_the_same_files(source: Path, made: Path, tmp_p
     fairseq("preprocess", "--dataset-impl", "mmap", *flags)
     for name in ("dict.txt", *BINARIES):
         assert (tmp_path / "theirs" / name).read_bytes() == (made / name).read_bytes(), name
-
-
-def test_fairseq_reads_the_same_dictionary_and_lines(made: Path) -> None:
-    from fairseq.data import Dictionary
-
-    dictionary = Dictionary.load(str(made / "dict.txt"))
-    assert len(dictionary) == 400 and dictionary.symbols == read_dictionary(made / "dict.txt")
-    for split in SPLITS:
-        (ids, sizes), count = read_split(made, split), read_manifest(made)["splits"][split]
-        assert (ids == dictionary.eos()).sum() == len(sizes) == count["lines"] and sum(sizes) == count["tokens"]
-        assert (ids[sizes.cumsum() - 1] == dictionary.eos()).all() and set(ids[ids < 4]) == {dictionary.eos()}
-
-
-def test_other_names_are_another_corpus(made: Path, tmp_path: Path) -> None:
-    source = write_sources(tmp_path / "copy")
-    (source / "package2" / "module2.py").rename(source / "package2" / "renamed.py")
-    prepare(options(source, tmp_path / "again"), print)
-    assert read_manifest(tmp_path / "again")["digest"] != read_manifest(made)["digest"]
 
 
 def test_blank_hidden_and_odd_files_are_text_like_any_other(source: Path, made: Path, tmp_path: Path) -> None:
@@ -138,23 +121,6 @@ def test_max_bytes_takes_whole_files_repeatably(source: Path, made: Path, tmp_pa
         assert decode_documents(tmp_path / "a", split) == [finished(source, names)]
     prepare(options(source, tmp_path / "b", seed=2, **shared), print)
     assert digest(tmp_path / "a") != digest(tmp_path / "b")
-
-
-def test_splits_need_text_in_every_split(source: Path, tmp_path: Path) -> None:
-    blank = tmp_path / "blank"
-    blank.mkdir()
-
-    def refused(words: str, folder: Path = blank, **changes: Any) -> None:
-        with pytest.raises(UserError, match=words):
-            prepare(options(folder, tmp_path / "corpus", **changes), print)
-
-    refused("split of .* documents would be empty: .* larger --max-bytes", source, max_bytes=1)
-    refused("blank has no text, there are no files that could be read")
-    (blank / "a.py").write_text("\n \n")
-    refused("split of 0 documents would be empty")
-    (blank / "b.py").write_bytes(b"name = 'caf\xe9'\n")
-    refused("b.py is not UTF-8 at byte 11")
-    assert [path.name for path in tmp_path.iterdir()] == ["blank"]
 
 
 def test_library_leaves_out_packages_tests_and_other_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +152,9 @@ def old_manifest(folder: Path) -> None:
     """What the standard library's corpus had for a manifest when it was made in another way."""
     new = read_manifest(folder)
     names = ("vocab_size", "seed", "valid_fraction", "test_fraction", "max_bytes")
-    splits = {split: {"files": 1, **count} for split, count in new["splits"].items()}
-    old = {"made_by": "fairseq-rpe prepare-stdlib", "format": 1, "digest": "e6d0", "splits": splits}
-    old |= {"options": {name: new["options"].get(name) for name in names}, "files": new["files"]}
+    old = {"made_by": "fairseq-rpe prepare-stdlib", "format": 1, "digest": "e6d0", "files": new["files"]}
+    old["splits"] = {split: {"files": 1, **count} for split, count in new["splits"].items()}
+    old["options"] = {name: new["options"].get(name) for name in names}
     (folder / "corpus.json").write_text(json.dumps(old))
 
 
@@ -206,36 +172,29 @@ def test_a_corpus_made_in_the_old_way_is_used_and_replaced(source: Path, made: P
     assert contents(old) == before
 
 
-def test_commands(
-    source: Path, made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = ["--dest", str(made), "--vocab-size", "400", "--valid-fraction", "0.3", "--test-fraction", "0.2"]
-    assert main(["prepare-stdlib", "--source", str(source), *common]) == 0
-    assert main(["prepare-known", "stdlib", "--from", str(source), *common]) == 0
-    expected = f"{made} is up to date\n{KNOWN['stdlib'].about}\n{made} is up to date\n"
-    assert capsys.readouterr().out == expected
+FRACTIONS = ("--valid-fraction", "0.3", "--test-fraction", "0.2")
+
+
+def test_commands(source: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = run_here("prepare-known", "stdlib", "--from", source, "--dest", made, "--vocab-size", "400", *FRACTIONS)
+    assert known.stdout == f"{KNOWN['stdlib'].about}\n{made} is up to date\n"
     made_with: list[PrepareOptions] = []
-    monkeypatch.setattr("fairseq_rpe.cli.prepare.prepare", lambda options: made_with.append(options))
-    assert main(["prepare-stdlib"]) == 0
+    monkeypatch.setattr("fairseq_rpe.cli.prepare.prepare", made_with.append)
+    run_here("prepare-stdlib")
     (given,) = made_with
     assert (given.dest, given.vocab_size, given.workers) == (Path("data-bin/stdlib"), 4096, 2)
     assert (given.divide_by, given.boundaries, given.skip_invalid, given.valid) == ("path", False, True, ())
 
 
 def test_any_text_can_be_without_boundaries_and_by_path(source: Path, made: Path, tmp_path: Path) -> None:
-    arguments = ["prepare", str(source), "--dest", str(tmp_path / "corpus"), "--include", "module*.py"]
-    arguments += ["--workers", "1", "--vocab-from", str(made), "--divide-by", "path", "--no-boundaries"]
-    assert main([*arguments, "--valid-fraction", "0.3", "--test-fraction", "0.2"]) == 0
+    words = ["prepare", source, "--dest", tmp_path / "corpus", "--include", "module*.py", "--vocab-from", made]
+    run_here(*words, "--workers", "1", "--divide-by", "path", "--no-boundaries", *FRACTIONS)
     assert decode_documents(tmp_path / "corpus", "test") == [finished(source, TEST)]
     assert read_split(tmp_path / "corpus", "test")[0].tobytes() == (made / "test.bin").read_bytes()
 
 
 def test_up_to_date_imports_nothing_heavy(source: Path, made: Path) -> None:
-    code = (
-        "import sys; from fairseq_rpe.cli.main import main\n"
-        f"main(['prepare-stdlib', '--source', {str(source)!r}, '--dest', {str(made)!r}, '--vocab-size', '400',\n"
-        " '--valid-fraction', '0.3', '--test-fraction', '0.2'])\n"
-        "print(*({'fairseq', 'torch', 'pooch', 'tokenizers', 'pyarrow', 'huggingface_hub'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("is up to date\n\n"), done.stderr
+    words = ["prepare-stdlib", "--source", str(source), "--dest", str(made), "--vocab-size", "400", *FRACTIONS]
+    heavy = {"fairseq", "torch", "pooch", "tokenizers", "pyarrow", "huggingface_hub"}
+    code = f"import sys; from fairseq_rpe.cli.main import main; main({words}); print({heavy} & set(sys.modules))"
+    assert run(sys.executable, "-c", code).stdout == f"{made} is up to date\nset()\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import refusal as refusals
 import torch
-from conftest import run_here
+from conftest import make_model, run_here
 
 from fairseq_rpe.data.folder import write_index
 
@@ -32,6 +32,15 @@ def refusal(command: str, *words: object) -> str:
 
 def without_seconds(rows: list[dict]) -> list[dict]:
     return [{**row, "seconds": 0} for row in rows]
+
+
+@torch.no_grad()
+def make_sensitive(task, rpe: str, **changes):
+    """A model whose predictions depend clearly on what it reads, and where."""
+    model = make_model(task, rpe, **changes)
+    for weight in model.decoder.layers.parameters():
+        weight.mul_(3)
+    return model
 
 
 def write_text(folder: Path, dictionary: Path, documents: Sequence[Sequence[Sequence[int]]]) -> Path:

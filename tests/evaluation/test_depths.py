@@ -66,13 +66,11 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, monkeypatch):
 
     def half(model, prompts, steps, tick):
         words = ["<s>", "<pad>", "</s>", "<unk>", *build(TASK).words()]
-        texts = [[words[t] for t in row] for row in prompts.tolist()]
-        batches.append(len(texts))
+        batches.append(len(prompts))
         keys = []
-        for text in texts:
-            at = text.index("key") + 2
-            known = text[at : at + 2] if at < len(text) / 2 else ["0", "0"]
-            keys.append([*map(words.index, known), 2])
+        for row in prompts.tolist():
+            at = row.index(words.index("key")) + 2
+            keys.append([*(row[at : at + 2] if at < len(row) / 2 else [words.index("0")] * 2), 2])
         return torch.tensor(keys)
 
     monkeypatch.setattr(answers, "continued", half)
@@ -85,18 +83,15 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, monkeypatch):
     assert batches == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--depths 0.5,1.5", "--depths 1.5 is not between 0, the first, and 1, the last"),
-        ("--depths -1", "--depths -1 is not between 0"),
-        ("--depths 0.5 --split valid", f"--depths: the valid split of {TASK} has no depths to choose: drop it"),
-        ("--lengths 30", f"{TASK} has test examples of 31 to 80 tokens, not 30: leave it out of --lengths"),
-        ("--lengths 81", "not 81: leave it out"),
-    ],
-)
-def test_refusals(flags, words, checkpoint):
-    assert words in refusal("accuracy", checkpoint, *flags.split())
+def test_refusals(checkpoint):
+    for flags, words in {
+        "--depths 0.5,1.5": "--depths 1.5 is not between 0, the first, and 1, the last",
+        "--depths -1": "--depths -1 is not between 0",
+        "--depths 0.5 --split valid": f"--depths: the valid split of {TASK} has no depths to choose: drop it",
+        "--lengths 30": f"{TASK} has test examples of 31 to 80 tokens, not 30: leave it out of --lengths",
+        "--lengths 81": "not 81: leave it out",
+    }.items():
+        assert words in refusal("accuracy", checkpoint, *flags.split())
 
 
 def test_a_sweep_refuses_lengths_that_the_task_lacks_and_counts_the_tokens_of_a_depth(tmp_path):

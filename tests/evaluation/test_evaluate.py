@@ -10,18 +10,19 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from conftest import checkpoint_with, make_model, run, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measuring import PAD, bits, losses_by_position, refusal, rows_of, write_text
+from measuring import PAD, bits, losses_by_position, make_sensitive, refusal, rows_of, write_text
 from torch.nn import functional as F
 
 from fairseq_rpe.core import UserError, records
 from fairseq_rpe.data import folder as corpus_files
-from fairseq_rpe.data.folder import MADE_BY, describe_files
+from fairseq_rpe.data.folder import MADE_BY
 from fairseq_rpe.evaluation import loading, perplexity, results
 from fairseq_rpe.evaluation.lengths import default_lengths
 from fairseq_rpe.evaluation.perplexity import by_position, target_losses
@@ -57,17 +58,9 @@ def table_of(*words: object) -> list[list[str]]:
     return [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
 
 
-# Blocks, and what is scored in them
-
-
 @pytest.fixture(scope="module")
 def sensitive(task):
-    """A model whose predictions depend clearly on what it reads, and where."""
-    model = make_model(task, "rope", decoder_layers=1)
-    with torch.no_grad():
-        for weight in model.decoder.layers.parameters():
-            weight.mul_(3)
-    return model
+    return make_sensitive(task, "rope", decoder_layers=1)
 
 
 LINES = st.lists(st.lists(st.integers(4, 59), min_size=1, max_size=9), min_size=1, max_size=4)
@@ -96,7 +89,7 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
         data = write_text(Path(folder, "text"), Path(folder, "dict.txt"), documents)
         choice = {"blocks": "document"} if kind == "document" else {"separate_documents": kind == "separate"}
         request = TextRequest(checkpoint=data, data=data, lengths=[length], batch_size=rows, **choice)
-        batches = [batch for batch in perplexity.batches(request, task, length, 150)]
+        batches = list(perplexity.batches(request, task, length, 150))
     assert all(len(inputs) <= (rows or 150) and inputs.numel() <= 150 for inputs, *_ in batches)
     scored: list[int] = []
     nats, count = by_position(sensitive, batches, length, PAD, scored.append)
@@ -116,25 +109,23 @@ def test_every_token_is_scored_once_at_its_position(sensitive, task, documents, 
 
 
 CASES = [
-    ("sinusoidal", ()),
-    ("alibi", ("--batch-size", "3")),
-    ("rope", ("--max-tokens", "200")),
-    ("rope:scaling=yarn,factor=auto,original_length=32", ()),  # reads the row's length
-    ("kerple_log", ("--positions", "interpolate")),
-    ("rope", RANDOM),  # draws for each block
-    ("alibi", ("--rpe", "type1")),
-    ("rope:base=500", ("--rpe", "self_extend:base=500,group=4")),
-    ("rope", ("--blocks", "document")),
-    ("rope", ("--separate-documents",)),
+    ("sinusoidal", ""),
+    ("rope:scaling=yarn,factor=auto,original_length=32", ""),  # reads the row's length
+    ("kerple_log", "--positions interpolate"),
+    ("rope", " ".join(RANDOM)),  # draws for each block
+    ("alibi", "--rpe type1 --batch-size 3"),
+    ("rope:base=500", "--rpe self_extend:base=500,group=4"),
+    ("rope", "--blocks document --max-tokens 200"),
+    ("rope", "--separate-documents"),
 ]
 
 
-@pytest.mark.parametrize(("spec", "flags"), CASES, ids=[f"{spec} {' '.join(flags)}" for spec, flags in CASES])
+@pytest.mark.parametrize(("spec", "flags"), CASES)
 def test_fast_equals_fairseq_eval_lm(state, text, tmp_path, spec, flags):
     checkpoint = checkpoint_with(state, tmp_path, spec, torch.float16 if spec == "sinusoidal" else torch.float32)
-    command = ("eval", checkpoint, text, "--lengths", "7,37,64", *flags)
+    command = ("eval", checkpoint, text, "--lengths", "7,64", *flags.split())
     fast, slow = rows_of(*command), rows_of(*command, "--engine", "fairseq")
-    assert len(fast) == len({row["loss_base2"] for row in fast}) == 3
+    assert len(fast) == len({row["loss_base2"] for row in fast}) == 2
     assert [key_of(row) for row in fast] == [key_of(row) for row in slow]
     for a, b in zip(fast, slow, strict=True):
         assert (a["engine"], b["engine"]) == ("fast", "fairseq")
@@ -183,27 +174,18 @@ def test_logits_are_never_larger_than_a_tile(state, text, tmp_path, monkeypatch)
     command = ("eval", checkpoint_with(state, tmp_path), text, "--lengths", "101")
     types = len((text / "dict.txt").read_text().splitlines()) + 4
     [wanted] = rows_of(*command)
-    made: list[int] = []
-    linear = F.linear
+    made, linear = [], F.linear
 
-    def spy(x, weight, bias=None):
+    def noted(x, weight, bias=None):
         out = linear(x, weight, bias)
-        if bias is None:
-            made.append(out.numel())
+        made.extend([out.numel()] if bias is None else [])
         return out
 
-    def refuse(*_, **__):
-        raise AssertionError("the logits of all tokens were made")
-
     monkeypatch.setattr(cross_entropy, "TILES", {"cpu": (16, 50)})
-    monkeypatch.setattr(F, "linear", spy)
-    monkeypatch.setattr(RPEDecoder, "output_layer", refuse)
+    monkeypatch.setattr(F, "linear", noted)
+    monkeypatch.setattr(RPEDecoder, "output_layer", lambda *_, **__: pytest.fail("the logits of all tokens were made"))
     assert rows_of(*command)[0]["loss_base2"] == pytest.approx(wanted["loss_base2"], rel=1e-6)
-    assert sum(made) >= wanted["tokens"] * types
-    assert max(made) <= 16 * torch.get_num_threads() * 50
-
-
-# The model, its encoding and its positions
+    assert sum(made) >= wanted["tokens"] * types and max(made) <= 16 * torch.get_num_threads() * 50
 
 
 @pytest.mark.parametrize("engine", ["fast", "fairseq"])
@@ -229,15 +211,15 @@ def test_random_positions_are_drawn_for_each_block(state, text, tmp_path):
     request = TextRequest(checkpoint=checkpoint, data=text, lengths=[37], positions=RANDOM[1], device="cpu")
     model, task = loading.load(checkpoint, request, text)
     total, losses = corpus_files.count_tokens(text, "test"), []
-    for model.decoder.moves.draw in range(3):
+    for model.decoder.moves.draw in range(2):
         nats, _ = by_position(model, perplexity.batches(request, task, 37, 2048), 37, PAD, lambda scored: None)
         losses.append(bits(float(nats.sum()), total))
-    assert losses[0] == pytest.approx(one["loss_base2"], rel=1e-9) and len(set(losses)) == 3
-    [mean] = rows_of(*command, *RANDOM, "--draws", 3, "--out", out)
-    assert mean["loss_base2"] == pytest.approx(sum(losses) / 3, rel=1e-9)
-    assert (mean["draws"], mean["tokens"]) == (3, total)
+    assert losses[0] == pytest.approx(one["loss_base2"], rel=1e-9) and losses[1] != losses[0]
+    [mean] = rows_of(*command, *RANDOM, "--draws", 2, "--out", out)
+    assert mean["loss_base2"] == pytest.approx(sum(losses) / 2, rel=1e-9)
+    assert (mean["draws"], mean["tokens"]) == (2, total)
     rows_of(*command, *RANDOM, "--draws", 1, "--out", out)
-    assert [json.loads(line)["draws"] for line in out.read_text().splitlines()] == [1, 3]
+    assert [json.loads(line)["draws"] for line in out.read_text().splitlines()] == [1, 2]
 
 
 def test_an_encoding_of_the_fairseq_engine_is_not_the_next_ones(state, text, tmp_path, monkeypatch):
@@ -287,46 +269,32 @@ def test_the_backend_of_an_evaluation(state, text, tmp_path, monkeypatch):
 
 def test_contexts_are_those_of_the_training_unless_others_are_named(state, text, tmp_path):
     streams, within, separate = "across documents", "within documents", "separate documents in one row"
-    for task, rows in (
-        ({"blocks": "document"}, {(): within, ("--blocks", "stream"): streams, ("--blocks", "document"): within}),
-        (
-            {"blocks": "stream", "separate_documents": True},
-            {
-                (): separate,
-                ("--no-separate-documents",): streams,
-                ("--separate-documents",): separate,
-                ("--blocks", "document"): within,
-            },
-        ),
-    ):
+    documents = {"": within, "--blocks stream": streams, "--blocks document": within}
+    others = {"": separate, "--no-separate-documents": streams, "--separate-documents": separate}
+    others["--blocks document"] = within
+    for task, rows in (({"blocks": "document"}, documents), ({"blocks": "stream", "separate_documents": True}, others)):
         trained = checkpoint_with(state, tmp_path, task={"_name": "rpe_language_modeling", **task})
         command = ("eval", trained, text, "--lengths", 37, "--out", tmp_path / f"{len(rows)}.jsonl")
-        found = {flags: rows_of(*command, *flags)[0] for flags in rows}
+        found = {flags: rows_of(*command, *flags.split())[0] for flags in rows}
         assert {flags: row["context"] for flags, row in found.items()} == rows
         assert len({row["loss_base2"] for row in found.values()}) == len(set(rows.values()))
         assert len({key_of(row) for row in found.values()}) == len(rows)
         assert len((tmp_path / f"{len(rows)}.jsonl").read_text().splitlines()) == len(rows)
 
 
-# Evaluation lengths, printed tables and stored results
-
-
 def test_checkpoint_is_loaded_once_and_results_are_kept(state, text, tmp_path, monkeypatch):
     command = ("eval", checkpoint_with(state, tmp_path), text, "--out", out := tmp_path / "eval.jsonl", "--lengths")
-    loads = []
-    load = loading.checkpoint_utils.load_model_ensemble_and_task
     slow = rows_of(*command, "37", "--engine", "fairseq")
     assert "positions_loss" not in slow[0]
-    monkeypatch.setattr(
-        loading.checkpoint_utils, "load_model_ensemble_and_task", lambda *a, **k: loads.append(a) or load(*a, **k)
-    )
+    loading_once = mock.Mock(wraps=loading.checkpoint_utils.load_model_ensemble_and_task)
+    monkeypatch.setattr(loading.checkpoint_utils, "load_model_ensemble_and_task", loading_once)
     both = rows_of(*command, "64,37,16")
     assert [row["engine"] for row in both] == ["fast", "fairseq", "fast"] and both[1] == slow[0]
-    assert len(loads) == 1
+    assert loading_once.call_count == 1
     older = [{k: v for k, v in row.items() if k not in ("engine", "peak_mb", "positions_loss")} for row in both]
     out.write_text("".join(json.dumps(row) + "\n" for row in older))
     assert rows_of(*command, "37,16,64") == [older[1], older[2], older[0]]
-    assert len(loads) == 1 and len(out.read_text().splitlines()) == 3
+    assert loading_once.call_count == 1 and len(out.read_text().splitlines()) == 3
     argv = ["eval", "--json", *map(str, command[1:]), "64,37"]
     code = f"import sys; from fairseq_rpe.cli.main import main; assert main({argv}) == 0; "
     done = run(sys.executable, "-c", code + "assert not {'torch', 'fairseq'} & set(sys.modules)")
@@ -383,18 +351,17 @@ def test_corpora_that_know_their_text_give_bits_per_byte(state, text, tmp_path):
     data = Path(shutil.copytree(text, tmp_path / "data"))
     command = ("eval", checkpoint_with(state, tmp_path), data, "--lengths", 64)
     assert "bits_per_byte" not in rows_of(*command)[0]
-    tokens = corpus_files.count_tokens(data, "test")
-    counts = {"tokens": tokens, "bytes": 5000, "words": 700, "documents": 3}
-    (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "splits": {"test": counts}}))
+
+    def describe(tokens: int) -> None:
+        counts = {"tokens": tokens, "bytes": 5000, "words": 700, "documents": 3}
+        (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "splits": {"test": counts}}))
+
+    describe(tokens := corpus_files.count_tokens(data, "test"))
     [row] = rows_of(*command)
     assert row["bits_per_byte"] == pytest.approx(row["loss_base2"] * tokens / 5000)
     assert math.log2(row["word_ppl"]) == pytest.approx(row["loss_base2"] * tokens / 700)
-    counts["tokens"] += 1
-    (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "splits": {"test": counts}}))
+    describe(tokens + 1)
     assert f"counts {tokens + 1} tokens in test where the data have {tokens}" in refusal(*command)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("engine", ["fast", "fairseq"])
@@ -407,19 +374,8 @@ def test_data_of_another_vocabulary_are_refused(engine, state, text, tmp_path):
     assert "another vocabulary" in error and "--vocab-from" in error
 
 
-def test_a_dictionary_that_its_corpus_was_not_made_with_is_refused(text, tmp_path):
-    data = Path(shutil.copytree(text, tmp_path / "data"))
-    described = describe_files(data, ["dict.txt"])
-    (data / "corpus.json").write_text(json.dumps({"made_by": MADE_BY, "files": described}))
-    corpus_files.check_folder(data, "test")
-    (data / "dict.txt").write_text((data / "dict.txt").read_text() + "added-afterwards 1\n")
-    with pytest.raises(UserError, match="dict.txt is not the one"):
-        corpus_files.check_folder(data, "test")
-
-
 REFUSALS = [
     ("alibi", {}, "--draws 3", "--draws 3: positions are not random"),
-    ("alibi", {}, "--draws 3 --positions interpolate", "--draws 3: positions are not random"),
     ("alibi", {}, "--draws 3 --positions randomized:max=99 --engine fairseq", "--draws goes with --engine fast"),
     ("alibi", {"self_target": True}, "", "trained with --self-target, .*or use --engine fairseq"),
     ("alibi", {"output_dictionary_size": 9}, "", "trained with --output-dictionary-size, .*or use --engine fairseq"),
@@ -427,13 +383,11 @@ REFUSALS = [
     ("alibi", {"blocks": "chapters"}, "", "blocks is 'chapters'"),
     ("alibi", {"separate_documents": "yes"}, "", "separate_documents is 'yes'"),
     ("learned", {}, "", "beyond the 32 positions"),
-    ("learned", {}, "--engine fairseq", "beyond the 32 positions"),
-    ("alibi", {}, "--rpe alibbi", "did you mean 'alibi'"),
     ("alibi", {}, "--rpe dual_chunk", "was with 'alibi'"),
     ("rope:base=500", {}, "--rpe rerope:base=10000", "give base=500"),
     ("rope:base=500", {}, "--rpe longrope:base=10000 --engine fairseq", "give base=500"),
-    ("alibi", {}, "--attention-backend sdap", "did you mean 'sdpa'"),
     ("alibi", {}, "--attention-prune 1e-4 --attention-backend flex", "prunes on the backends sdpa and triton"),
+    ("alibi", {}, "--attention-prune 1e-4 --engine fairseq", "--attention-prune goes with --engine fast"),
     ("alibi", {}, "--attention-prune 1e-4 --rpe nope", "cannot be pruned"),
     ("alibi", {}, "--separate-documents --blocks document", "--separate-documents is for --blocks stream"),
     ("alibi", {}, "--separate-documents --attention-prune 0.1", "does not go with --separate-documents"),
@@ -457,15 +411,12 @@ def test_documents_that_are_not_marked_are_refused(state, corpus, tmp_path):
 
 def test_other_models_are_refused_and_fairseq_named(state, text, tmp_path):
     model = {key: value for key, value in state["cfg"]["model"].items() if not key.startswith("rpe")}
-    torch.save(
-        {**state, "cfg": {**state["cfg"], "model": {**model, "_name": "transformer_lm", "arch": "transformer_lm"}}},
-        tmp_path / "stock.pt",
-    )
+    cfg = {**state["cfg"], "model": {**model, "_name": "transformer_lm", "arch": "transformer_lm"}}
+    torch.save({**state, "cfg": cfg}, tmp_path / "stock.pt")
     command = ("eval", tmp_path / "stock.pt", text, "--lengths", 32)
-    error = refusal(*command)
-    assert "its model is 'transformer_lm'" in error and "or use --engine fairseq" in error
+    assert re.search("its model is 'transformer_lm'.* or use --engine fairseq", refusal(*command))
     error = refusal(*command, "--engine", "fairseq", "--separate-documents")
-    assert "is not of this plugin" in error and "drop --separate-documents" in error
+    assert re.search("is not of this plugin.*drop --separate-documents", error)
 
 
 def test_losses_that_are_no_numbers_are_refused(state, text, tmp_path):
@@ -491,10 +442,8 @@ def test_tokens_that_were_not_scored_are_refused(state, text, tmp_path, monkeypa
 
 def test_a_mistake_in_an_encoding_of_a_file_is_told_with_its_place(state, text, tmp_path):
     file = tmp_path / "my_encoding.py"
-    file.write_text(
-        "from fairseq_rpe.encodings import DistanceBias, register\n\n\n@register('test_wrong')\n"
-        "class Wrong(DistanceBias):\n    def bias(self, d):\n        return -d\n"
-    )
+    lines = ["from fairseq_rpe.encodings import DistanceBias, register", "@register('test_wrong')"]
+    file.write_text("\n".join([*lines, "class Wrong(DistanceBias):", "    def bias(self, d):", "        return -d"]))
     flags = ("--lengths", 64, "--rpe", "test_wrong", "--rpe-module", file)
     said = refusal("eval", checkpoint_with(state, tmp_path), text, *flags)
-    assert "Wrong.bias returned (64,), expected (4, 64)" in said and f"{file}:6" in said
+    assert "Wrong.bias returned (64,), expected (4, 64)" in said and f"{file}:4" in said

@@ -118,14 +118,15 @@ def test_questions_are_no_text_to_search_on(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "flags", "words"),
     [
-        ("rope", "--tokens 32", "--tokens 32 is not above the trained length, 32"),
-        ("alibi", "--tokens 64", "was trained with 'alibi': the search is for rope without a scaling"),
-        ("rope:scaling=linear,factor=2", "--tokens 64", "the search is for rope without a scaling"),
-        ("rope", "--tokens 900 --samples 90", "less than 90 blocks of 900: use more text or fewer --samples"),
-        ("rope", "--tokens 64 --subset dev", "dev"),
-        ("rope", "--tokens 64 --population 2", "--population 2 is too few"),
-        ("rope", "--tokens 64 --out .", "--out ."),
+        ("rope", "32", "--tokens 32 is not above the trained length, 32"),
+        ("alibi", "64", "was trained with 'alibi': the search is for rope without a scaling"),
+        ("rope:scaling=linear,factor=2", "64", "the search is for rope without a scaling"),
+        ("rope", "900 --samples 90", "less than 90 blocks of 900: use more text or fewer --samples"),
+        ("rope", "64 --subset dev", "dev"),
+        ("rope", "64 --population 2", "--population 2 is too few"),
+        ("rope", "64 --out .", "--out ."),
     ],
 )
 def test_refusals_are_one_line(state, corpus, tmp_path, spec, flags, words):
-    assert words in refusal("longrope-search", checkpoint_with(state, tmp_path, spec), corpus, *flags.split())
+    checkpoint = checkpoint_with(state, tmp_path, spec)
+    assert words in refusal("longrope-search", checkpoint, corpus, "--tokens", *flags.split())

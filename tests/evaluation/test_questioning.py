@@ -102,22 +102,17 @@ def log_probs(model, row):
     return scores
 
 
-def by_one_pass(model, read: list[int], first: int) -> list[int]:
-    """The likeliest token behind each of what is read, from ``first`` on, by a full pass."""
-    return log_probs(model, read)[first:].argmax(-1).tolist()
-
-
 def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, monkeypatch):
     """And scores those of the answers."""
     written: dict[tuple[int, ...], list[int]] = {}
     real = questioning.greedy
 
-    def spy(model, prompts, *rest):
+    def kept(model, prompts, *rest):
         found = real(model, prompts, *rest)
         written.update({tuple(map(int, prompt)): tokens for prompt, tokens in zip(prompts, found, strict=True)})
         return found
 
-    monkeypatch.setattr(questioning, "greedy", spy)
+    monkeypatch.setattr(questioning, "greedy", kept)
     out, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
     flags = ["--lengths", "80,180", "--sets", "mill", "--out", out, "--predictions", texts]
     lines = rows_of("answer", checkpoint, data, *flags)
@@ -131,7 +126,7 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
             prompt, tokens = list(map(int, read)), written[tuple(map(int, read))]
             assert given[row.id] == rows.decode(tokens).strip()
             whole = [*tokens, EOS][: WRITTEN - 1]
-            assert by_one_pass(model, prompt + whole[:-1], len(prompt) - 1) == whole
+            assert log_probs(model, prompt + whole[:-1])[len(prompt) - 1 :].argmax(-1).tolist() == whole
         assert len(set(given.values())) > 3
         items = [Scored(given[row.id], tuple(rows.text(a).strip() for a in row.answers)) for row, _, _ in asked]
         assert line["metrics"] == {name: score(name, items) for name in ("f1", "em", "rouge1", "rgm")}
@@ -140,10 +135,9 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
         cut.append((line["cut_documents"], line["lost_tokens"]))
         assert cut[-1] == (sum(lost > 0 for _, _, lost in asked), sum(lost for _, _, lost in asked))
         assert line["empty"] == sum(not text for text in given.values())
-        known = ("fire", "own", "valid", "identity")
-        assert tuple(line[name] for name in ("encoding", "suite", "subset", "transform")) == known
-        assert line["checkpoint"] == files.file_digest(checkpoint) and line["data"] == prepared.digest(data)
-        assert "length_penalty" not in line and (line["by"], line["beam"], line["cut"]) == ("generation", 1, "end")
+        known = {"encoding": "fire", "suite": "own", "subset": "valid", "transform": "identity", "by": "generation"}
+        known |= {"cut": "end", "checkpoint": files.file_digest(checkpoint), "data": prepared.digest(data)}
+        assert known.items() <= line.items() and line["beam"] == 1 and "length_penalty" not in line
     assert 11 > cut[0][0] > cut[1][0] > 0
 
     # known results are not computed again, and keep their answers
@@ -168,15 +162,10 @@ def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path):
     given = json.loads(written_at(texts, "made-180").read_text())
     near = sorted(asked, key=lambda one: one.distance)
     groups = [near[0:2], near[2:4], near[4:7], near[7:9], near[9:11], near[11:14], near[14:16], near[16:19]]
-    assert line["distances"] == [
-        {
-            "least": own[0].distance,
-            "most": own[-1].distance,
-            "questions": len(own),
-            "score": score("rouge1", [Scored(given[one.id], one.answers) for one in own]),
-        }
-        for own in groups
-    ]
+    for own, band in zip(groups, line["distances"], strict=True):
+        points = score("rouge1", [Scored(given[one.id], one.answers) for one in own])
+        ends = {"least": own[0].distance, "most": own[-1].distance}
+        assert band == {**ends, "questions": len(own), "score": points}
     whole = sum(band["questions"] * band["score"] for band in line["distances"]) / 19
     assert whole == pytest.approx(line["score"])
     items = [Scored(text, ("Bren",)) for text in given.values()]
@@ -189,10 +178,9 @@ def test_scores_by_the_distance_of_the_answer(checkpoint, tmp_path):
 
 def test_batches_change_nothing(data, checkpoint, tmp_path, monkeypatch):
     found = []
-    for rows, pairs, tokens in ((3, 256**3, 1 << 15), (256, 60**2 * 2, 1 << 15), (256, 256**3, 200), (1, 1, 1)):
-        monkeypatch.setattr(questioning, "_ROWS", rows)
-        monkeypatch.setattr(questioning, "_PAIRS", pairs)
-        monkeypatch.setattr(questioning, "_TOKENS", tokens)
+    for sizes in ((3, 256**3, 1 << 15), (256, 60**2 * 2, 1 << 15), (256, 256**3, 200), (1, 1, 1)):
+        for name, size in zip(("_ROWS", "_PAIRS", "_TOKENS"), sizes, strict=True):
+            monkeypatch.setattr(questioning, name, size)
         found.append(without_seconds(rows_of("answer", checkpoint, data, "--lengths", "90")))
     assert all(one == found[0] for one in found) and [row["set"] for row in found[0]] == ["mill", "weather"]
 
@@ -295,6 +283,7 @@ def test_other_positions_and_encodings(data, checkpoint, tmp_path):
 REFUSALS = [
     ("--lengths 40 --sets mil", "--sets mil: .*did you mean 'mill'"),
     ("--lengths 40 --sets mill,mill", "names a set twice"),
+    ("--lengths 90 --predictions dict.txt", "--predictions"),
     ("--lengths 40 --subset test", "--subset test: mill has no answers there, but in train, valid"),
     ("--lengths 90 --subset train", "--subset train: weather has no answers there"),
     ("--lengths 90,16", "16 tokens leave no room for a question: answers of mill take up to 16"),
@@ -308,7 +297,8 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("flags", "words"), REFUSALS)
-def test_refusals_in_one_line(data, checkpoint, tmp_path, flags, words):
+def test_refusals_in_one_line(data, checkpoint, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(data)
     assert re.search(words, refusal("answer", checkpoint, data, "--out", tmp_path / "rows.jsonl", *flags.split()))
     assert not list(tmp_path.iterdir())
 
@@ -317,14 +307,13 @@ def test_what_does_not_fit_the_checkpoint_is_refused(data, checkpoint, tmp_path,
     make_folder(tmp_path / "others", vocab=vocabulary(tmp_path / "vocabulary", size=290))
     rope = save_untrained(tmp_path / "rope/checkpoint.pt", data, "rope")
     for words, reasons in (
-        ((checkpoint, data.parent / "vocabulary"), ["has no answers.json: ", "fairseq-rpe prepare-answers"]),
-        ((tmp_path / "no.pt", data), ["does not exist"]),
-        ((checkpoint, tmp_path / "others"), ["was trained with another vocabulary than", "--vocab-from"]),
-        ((rope, data, "--rpe", "rope:scaling=dynamic_ntk,original_length=8"), ["follows the length of the text"]),
-        ((checkpoint, data, "--predictions", checkpoint), ["--predictions"]),
+        ((checkpoint, data.parent / "vocabulary"), "has no answers.json: .*fairseq-rpe prepare-answers"),
+        ((tmp_path / "no.pt", data), "does not exist"),
+        ((checkpoint, tmp_path / "others"), "was trained with another vocabulary than.*--vocab-from"),
+        ((rope, data, "--rpe", "rope:scaling=dynamic_ntk,original_length=8"), "follows the length of the text"),
     ):
         said = refusal("answer", *words, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
-        assert all(reason in said for reason in reasons), said
+        assert re.search(reasons, said), said
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     said = refusal("answer", checkpoint, data, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
     assert "needs rouge-score, which is not installed" in said and not (tmp_path / "rows.jsonl").exists()
