@@ -1,6 +1,7 @@
 """FIRE's network as straight pieces, and attention with them, against the network run for every pair."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from calls import assert_same
 from test_sdpa import outcome
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, reference, sdpa
-from fairseq_rpe.core import Curve, Pair, Positions
+from fairseq_rpe.attention import Plan, curve, reference, sdpa
+from fairseq_rpe.attention.curve import CurveBias, last_row
+from fairseq_rpe.core import Curve, Dense, Pair, Positions, block
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.segments import straight_pieces
 
@@ -21,7 +23,7 @@ SPECS = [
 ]
 
 
-def trained(spec: str, seed: int, size: float):
+def trained(spec: str, seed: int = 0, size: float = 2.0):
     """FIRE with weights ``size`` times those it starts with: as bent as a trained one, and more."""
     torch.manual_seed(seed)
     fire = build(spec, 4, 64)
@@ -70,8 +72,8 @@ def test_kinks_of_a_network_by_hand():
 def test_attention_and_every_gradient(spec, dropout, monkeypatch):
     """Bent networks, several blocks and groups, a length above and below L; float32 against the plain way."""
     monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.blocks"), "GROUP_ELEMENTS", 150_000)
-    monkeypatch.setattr("calls.lively", lambda spec, *_, **__: trained(spec, 3, 2.0))
-    spec += ("," if ":" in spec else ":") + "init_L=100" if "init_L" not in spec else ""
+    monkeypatch.setattr("calls.lively", lambda spec, *_, **__: trained(spec, 3))
+    spec += ("," if ":" in spec else ":") + "init_L=100"
     found = [outcome(x, spec, 523, heads=4, width=16, dropout=dropout) for x in ("reference", "sdpa")]
     assert found[1]["mlp.0.weight"].abs().max() > 1e-3
     positions = {name: [x.pop(name) for x in found] for name in ("c", "L_multiplier") if name in found[0]}
@@ -82,7 +84,7 @@ def test_attention_and_every_gradient(spec, dropout, monkeypatch):
 
 def both_ways(pos, spec="fire:init_L=30"):
     """The output of sdpa, which is that of the reference, and the form."""
-    form = trained(spec, 0, 2.0).form(pos)
+    form = trained(spec).form(pos)
     q, k, v = torch.randn(3, 2, 4, pos.q.shape[1], 8, generator=torch.Generator().manual_seed(0))
     expected, found = (attend(q, k, v, Plan(pos, form)) for attend in (reference, sdpa))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -114,17 +116,51 @@ def test_bf16():
 )
 def test_first_and_second_derivatives_of_smooth_networks(spec):
     """A smooth network is run for every pair: its pieces would have wrong slopes, and no second derivative."""
-    n = 260  # more than CURVE_FROM
-    fire = build(spec, 2, 8, 64).double()
-    parameters = dict(fire.named_parameters())
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, w = (torch.randn(1, 2, n, 4, dtype=torch.float64, generator=generator) for _ in range(4))
+    n, fire = 260, build(spec, 2, 8, 64).double()  # more than CURVE_FROM
+    names, parameters = zip(*fire.named_parameters(), strict=True)
+    q, k, v, w = torch.randn(4, 1, 2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     plan = Plan(pos := Positions.arange(n, dtype=torch.float64), fire.form(pos))
     found = []
     for attend in (sdpa, reference):
-        first = torch.autograd.grad((attend(q, k, v, plan) * w).sum(), [*parameters.values()], create_graph=True)
-        second = torch.autograd.grad(sum(x.square().sum() for x in first), [*parameters.values()], retain_graph=True)
-        found.append((first, second))
-    for name, *pair in zip([*parameters] * 2, *(first + second for first, second in found), strict=True):
+        first = torch.autograd.grad((attend(q, k, v, plan) * w).sum(), parameters, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), parameters, retain_graph=True)
+        found.append((*first, *second))
+    for name, *pair in zip(names * 2, *found, strict=True):
         # the last layer's bias shifts whole rows of scores: its derivatives are rounding
         torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("spec", "start", "bands"), [("fire:init_L=20", 1920, True), ("fire:init_L=900", 256, False)])
+def test_bands_of_a_block(spec, start, bands):
+    """Beyond L a few distances of a block are in two pieces, below it none; the block is the network's all the same."""
+    n, stop, pos = 2048, start + 128, Positions.arange(2048)
+    form = trained(spec).form(pos)
+    pieces = form.pieces(1.0)
+    tensors = pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
+    bias = CurveBias(n, torch.zeros(1, 4, n, 8), *tensors)
+    found = bias.block(start, stop, slice(1, 3)).flip(1)
+    expected = block(form, pos, slice(start, stop), slice(stop))[0, 1:3]
+    seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
+    torch.testing.assert_close(found[:, seen], expected[:, seen], rtol=1e-5, atol=1e-5)
+    assert (found[:, ~seen] == -math.inf).all()
+    wide = sum(last - first for first, last in bias.bands)
+    assert (len(bias.bands) > 1 and 0 < wide < stop / 2) if bands else not bias.bands
+
+
+def test_runs_that_are_close_are_one():
+    mixed = torch.zeros(80, dtype=torch.bool)
+    mixed[[3, 4, 10, 60]] = True
+    assert curve._runs(mixed) == [(3, 11), (60, 61)]
+    assert curve._runs(mixed[:3]) == []
+
+
+def test_the_last_row_of_a_curve():
+    """By pieces as by the network, for rows of a batch with their own positions; not where x is beyond the pieces."""
+    at = torch.arange(77.0)[None] + torch.tensor([[0.0], [9.0]])
+    pos = Positions(at[:, -1:], at)
+    form = trained("fire:init_L=30").form(pos)
+    pieces = form.pieces(1.0)
+    row = last_row(form, pieces, 1.0)
+    assert isinstance(row, Dense) and row.bias.shape == (2, 4, 1, 77)
+    torch.testing.assert_close(row.bias, block(form, pos), rtol=1e-5, atol=1e-5)
+    assert last_row(form, pieces, 0.5) is form

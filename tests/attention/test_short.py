@@ -1,18 +1,17 @@
-"""Short texts on a CPU, views along diagonals, FIRE by distances and by rows, and pairs turned as complex numbers."""
+"""Short texts on a CPU, views along diagonals, skewed products, and pairs turned as complex numbers."""
 
 import math
 
 import pytest
 import torch
 from calls import INPUTS, assert_same, table
-from test_curve import trained
 from test_sdpa import compare, outcome
 
-from fairseq_rpe.attention import curve, sdpa, short
-from fairseq_rpe.attention.curve import CurveBias, last_row
+from fairseq_rpe.attention import sdpa, short
 from fairseq_rpe.attention.diagonals import along_diagonals, diagonal_sums
 from fairseq_rpe.attention.layer import plan_of
-from fairseq_rpe.core import Dense, Positions, Toeplitz, block
+from fairseq_rpe.attention.skewed import quick_block, skewed, unskewed
+from fairseq_rpe.core import ByKey, ByQuery, Positions, Sum, Toeplitz, block
 from fairseq_rpe.encodings import build
 
 B, H, D = 2, 4, 16
@@ -72,42 +71,23 @@ def test_sums_along_diagonals(rows, cols):
         assert all(view[0, a, b] == x[0, a, 2 + b - a] for a in range(rows) for b in range(2) if 2 + b >= a)
 
 
-@pytest.mark.parametrize(("spec", "start", "bands"), [("fire:init_L=20", 1920, True), ("fire:init_L=900", 256, False)])
-def test_bands_of_a_block(spec, start, bands):
-    """Beyond L a few distances of a block are in two pieces, below it none; the block is the network's all the same."""
-    n, stop = 2048, start + 128
-    fire, pos = trained(spec, 0, 2.0), Positions.arange(n)
-    form = fire.form(pos)
-    pieces = form.pieces(1.0)
-    tensors = pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
-    bias = CurveBias(n, torch.zeros(1, 4, n, 8), *tensors)
-    found = bias.block(start, stop, slice(1, 3)).flip(1)
-    expected = block(form, pos, slice(start, stop), slice(stop))[0, 1:3]
-    seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
-    torch.testing.assert_close(found[:, seen], expected[:, seen], rtol=1e-5, atol=1e-5)
-    assert (found[:, ~seen] == -math.inf).all()
-    wide = sum(last - first for first, last in bias.bands)
-    assert (len(bias.bands) > 1 and 0 < wide < stop / 2) if bands else not bias.bands
+def test_skewing_is_the_papers():
+    """Huang et al.: rows of X, of distances 2 1 0, shifted so that entry (i, j) is of distance i - j."""
+    padded = torch.nn.functional.pad(torch.arange(9.0).view(1, 1, 3, 3), (1, 0))
+    assert skewed(padded)[0, 0].tril().tolist() == [[2, 0, 0], [4, 5, 0], [6, 7, 8]]
+    lower = torch.randn(2, 3, 5, 9).tril(4)
+    assert torch.equal(skewed(torch.nn.functional.pad(unskewed(lower), (1, 0))).tril(4), lower)
 
 
-def test_runs_that_are_close_are_one():
-    mixed = torch.zeros(80, dtype=torch.bool)
-    mixed[[3, 4, 10, 60]] = True
-    assert curve._runs(mixed) == [(3, 11), (60, 61)]
-    assert curve._runs(mixed[:3]) == []
-
-
-def test_the_last_row_of_a_curve():
-    """By pieces as by the network, for rows of a batch with their own positions; not where x is beyond the pieces."""
-    fire = trained("fire:init_L=30", 0, 2.0)
-    at = torch.arange(77.0)[None] + torch.tensor([[0.0], [9.0]])
-    pos = Positions(at[:, -1:], at)
-    form = fire.form(pos)
-    pieces = form.pieces(1.0)
-    row = last_row(form, pieces, 1.0)
-    assert isinstance(row, Dense) and row.bias.shape == (2, 4, 1, 77)
-    torch.testing.assert_close(row.bias, block(form, pos), rtol=1e-5, atol=1e-5)
-    assert last_row(form, pieces, 0.5) is form
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_quick_blocks(rows):
+    pos, hidden = Positions.arange(rows, 9), torch.ones(rows, 9).triu(10 - rows).bool()
+    for columns in (1, 2, 5, 9, 30):
+        vectors = torch.randn(1, columns, 4)
+        forms = ByQuery(torch.randn(2, 3, rows, 4), vectors), ByKey(torch.randn(2, 3, 9, 4), vectors)
+        for form in (*forms, Sum(forms)):
+            a, b = (x.masked_fill(hidden, 0.0) for x in (quick_block(form, pos), block(form, pos)))
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["xpos", "xpos:scale_base=16"])

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 from conftest import DEVICE
+from refusal import refused
+from test_pruning import tables
 from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="needs the package triton")
 
 from fairseq_rpe.attention import Plan, prune, reference, sdpa
 from fairseq_rpe.attention.triton import autograd, triton, tuning
-from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
+from fairseq_rpe.core import Dense, Positions, Toeplitz
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
 D, N = 32, 1100
@@ -33,20 +35,7 @@ def even(n):
     return Positions.arange(n, device=DEVICE)
 
 
-def tables():
-    """Biases of one head each."""
-    d = torch.arange(N, dtype=torch.float32, device=DEVICE)
-    return {
-        "steep": -0.5 * d,
-        "waves": -0.5 * d + 8 * torch.cos(d / 60),
-        "highest at the end": torch.where(d > N - 100, 30.0, -0.5 * d),
-        "two windows": torch.where((d < 50) | ((d > 700) & (d < 760)), 0.0, -math.inf),
-        "nothing near": torch.where(d < 600, -math.inf, -0.02 * d),
-        "flat": torch.zeros(N, device=DEVICE),
-    }
-
-
-STEEP = Toeplitz(tables()["steep"][None])
+STEEP = Toeplitz(-0.5 * torch.arange(float(N), device=DEVICE)[None])
 
 
 def decided(module, attend, *args, monkeypatch):
@@ -58,14 +47,17 @@ def decided(module, attend, *args, monkeypatch):
 
 def test_error_is_within_the_bound(monkeypatch):
     """A head for each table."""
-    names, form = list(tables()), Toeplitz(torch.stack(list(tables().values())))
-    (q, k, v), eps = inputs(len(names)), 0.02
+    d = torch.arange(float(N))
+    heads = {name: tables(N)[name][0] for name in ("alibi", "waves", "highest at the end", "two windows", "flat")}
+    heads["nothing near"] = torch.where(d < 600, -math.inf, -0.02 * d)
+    form = Toeplitz(torch.stack([*heads.values()]).to(DEVICE))
+    (q, k, v), eps = inputs(len(heads)), 0.02
     exact = reference(q, k, v, Plan(even(N), form))
     found, first = decided(autograd, triton, q, k, v, Plan(even(N), form, prune=eps), monkeypatch=monkeypatch)
     spread = v.amax(2, keepdim=True) - v.amin(2, keepdim=True)
     assert ((found - exact).abs() <= eps * spread + 4e-6).all()
-    pruned = {name for name, here in zip(names, (first > 0).any(0)[0], strict=True) if here}
-    assert pruned == set(names) - {"nothing near", "flat"}
+    pruned = {name for name, here in zip(heads, (first > 0).any(0)[0], strict=True) if here}
+    assert pruned == heads.keys() - {"nothing near", "flat"}
     cpu = Plan(Positions.arange(N), Toeplitz(form.table.cpu()), prune=eps)
     _, expected = decided(prune, sdpa, q.cpu(), k.cpu(), v.cpu(), cpu, monkeypatch=monkeypatch)
     assert torch.equal(first, expected)
@@ -107,12 +99,12 @@ def test_padded_rows_and_single_queries_are_exact():
 
 def test_refusals():
     q, k, v = inputs(n=8)
-    for plan, message in (
-        (Plan(even(8), STEEP, prune=1.0), "0 < EPS < 1, not 1"),
-        (Plan(even(8), None, prune=0.1), "needs a bias of the distance"),
-        (Plan(even(8), Dense(torch.zeros(1, 1, 8, 8)), prune=0.1), "which this is not: use 'sdpa'"),
+    for form, eps, words in (
+        (STEEP, 1.0, "0 < EPS < 1, not 1"),
+        (None, 0.1, "needs a bias of the distance"),
+        (Dense(torch.zeros(1, 1, 8, 8)), 0.1, "which this is not: use 'sdpa'"),
     ):
-        with pytest.raises(UserError, match=message):
-            triton(q, k, v, plan)
-    with pytest.raises(UserError, match="pruning is for evaluation"):
+        with refused(words):
+            triton(q, k, v, Plan(even(8), form, prune=eps))
+    with refused("pruning is for evaluation"):
         triton(q.requires_grad_(), k, v, Plan(even(8), STEEP, prune=0.1))

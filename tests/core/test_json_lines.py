@@ -1,22 +1,28 @@
-"""Rows appended to JSON-lines files: by several processes, after kills, on full disks, however long the file is."""
+"""JSON-lines files: rows appended by several processes, after kills, on full disks; damage is told with its line."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusal import refused
 
-from fairseq_rpe.core import files
+from fairseq_rpe.core import files, records
 from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.records import Count, Natural, Positive, Share, Unbounded
 
+GOOD = '{"name": "a", "tokens": 7, "ppl": 2.5}\n'
+steady = settings(max_examples=80, deadline=None, derandomize=True)
 APPEND = """
 import pathlib, sys
 from fairseq_rpe.core.files import append_json_line
@@ -25,8 +31,12 @@ for number in range(50):
 """
 
 
-def test_no_row_is_lost_where_several_processes_append(tmp_path):
-    path = tmp_path / "rows.jsonl"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rows.jsonl"
+
+
+def test_no_row_is_lost_where_several_processes_append(path):
     writers = [subprocess.Popen([sys.executable, "-c", APPEND, path, name]) for name in "abc"]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     rows = files.read_json_lines(path)
@@ -43,7 +53,7 @@ VALUES = st.recursive(
 ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=4)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@steady
 @given(ROWS, st.data())
 def test_rows_survive_a_cut_at_any_byte(tmp_path_factory, rows, data):
     """A kill leaves the beginning of a file, or zeros where bytes were not written yet; complete rows stay."""
@@ -64,8 +74,7 @@ def test_rows_survive_a_cut_at_any_byte(tmp_path_factory, rows, data):
     assert path.read_bytes().endswith(b'{"a": 2}\n')
 
 
-def test_an_unfinished_row_longer_than_a_block_is_cut_off(tmp_path):
-    path = tmp_path / "rows.jsonl"
+def test_an_unfinished_row_longer_than_a_block_is_cut_off(path):
     for unfinished in (b'{"b": "' + b"x" * 20_000, b"\0" * 9, b'{"a": \0\0'):
         path.write_bytes(b'{"a": 1}\n' + unfinished)
         assert files.read_json_lines(path) == [{"a": 1}]
@@ -74,20 +83,18 @@ def test_an_unfinished_row_longer_than_a_block_is_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a, b, c", "[1]", "</html>", "}"])
-def test_a_last_line_that_is_no_row_is_refused_and_stays(text, tmp_path):
-    path = tmp_path / "notes"
+def test_a_last_line_that_is_no_row_is_refused_and_stays(text, path):
     path.write_text(f'{{"a": 1}}\n{text}')
-    with pytest.raises(UserError, match="notes line 2 is not a JSON object .*delete that line"):
+    with refused("rows.jsonl line 2 is not a JSON object .*delete that line"):
         files.append_json_line(path, {})
     assert path.read_text() == f'{{"a": 1}}\n{text}'
 
 
-def test_the_work_for_a_row_does_not_grow_with_the_file(tmp_path, monkeypatch):
+def test_the_work_for_a_row_does_not_grow_with_the_file(path, monkeypatch):
     moved: list[int] = []
     read, write = os.pread, os.write
 
     def work(rows: int) -> int:
-        path = tmp_path / f"{rows}.jsonl"
         path.write_text('{"a": "a row of thirty bytes"}\n' * rows)
         with monkeypatch.context() as patched:
             patched.setattr(os, "pread", lambda handle, count, at: moved.append(count) or read(handle, count, at))
@@ -101,15 +108,15 @@ def test_the_work_for_a_row_does_not_grow_with_the_file(tmp_path, monkeypatch):
     assert work(1000) == work(100_000) <= 5000
 
 
-def test_a_row_is_on_the_disk_before_the_next_work_begins(tmp_path, monkeypatch):
-    path, seen = tmp_path / "rows.jsonl", []
+def test_a_row_is_on_the_disk_before_the_next_work_begins(path, monkeypatch):
+    seen: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append(os.fstat(handle).st_size))
     files.append_json_line(path, {"a": 1})
     assert seen == [len(json.dumps({"a": 1})) + 1]
 
 
-def test_a_full_disk_leaves_the_file_as_it_was_and_is_named(tmp_path, monkeypatch):
-    path, write = tmp_path / "rows.jsonl", os.write
+def test_a_full_disk_leaves_the_file_as_it_was_and_is_named(path, monkeypatch):
+    write = os.write
     path.write_text('{"a": 1}')
 
     def full(handle: int, data: bytes) -> int:
@@ -122,12 +129,12 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_is_named(tmp_path, monkeypatc
         files.append_json_line(path, {"a": 2})
     assert caught.value.filename == str(path) and path.read_text() == '{"a": 1}'
     with pytest.raises(OSError):
-        files.append_json_line(tmp_path / "new.jsonl", {"a": 2})
-    assert list(tmp_path.iterdir()) == [path]
+        files.append_json_line(path.with_name("new.jsonl"), {"a": 2})
+    assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_is_replaced_while_it_is_waited_for_gets_the_row(tmp_path, monkeypatch):
-    path, other, lock = tmp_path / "rows.jsonl", tmp_path / "other", fcntl.flock
+def test_a_file_that_is_replaced_while_it_is_waited_for_gets_the_row(path, monkeypatch):
+    other, lock = path.with_name("other"), fcntl.flock
     path.write_text('{"a": 1}\n')
     other.write_text('{"b": 1}\n')
 
@@ -139,3 +146,144 @@ def test_a_file_that_is_replaced_while_it_is_waited_for_gets_the_row(tmp_path, m
     monkeypatch.setattr(fcntl, "flock", replaced)
     files.append_json_line(path, {"b": 2})
     assert files.read_json_lines(path) == [{"b": 1}, {"b": 2}]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    tokens: Count
+    ppl: Positive
+    words: Unbounded | None = None
+    share: Share = 0.5
+    right: Natural = 0
+    loss: float = 0.0
+    tags: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Span:
+    first: int
+    last: int
+
+    def fault(self) -> str | None:
+        return "ends before it begins" if self.last < self.first else None
+
+
+@dataclass(frozen=True)
+class Outer:
+    span: Span | None = None
+
+
+def error_of(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert caught.value.__cause__ is None and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+def test_values_that_do_not_fit_together_are_refused() -> None:
+    good = {"span": {"first": 1, "last": 2}}
+    assert records.read(Outer, good, "f line 1", "the row") == Outer(Span(1, 2))
+    said = error_of(records.read, Outer, {"span": {"first": 3, "last": 2}}, "f line 1", "the row")
+    assert said == "f line 1: span of the row ends before it begins"
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+RECORDS = st.builds(
+    Row,
+    name=TEXTS,
+    tokens=st.integers(1, 2**53),
+    ppl=st.floats(0, 1e300, exclude_min=True),
+    words=st.none() | st.floats(1, allow_nan=False),
+    share=st.floats(0, 1),
+    right=st.integers(0, 2**53),
+    loss=st.floats(allow_nan=False, allow_infinity=False),
+    tags=st.dictionaries(TEXTS, st.lists(st.integers(-9, 9), max_size=3).map(tuple), max_size=2),
+)
+
+
+@steady
+@given(RECORDS)
+def test_records_round_trip(row: Row) -> None:
+    assert records.read(Row, json.loads(json.dumps(records.write(row))), "f", "the row") == row
+
+
+# a line, and what the error says of it
+NO_ROW = [
+    (b"\xff\xfe\0", "is not a JSON object (not UTF-8): delete that line or the file"),
+    (b"\0" * 40, "is not a JSON object (Expecting value at character 1)"),
+    (b'{"name": "a", "tok', "is not a JSON object (Unterminated string starting at at character 15)"),
+    (b"[1]", "is not a JSON object (it is a list)"),
+    (b"7", "is not a JSON object (it is a single value)"),
+    (b"", "line 2 is not a JSON object"),
+    (b"[" * 200_000, "is not a JSON object (nested too deep)"),
+    (b'{"a":' * 200_000, "is not a JSON object (nested too deep)"),
+    (b'{"tokens": ' + b"9" * 5000 + b"}", "is not a JSON object (Exceeds the limit (4300 digits)"),
+    (b"{}", "the row lacks name: delete that line or the file"),
+    (b'{"ppl": "x"}', "ppl of the row must be a number above 0, not 'x': delete that line"),
+    (b'{"ppl": NaN}', "ppl of the row must be a number above 0, not nan"),
+    (b'{"ppl": Infinity}', "ppl of the row must be a number above 0, not inf"),
+    (b'{"ppl": 1e999}', "ppl of the row must be a number above 0, not inf"),
+    (b'{"ppl": 1' + b"0" * 400 + b"}", "ppl of the row must be a number above 0, not 10000"),
+    (b'{"ppl": -2.5}', "ppl of the row must be a number above 0, not -2.5"),
+    (b'{"loss": -Infinity}', "loss of the row must be a number, not -inf"),
+    (b'{"loss": NaN}', "loss of the row must be a number, not nan"),
+    (b'{"loss": true}', "loss of the row must be a number, not True"),
+    (b'{"share": 1.5}', "share of the row must be a number from 0 to 1, not 1.5"),
+    (b'{"tokens": -3}', "tokens of the row must be a whole number above 0, not -3"),
+    (b'{"tokens": 3.5}', "tokens of the row must be a whole number above 0, not 3.5"),
+    (b'{"tokens": 1' + b"0" * 400 + b"}", "tokens of the row must be a whole number above 0, not 1000"),
+    (b'{"right": -1}', "right of the row must be a whole number from 0 on, not -1"),
+    (b'{"words": NaN}', "words of the row must be a number of at least 1, not nan"),
+    (b'{"tokens": "' + b"x" * 999 + b'"}', "tokens of the row must be a whole number above 0, not 'xxx"),
+    (b'{"name": ' + b"[" * 500 + b"]" * 500 + b"}", "name of the row must be text, not [["),
+    (b'{"name": "\\ud800"}', "name of the row must be text without half a surrogate pair"),
+    (b'{"tags": {"\\ud800": []}}', "a name of tags of the row must be text without half a surrogate pair"),
+    (b'{"tags": [1]}', "tags of the row must be a table, not [1]"),
+    (b'{"tags": {"a": 1}}', "a of tags of the row must be a list, not 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), NO_ROW, ids=range(len(NO_ROW)))
+def test_a_damaged_row_is_named_and_the_others_stay(line: bytes, words: str, path: Path) -> None:
+    path.write_bytes(GOOD.encode() + line + b"\n" + GOOD.encode())
+    message = error_of(records.read_lines, Row, path, "the row")
+    assert words in message and message.startswith(f"{path} line 2")
+    before = path.read_bytes()
+    files.append_json_line(path, {})
+    assert path.read_bytes() == before + b"{}\n"
+
+
+def test_rows_stay_as_they_were_written(path: Path) -> None:
+    assert files.read_json_lines(path) == [] == records.read_lines(Row, path, "the row")
+    odd = '{"name":"\u2028", "tokens": 7, "ppl": 2, "words": Infinity, "later": NaN}'
+    path.write_text(odd, encoding="utf-8")
+    files.append_json_line(path, json.loads(GOOD))
+    assert path.read_text(encoding="utf-8") == odd + "\n" + GOOD
+    assert records.read_lines(Row, path, "the row") == [Row("\u2028", 7, 2.0, math.inf), Row("a", 7, 2.5)]
+    assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "line 1 is not a JSON object (Expecting value at character 1): restore it or delete it"),
+        (b'{\n"a": 1,\n  b\n}', "line 3 is not a JSON object (Expecting property name enclosed in double quotes at "),
+        (b'{\n"a": "\xe9"\n}', "line 2 is not a JSON object (not UTF-8)"),
+        (b"[" * 200_000, "line 1 is not a JSON object (nested too deep)"),
+        (b"null", "line 1 is not a JSON object (it is a single value)"),
+    ],
+    ids=range(5),
+)
+def test_a_damaged_file_is_named_with_its_line(content: bytes, words: str, path: Path) -> None:
+    assert error_of(files.read_json, path) == f"{path} does not exist"
+    path.write_bytes(content)
+    assert error_of(files.read_json, path).startswith(f"{path} {words}")
+
+
+def test_what_a_user_wrote_needs_no_restoring() -> None:
+    given = {"name": "a", "tokens": 7, "ppl": 2}
+    assert records.read(Row, given, "F", "the row", strict=False).ppl == 2.0
+    assert error_of(records.read, Row, given, "F", "the row") == "F: ppl of the row must be a number above 0, not 2"
+    said = error_of(records.read, Row, {}, "F", "the row", False)
+    assert said == "F: the row lacks name: restore it or delete it"
