@@ -152,7 +152,7 @@ REFUSED = {
     "retrieval:least=8": "8 tokens are too few, the shortest example has 18: raise least to at least 18",
     "retrieval:key=1,alphabet=50": "512 tokens hold 101 pairs and there are 50 keys: raise alphabet or key",
     "retrieval:items=20": "least=24 is more than items=20",
-    "retrieval:items=12,least=12,alphabet=2,key=1,value=1,times=1": "of 12 tokens belongs to the test split: raise alphabet",
+    "retrieval:items=12,least=12,alphabet=2,key=1,value=1,times=1": "tokens belongs to the test split: raise alphabet",
 }
 
 
