@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
+from refusal import refused
 from specs import representatives
 
 from fairseq_rpe import build
-from fairseq_rpe.core import UserError
+from fairseq_rpe.data import folder
 from fairseq_rpe.encodings.rope import Rope
+from fairseq_rpe.evaluation.perplexity import batches, by_position
+from fairseq_rpe.evaluation.results import TextRequest, read
+from fairseq_rpe.evaluation.tally import buckets
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("the package transformers is not installed", allow_module_level=True)
@@ -26,12 +30,15 @@ from fairseq_rpe.adapters.transformers import TYPES, evaluate, restore, use_enco
 
 import transformers
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 TYPES_OF_TEXT, LENGTH = 60, 64
 SIZES = {"vocab_size": TYPES_OF_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 64, "max_position_embeddings": LENGTH}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": None}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # what of ours is which rope_type of theirs
 SCALINGS = {
     "rope": {"rope_type": "default"},
@@ -39,21 +46,22 @@ SCALINGS = {
     "rope:scaling=dynamic_ntk,factor=2": {"rope_type": "dynamic", "factor": 2.0},
     "rope:scaling=yarn,factor=4": {"rope_type": "yarn", "factor": 4.0},
     "rope:scaling=yarn,factor=4,temperature=1.5": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+    "rope:scaling=llama3,factor=8": {**LLAMA3, "original_max_position_embeddings": 16},
 }
 
 
-def random_model(config, spread: float = 0.25):
+def random_model(config):
     """With weights so large that positions show in every logit."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for weight in model.parameters():
         if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=spread)
+            torch.nn.init.normal_(weight, std=0.25)
     return model
 
 
 def neox(fraction: float = 1.0, rope: dict | None = None, **changes):
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": fraction, **(rope or {})}
+    rope = {**PLAIN, "partial_rotary_factor": fraction, **(rope or {})}
     return random_model(GPTNeoXConfig(**{**SIZES, "rope_parameters": rope, **changes}))
 
 
@@ -80,32 +88,25 @@ def with_encoding(model, spec, **more):
     return use_encoding(copy.deepcopy(model), spec, **more)
 
 
-# -- the package's own numbers
-
-
-MAKERS = {"neox": lambda rope: neox(rope=rope), "partial": lambda rope: neox(0.5, rope), "llama": llama}
-
-
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [lambda rope: neox(0.5, rope), llama], ids=["half of a head", "llama"])
 @pytest.mark.parametrize("spec", SCALINGS)
 def test_equals_the_models_own_rotation(make, spec):
-    own = MAKERS[make](SCALINGS[spec])
+    own = make(SCALINGS[spec])
     ours = with_encoding(own, spec)
     ids = text()
     a, b = logits(own, ids), logits(ours, ids)
     assert_close(a, b)
     assert (logits(with_encoding(own, "nope"), ids) - a).abs().max() > 0.1  # positions matter here
-    lengths = (32, LENGTH, 150)
     # dynamic NTK of theirs never shrinks back, so the lengths go up
-    found = [[row.ppl for row in evaluate(model, ids.flatten(), lengths)] for model in (own, ours)]
+    found = [[row.ppl for row in evaluate(model, ids.flatten(), (32, LENGTH, 150))] for model in (own, ours)]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_types_that_are_known_keep_their_numbers(kind):
+@pytest.mark.parametrize(("kind", "head"), [*((kind, 8) for kind in TYPES), ("gemma", 16)])
+def test_types_that_are_known_keep_their_numbers(kind, head):
     """Grouped keys, normalised queries, heads that are not width / heads wide, and rotations of a part."""
-    grouped = {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **grouped, head_dim=8)
+    grouped = {} if kind == "gpt_neox" else {"num_key_value_heads": 1 if head == 16 else 2}
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **grouped, head_dim=head)
     if getattr(config, "sliding_window", None):
         config.sliding_window = None
     own = random_model(config)
@@ -116,66 +117,51 @@ def test_types_that_are_known_keep_their_numbers(kind):
     loss = torch.nn.functional.cross_entropy(a[0, :-1], ids[0, 1:]).item()
     row = evaluate(own, ids[0, 1:], [69], start=int(ids[0, 0]))[0]
     assert row.loss_base2 * np.log(2) == pytest.approx(loss, rel=1e-5)
+    assert use_encoding(own, "sinusoidal").base_model.fairseq_rpe.encodings[0].width == 32
 
 
 def test_another_scale_of_the_scores_is_the_models():
-    own = llama()
-    usual = logits(own, text())
+    own, ids = llama(), text()
+    usual = logits(own, ids)
     for layer in own.model.layers:
         layer.self_attn.scaling = 0.1
-    assert (logits(own, text()) - usual).abs().max() > 0.1
-    assert_close(logits(with_encoding(own, "rope"), text()), logits(own, text()))
+    scaled = logits(own, ids)
+    assert (scaled - usual).abs().max() > 0.1
+    assert_close(logits(with_encoding(own, "rope"), ids), scaled)
 
 
 def test_the_training_length_is_the_configs():
     """Of a model that was stretched before, the one before that; ``length`` says another."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    own = llama(yarn)
+    own = llama({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16})
     ours = with_encoding(own, "rope:scaling=yarn,factor=4")
     assert ours.base_model.fairseq_rpe.encodings[0].length == 16
     assert_close(logits(ours, text()), logits(own, text()))
     assert with_encoding(own, "nope", length=7).base_model.fairseq_rpe.encodings[0].length == 7
 
 
-def test_wide_heads():
-    config = transformers.AutoConfig.for_model("gemma", **SIZES, num_key_value_heads=1, head_dim=16)
-    own = random_model(config)
-    assert_close(logits(with_encoding(own, "rope"), text()), logits(own, text()), 2e-4)
-    assert use_encoding(own, "sinusoidal").base_model.fairseq_rpe.encodings[0].width == 32
-
-
-# -- our decoder's numbers
-
-
 def same_weights(ours, spec: str):
     """A GPT-NeoX with the weights of our decoder: layer norms first, no parallel residual, embeddings not scaled."""
-    rotation = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    config = GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="gelu", rope_parameters=rotation)
+    config = GPTNeoXConfig(**SIZES, use_parallel_residual=False, hidden_act="gelu", rope_parameters=PLAIN)
     theirs, decoder = AutoModelForCausalLM.from_config(config).eval(), ours.decoder
-    base = theirs.gpt_neox
-
-    def put(there: torch.nn.Module, here: torch.nn.Module) -> None:
-        there.load_state_dict(here.state_dict())
-
-    put(base.embed_in, decoder.embed_tokens)
-    put(base.final_layer_norm, decoder.layer_norm)
+    base, pairs = theirs.gpt_neox, list(zip(theirs.gpt_neox.layers, decoder.layers, strict=True))
+    copied = [(base.embed_in, decoder.embed_tokens), (base.final_layer_norm, decoder.layer_norm)]
+    copied += [(there.input_layernorm, here.self_attn_layer_norm) for there, here in pairs]
+    copied += [(there.post_attention_layernorm, here.final_layer_norm) for there, here in pairs]
+    copied += [(there.attention.dense, here.self_attn.out_proj) for there, here in pairs]
+    copied += [(there.mlp.dense_h_to_4h, here.fc1) for there, here in pairs]
+    copied += [(there.mlp.dense_4h_to_h, here.fc2) for there, here in pairs]
     theirs.lm_head.weight.data.copy_(decoder.output_projection.weight)
-    for there, here in zip(base.layers, decoder.layers, strict=True):
-        attention = here.self_attn
-        put(there.input_layernorm, here.self_attn_layer_norm)
-        put(there.post_attention_layernorm, here.final_layer_norm)
-        put(there.attention.dense, attention.out_proj)
-        put(there.mlp.dense_h_to_4h, here.fc1)
-        put(there.mlp.dense_4h_to_h, here.fc2)
+    for there, here in pairs:
+        projections = here.self_attn.q_proj, here.self_attn.k_proj, here.self_attn.v_proj
         for name in ("weight", "bias"):  # of each head q, then k, then v
-            projections = attention.q_proj, attention.k_proj, attention.v_proj
-            parts = [getattr(p, name).unflatten(0, (4, 8)) for p in projections]
-            getattr(there.attention.query_key_value, name).data.copy_(torch.cat(parts, dim=1).flatten(0, 1))
+            parts = torch.cat([getattr(one, name).unflatten(0, (4, 8)) for one in projections], dim=1)
+            getattr(there.attention.query_key_value, name).data.copy_(parts.flatten(0, 1))
     if spec.startswith("xpos") and "interleaved" not in spec:  # pairs of GPT-NeoX are (s, s + d/2)
         spec += f"{',' if ':' in spec else ':'}interleaved=true"
     share = "model" if len(decoder.encodings) == 1 else "layer"
     adapted = use_encoding(theirs, spec, share=share)
-    put(adapted.base_model.fairseq_rpe.encodings, decoder.encodings)
+    for there, here in (*copied, (adapted.base_model.fairseq_rpe.encodings, decoder.encodings)):
+        there.load_state_dict(here.state_dict())
     return adapted
 
 
@@ -190,22 +176,19 @@ def decoder_with(task, spec: str, **changes):
     return made
 
 
-# of 150 positions where an encoding knows no more than it was trained with
-SPECS = [f"{s}:max_positions=150" if s in ("learned", "tupe") else s for s in representatives() if s != "forgetting"]
+# of 100 positions where an encoding knows no more than it was trained with
+SPECS = [f"{s}:max_positions=100" if s in ("learned", "tupe") else s for s in representatives() if s != "forgetting"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_equals_our_decoder(task, spec):
     ours = decoder_with(task, spec)
-    theirs = same_weights(ours, spec)
-    ids = text()
+    ids = text(tokens=100)
     with torch.no_grad():
-        assert_close(logits(theirs, ids), ours.decoder(ids)[0])
+        assert_close(logits(same_weights(ours, spec), ids), ours.decoder(ids)[0])
 
 
 def data_folder(path: Path, tokens: int = 500) -> Path:
-    from fairseq_rpe.data import folder
-
     path.mkdir()
     folder.write_dictionary(path / "dict.txt", [f"w{i}" for i in range(TYPES_OF_TEXT - 4)])
     sizes = np.array([tokens - 130, 130], "<i4")
@@ -216,17 +199,12 @@ def data_folder(path: Path, tokens: int = 500) -> Path:
     return path
 
 
-@pytest.mark.parametrize("spec", ["alibi", "fire"])
-def test_perplexities_equal_our_evaluation(task, spec, tmp_path):
+def test_perplexities_equal_our_evaluation(task, tmp_path):
     """The same blocks and the same result, position by position, from our loader and decoder."""
-    from fairseq_rpe.evaluation.perplexity import batches, by_position
-    from fairseq_rpe.evaluation.results import TextRequest, read
-    from fairseq_rpe.evaluation.tally import buckets
-
     data, lengths = data_folder(tmp_path / "data"), (16, 64, 130, 500)
-    ours = decoder_with(task, spec)
+    ours = decoder_with(task, "fire")
     request = TextRequest(checkpoint=tmp_path, data=data, lengths=lengths)
-    theirs = same_weights(ours, spec)
+    theirs = same_weights(ours, "fire")
     rows = evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl")
     for row in rows:
         nats, count = by_position(ours, batches(request, task, row.length, 2048), row.length, 1, lambda _: None)
@@ -236,7 +214,7 @@ def test_perplexities_equal_our_evaluation(task, spec, tmp_path):
         assert row.ppl == pytest.approx(float((nats.sum() / 500).exp()), rel=1e-4)
     assert read(type(rows[0]), tmp_path / "eval.jsonl") == rows
     assert evaluate(theirs, data, lengths, out=tmp_path / "eval.jsonl") == rows  # nothing is measured twice
-    assert {row.encoding for row in rows} == {spec} and {row.engine for row in rows} == {"transformers"}
+    assert {(row.encoding, row.engine) for row in rows} == {("fire", "transformers")}
     with torch.no_grad():
         theirs.lm_head.weight.mul_(2)
     changed = evaluate(theirs, data, [16], out=tmp_path / "eval.jsonl")[0]
@@ -250,57 +228,63 @@ ROTATING = ("rope", "longrope:factors=2", "clex", "streaming_llm", "lm_infinite"
 def without_the_network(model):
     """Dape's network switched off."""
     for encoding in model.base_model.fairseq_rpe.encodings:
-        if hasattr(encoding, "out"):
-            torch.nn.init.zeros_(encoding.out.weight)
-            torch.nn.init.zeros_(encoding.out.bias)
+        for parameter in encoding.out.parameters() if hasattr(encoding, "out") else ():
+            torch.nn.init.zeros_(parameter)
     return model
 
 
+XPOS = "xpos:scale_base=1000000"
 ROTATED = {
-    "base": (llama, "base=500"),
-    "larger base": (lambda: llama({"rope_theta": 5e5}), "base=500000"),
-    "half of a head": (lambda: neox(0.5), "rotary_fraction=0.5"),
-    "adapted before": (lambda: with_encoding(llama(), "alibi"), "base=500"),  # of the rotation that was there before
+    "base": (llama, "base=500", ("rope",)),
+    "larger base": (lambda: llama({"rope_theta": 5e5}), "base=500000", ("rope", "dape:base=rope")),
+    "base, half of a head": (
+        lambda: neox(0.5, {"rope_theta": 500.0}),
+        "base=500,rotary_fraction=0.5",
+        (*ROTATING, XPOS),
+    ),
+    # of the rotation that was there before
+    "adapted before": (lambda: with_encoding(llama(), "alibi"), "base=500", ("rope", XPOS)),
 }
 
 
-@pytest.mark.parametrize("spec", [*ROTATING, "xpos:scale_base=1000000"])
-@pytest.mark.parametrize(("make", "given"), ROTATED.values(), ids=ROTATED)
-def test_what_a_spec_leaves_open_is_the_models_rotation(make, given, spec):
-    model = make()
+@pytest.mark.parametrize(("kind", "spec"), [(kind, spec) for kind, row in ROTATED.items() for spec in row[2]])
+def test_what_a_spec_leaves_open_is_the_models_rotation(kind, spec):
+    make, given, _ = ROTATED[kind]
+    model, ids = make(), text(tokens=40)
     own = copy.deepcopy(model)
     own = restore(own) if hasattr(own.base_model, "fairseq_rpe") else own
-    ids = text(tokens=40)
     ours = without_the_network(with_encoding(model, spec))
-    assert given in ours.base_model.fairseq_rpe.spec
+    assert all(part in ours.base_model.fairseq_rpe.spec for part in given.split(","))
     # xpos decays, if slowly
     assert_close(logits(ours, ids), logits(own, ids), 1e-2 if "xpos" in spec else 1e-4)
 
 
-@pytest.mark.parametrize("spec", [*ROTATING[1:], "xpos"])
-def test_a_scaled_rotation_is_dropped_by_nobody(spec):
-    name = spec.partition(":")[0]
-    with pytest.raises(UserError, match=rf"is scaled \(linear\), and '{name}.*' would drop that: use rope"):
-        use_encoding(neox(rope={"rope_type": "linear", "factor": 2.0}), spec)
+def test_a_scaled_rotation_is_dropped_by_nobody():
+    model = neox(rope={"rope_type": "linear", "factor": 2.0})
+    for spec in (*ROTATING[1:], "xpos"):
+        with refused(rf"is scaled \(linear\), and '{spec.partition(':')[0]}.*' would drop that: use rope"):
+            use_encoding(model, spec)
+    factors = [1.0, 1.5, 2.0, 4.0]
+    model = llama({"rope_type": "longrope", "long_factor": factors, "short_factor": [1.0] * 4, "factor": 4.0})
+    for spec in ("rope", "longrope", "xpos"):
+        with refused(rf"is scaled \(longrope\), and '{spec}' .* use longrope:factors="):
+            use_encoding(model, spec)
+    with_encoding(model, "longrope:factors=1+1.5+2+4,factor=4")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_config_that_the_models_class_ignores(kind):
     """Llama and Qwen2 rotate whole heads, whatever partial_rotary_factor their config has."""
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-    config = transformers.AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, rope_parameters=rope)
-    own = random_model(config)
+    own = random_model(transformers.AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, rope_parameters=rope))
     ours = with_encoding(own, "rope")
     assert_close(logits(ours, text()), logits(own, text()))
     assert "rotary_fraction" not in ours.base_model.fairseq_rpe.spec
 
 
 def test_llama3_is_transformers_own():
-    """Frequencies of ROPE_INIT_FUNCTIONS, and a model's logits."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    own = llama({**rope, "rope_theta": 500000.0, "original_max_position_embeddings": 8192}, head_dim=64)
+    """Frequencies of ROPE_INIT_FUNCTIONS."""
+    own = llama({**LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 8192}, head_dim=64)
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](own.config, torch.device("cpu"))
     length = torch.ones(1, dtype=torch.float64)
     for scaling in ("llama3", "ntk_by_parts,ramp=paper,beta_fast=4"):
@@ -308,12 +292,6 @@ def test_llama3_is_transformers_own():
         got = build(spec, 4, 256).frequencies(length)
         torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
     assert factor == 1 and (build("rope:base=500000", 4, 256).frequencies(length) / got)[-1] == pytest.approx(8)
-    own = llama({**rope, "original_max_position_embeddings": 16})
-    ours = with_encoding(own, "rope:scaling=llama3,factor=8")
-    assert_close(logits(ours, text()), logits(own, text()))
-
-
-# -- what a forward pass may ask for
 
 
 DECODED = ["alibi", "fire", "rope:scaling=yarn,factor=4", "xpos", "learned", "self_extend:group=2,window=6"]
@@ -332,16 +310,19 @@ def test_decoding_equals_a_whole_pass(spec):
     assert_close(torch.cat(parts, dim=1), whole)
     made = model.generate(ids, max_new_tokens=6, do_sample=False)
     greedy = ids
-    for _ in range(6):
+    while greedy.shape[1] < 26 and not (greedy[:, 20:] == 2).any():
         greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], dim=1)
-        if (greedy[:, 20:] == 2).any():
-            break
     assert torch.equal(made[:, : greedy.shape[1]], greedy)
 
 
-@pytest.mark.parametrize("spec", ["alibi", "fire", "rope", "rope:scaling=dynamic_ntk", "learned", "sinusoidal"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(spec, side):
+@pytest.mark.parametrize(
+    ("side", "spec"),
+    [
+        *(("left", spec) for spec in ("alibi", "fire", "rope", "rope:scaling=dynamic_ntk", "learned", "sinusoidal")),
+        *(("right", spec) for spec in ("fire", "rope:scaling=dynamic_ntk", "learned")),
+    ],
+)
+def test_padding(side, spec):
     """A padded row gives what it gives alone, also where positions are not distances, and in generation."""
     model = use_encoding(neox(), spec, length=32)
     ids = text(tokens=30)
@@ -349,9 +330,9 @@ def test_padding(spec, side):
     padded = slice(0, 7) if side == "left" else slice(23, 30)
     mask[1, padded] = 0
     real = mask[1].bool()
-    got, alone = logits(model, ids, attention_mask=mask), logits(model, ids[1:, real])
-    assert_close(got[1, real], alone[0])
-    assert_close(got[0], logits(model, ids)[0] if "dynamic" in spec else got[0])
+    got = logits(model, ids, attention_mask=mask)
+    assert_close(got[1, real], logits(model, ids[1:, real])[0])
+    assert_close(got[0], logits(model, ids)[0])
     if side == "left" and spec != "learned":
         short = ids[:, :16]
         made = model.generate(short, attention_mask=mask[:, :16], max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -369,40 +350,25 @@ def test_position_ids_may_say_what_is_so():
         assert torch.equal(logits(model, ids, attention_mask=mask, position_ids=position_ids), plain)
 
 
-def test_training_reaches_the_encoding_and_checkpointing_changes_nothing():
-    ids = text(tokens=24)
-    found = []
+@pytest.mark.parametrize("share", ["layer", "model"])
+def test_training_reaches_the_encoding_and_checkpointing_changes_nothing(share):
+    ids, found = text(tokens=24), []
     for checkpointing in (None, {"use_reentrant": True}, {"use_reentrant": False}):
         torch.manual_seed(5)
-        model = use_encoding(llama(attention_dropout=0.1), "kerple_log", share="layer").train()
+        spec = "kerple_log" if share == "layer" else build("fire", 4, 32)
+        model = use_encoding(llama(attention_dropout=0.1), spec, share=share).train()
         learned = model.base_model.fairseq_rpe.encodings
-        assert len(learned) == 2 and {id(p) for p in learned.parameters()} <= {id(p) for p in model.parameters()}
+        assert len(learned) == (2 if share == "layer" else 1)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
         torch.manual_seed(6)
         model(ids, labels=ids, use_cache=False).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
-    assert any("fairseq_rpe.encodings.1" in name for name in found[0])
+        assert {id(p) for p in learned.parameters()} <= {id(p) for p in model.parameters()}
     for name, grad in found[0].items():
         assert grad.abs().sum() > 0, name
         for other in found[1:]:
             torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6)
-
-
-def test_checkpointing_with_one_encoding_for_all_layers():
-    grads = []
-    for checkpointing in (False, True):
-        encoding = build("fire", 4, 32)
-        torch.manual_seed(5)
-        for p in encoding.parameters():
-            torch.nn.init.normal_(p)
-        model = use_encoding(neox(), encoding).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-        model(text(), labels=text(), use_cache=False).loss.backward()
-        grads.append([p.grad for p in encoding.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_dropout_is_of_training_alone():
@@ -455,9 +421,6 @@ def test_random_positions_of_evaluation_are_drawn_for_each_row():
     assert evaluate(model, ids[0], [40])[0].draws == 1
 
 
-# -- what use_encoding does to a model, and undoes
-
-
 def test_one_model_is_changed_and_nothing_else():
     config = GPTNeoXConfig(**SIZES)
     torch.manual_seed(0)
@@ -472,7 +435,7 @@ def test_one_model_is_changed_and_nothing_else():
     assert torch.equal(logits(restore(copy.deepcopy(first)), text()), there)
     assert torch.equal(logits(restore(first), text()), there)
     assert not any("fairseq_rpe" in name for name in (*first.state_dict(), *dict(first.named_modules())))
-    with pytest.raises(UserError, match="nothing to restore"):
+    with refused("nothing to restore"):
         restore(first)
 
 
@@ -486,14 +449,12 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
     assert torch.equal(logits(again.eval(), text()), logits(model, text()))
 
 
-# -- refusals
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: use_encoding(torch.nn.Linear(2, 2), "alibi"), "not a model of transformers"),
         (lambda: use_encoding(random_model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)), "alibi"), "'gpt2'"),
+        (lambda: use_encoding(llama(), None), "encoding is a spec such as 'rope'"),
         (lambda: use_encoding(neox(), "albi"), "did you mean 'alibi'"),
         (lambda: use_encoding(neox(), "rope:scalin=yarn"), "no option 'scalin'"),
         (lambda: use_encoding(neox(), "alibi", share="all"), "share is one of"),
@@ -526,9 +487,8 @@ def test_what_is_learned_is_saved_and_comes_back(tmp_path):
     ],
 )
 def test_what_cannot_be(call, words):
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(words):
         call()
-    assert "\n" not in str(caught.value)
 
 
 def with_output_bias():
@@ -551,11 +511,10 @@ def generated(positions: str = "", **more):
 def test_attention_that_cannot_be():
     model, bare = use_encoding(neox(), "alibi"), neox()
     model.set_attn_implementation("sdpa")
-    with pytest.raises(UserError, match="as use_encoding set it"):
-        logits(model, text())
     bare.set_attn_implementation("fairseq_rpe")
-    with pytest.raises(UserError, match="has no encoding"):
-        logits(bare, text())
+    for wrong, words in ((model, "as use_encoding set it"), (bare, "has no encoding")):
+        with refused(words):
+            logits(wrong, text())
 
 
 def test_the_page_is_true(tmp_path, monkeypatch):
@@ -567,14 +526,3 @@ def test_the_page_is_true(tmp_path, monkeypatch):
     assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
-
-
-def test_what_is_no_encoding_and_the_remedy_for_longrope():
-    with pytest.raises(UserError, match="encoding is a spec such as 'rope'"):
-        use_encoding(llama(), None)
-    factors = [1.0, 1.5, 2.0, 4.0]
-    model = llama({"rope_type": "longrope", "long_factor": factors, "short_factor": [1.0] * 4, "factor": 4.0})
-    for spec in ("rope", "longrope", "xpos"):
-        with pytest.raises(UserError, match=rf"is scaled \(longrope\), and '{spec}' .* use longrope:factors="):
-            use_encoding(model, spec)
-    with_encoding(model, "longrope:factors=1+1.5+2+4,factor=4")

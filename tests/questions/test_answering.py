@@ -17,12 +17,11 @@ import torch
 from conftest import make_model, run_here
 from fairseq.trainer import Trainer
 from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
+from refusal import refusal, refused
 from training import train
 
 import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.attention.layer import counted
-from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import UserError
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
 from fairseq_rpe.data.folder import ANSWERS as MANIFEST
 from fairseq_rpe.data.folder import count_tokens
@@ -109,37 +108,31 @@ def test_no_row_is_longer_than_it_may_be(made, cut, caplog):
         data = rows_of(made, length=64, cut=cut, eval_answers=False)
     [said] = [record.message for record in caplog.records if record.message.startswith("train: ")]
     whole = rows_of(made, length=512)
-    questions_, cut_ones, lost = data.rows, 0, 0
+    cut_ones, lost = 0, 0
     for i in range(len(data)):
         (row, prompt), (before, prompt_before) = data.row(i), whole.row(i)
-        question = data.question(i)
         assert len(row) <= 64 and data.size(i) == len(row) - 1
         assert prompt == min(prompt_before, 64 - 16)
-        text = questions_.decode(row[:prompt].tolist())
+        text = data.rows.decode(row[:prompt].tolist())
         assert text.startswith("Who mended the wheel?\n\n") and text.endswith("\n\nAnswer:")
         assert row[prompt:].tolist() == before[prompt_before:].tolist()
-        if question.answers[0] == question.answers[int(data._asked[i, 1])]:
+        if data._asked[i, 1] == 0:  # its first answer
             cut_ones, lost = cut_ones + (prompt < prompt_before), lost + prompt_before - prompt
-    assert 0 < cut_ones < len(questions_)
-    share = 100 * cut_ones / len(questions_)
-    assert said == (
-        f"train: {len(data)} rows of {len(questions_)} questions, at most 64 tokens each; {cut_ones} questions "
-        f"({share:.1f} %) are cut at the document's {cut} and lose {lost} tokens"
-    )
+    number = len(data.rows)
+    assert 0 < cut_ones < number
+    told = f"train: {len(data)} rows of {number} questions, at most 64 tokens each; {cut_ones} questions ("
+    assert said == f"{told}{100 * cut_ones / number:.1f} %) are cut at the document's {cut} and lose {lost} tokens"
 
 
 def test_what_does_not_fit_is_refused(made, tmp_path):
-    text = vocabulary(tmp_path / "text")
     for why, folder, changes in (
-        ("16 tokens leave no room for a question: answers of made take up to 16", made, {"length": 16}),
         (r"question 'q0' takes \d+ tokens without its document, where 4 may be read", made, {"length": 20}),
         ("has no split 'test': it has train, valid", made, {"split": "test"}),
-        ("--cut top is not one of", made, {"cut": "top"}),
         ("--add-bos-token has no effect", made, {"add_bos_token": True}),
         (r"data \S+: no dict\.txt there", tmp_path, {}),
-        (r"has no answers\.json: make such a folder with fairseq-rpe prepare-answers", text, {}),
+        (r"has no answers\.json: make such a folder with fairseq-rpe", vocabulary(tmp_path / "text"), {}),
     ):
-        with pytest.raises(UserError, match=why):
+        with refused(why):
             rows_of(folder, **changes)
 
 
@@ -176,8 +169,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(made, spec):
         assert loss == pytest.approx(sum(one[0] for one in found), rel=1e-6)
         assert size == sum(one[1] for one in found)
         for name, gradient in gradients.items():
-            total = sum(one[2][name] for one in found)
-            torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(sum(one[2][name] for one in found), gradient, rtol=1e-4, atol=1e-5)
 
 
 def epoch_of(folder: Path, epoch: int = 1, split: str = "train", seed: int = 1, **given) -> list[list[int]]:
@@ -202,17 +194,14 @@ def test_batches_are_full_and_of_similar_length(several):
     assert all(len(batch) <= 3 for batch in epoch_of(several, max_tokens=400, max_sentences=3))
     valid = epoch_of(several, split="valid", max_sentences=4)
     assert sorted(i for batch in valid for i in batch) == list(range(15))
-    with pytest.raises(UserError, match=r"--max-tokens 60 is less than a row of \d+ tokens: raise it"):
+    with refused(r"--max-tokens 60 is less than a row of \d+ tokens: raise it"):
         epoch_of(several, max_tokens=60)
 
 
 def test_an_epoch_follows_from_the_seed(several):
-    def batches(*given, **more):
-        return {frozenset(batch) for batch in epoch_of(several, *given, max_tokens=400, **more)}
-
-    first = epoch_of(several, max_tokens=400)
+    first, second = (epoch_of(several, epoch, max_tokens=400) for epoch in (1, 2))
     assert first == epoch_of(several, max_tokens=400) != epoch_of(several, max_tokens=400, seed=2)
-    assert batches(1) == {frozenset(batch) for batch in first} != batches(2)
+    assert set(map(frozenset, first)) != set(map(frozenset, second))
 
 
 def test_a_mixture_is_stated_and_kept(several, caplog):
@@ -236,8 +225,6 @@ def test_a_mixture_is_stated_and_kept(several, caplog):
     assert not data.can_reuse_epoch_itr_across_epochs
     large = [i for i in np.concatenate(seen) if data.question(i).set == "large"]
     assert len(set(large[: there["large"]])) >= min(there["large"], wanted["large"])
-    with pytest.raises(UserError, match="--mixture names 'other'"):
-        rows_of(several, mixture="other=1")
     left_out = rows_of(several, mixture="large=0,small=1,middle=1")
     assert {left_out.question(i).set for i in left_out.ordered_indices()} == {"small", "middle"}
 
@@ -248,7 +235,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_batches_that_are_added_up_are_one_batch(made, tmp_path):
     """Of rows with different numbers of answer tokens, in three parts, the update is that of all together."""
-    flags = {"max_tokens": None, "optimizer": "nag", "lr": 0.2, "disable_validation": True, "clip_norm": 0.0}
+    flags = {"max_tokens": None, "optimizer": "nag", "lr": 0.2, "disable_validation": True}
     one = weights(train(made, tmp_path / "one", 1, batch_size=20, **flags))
     two = weights(train(made, tmp_path / "two", 1, batch_size=4, update_freq=3, **flags))
     begun = weights(train(made, tmp_path / "begun", 1, batch_size=20, **{**flags, "lr": 1e-9}))
@@ -326,20 +313,18 @@ def test_the_tuned_model_reads_text_too(made, begun, tmp_path):
 def test_questions_are_not_read_as_one_text(words, made, begun, tmp_path):
     command, *options = words.format(begun).split()
     more = [tmp_path / "out"] if options[-1] == "--out" else []
-    done = run_here(command, options[0], made, "--subset", "valid", *options[1:], *more, ok=False)
+    said = refusal(command, options[0], made, "--subset", "valid", *options[1:], *more)
     why = f"use fairseq-rpe train {made} --init-from {begun}" if command == "extend" else f"{made} holds questions"
-    assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert why in said and not (tmp_path / "out").exists()
 
 
 def test_another_dictionary_is_refused(begun, tmp_path):
-    """Of about the same size."""
+    """Of about the same size: by the task, and by the command before it."""
     other, why = tmp_path / "q", "was trained with another vocabulary than"
     make_folder(other, vocab=vocabulary(tmp_path / "v", size=299))
-    with pytest.raises(UserError, match=why):
+    with refused(why):
         train(other, tmp_path / "a", 1, begun)
-    done = run_here("train", other, "--init-from", begun, "--rpe", "alibi", "--save-dir", tmp_path / "b", ok=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and why in done.stderr
+    assert why in refusal("train", other, "--init-from", begun, "--rpe", "alibi", "--save-dir", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -353,16 +338,17 @@ def flag(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
+def words_of(*given: object) -> list[str]:
+    """The command line of a training that would be started."""
+    return shlex.split(run_here("train", "--dry-run", *given).stdout)
+
+
 def test_the_command_takes_a_folder_of_questions(made, tmp_path):
-    common = ["--rpe", "rope", "--save-dir", tmp_path / "run", "--dry-run", "--tokens", "128"]
-    done = run_here("train", made, *common, "--", "--cut", "middle", "--mixture", "equal", "--max-tokens", "4096")
-    words = shlex.split(done.stdout)
-    assert flag(words, "--task") == "rpe_answers" and flag(words, "--criterion") == "answer_cross_entropy"
-    assert flag(words, "--tokens-per-sample") == "128" and "--sample-break-mode" not in words
-    assert [flag(words, name) for name in ("--cut", "--mixture", "--max-tokens")] == ["middle", "equal", "4096"]
-    assert "--mixture" not in shlex.split(run_here("train", made, *common).stdout)
-    done = run_here("train", made, *common[:-1], "16", ok=False)
-    assert "16 tokens leave no room for a question: answers of made take up to 16" in done.stderr
+    common = [made, "--rpe", "rope", "--save-dir", tmp_path / "run", "--tokens"]
+    words = words_of(*common, 128, "--", "--cut", "middle", "--mixture", "equal", "--max-tokens", "4096")
+    flags = "--task --criterion --tokens-per-sample --cut --mixture --max-tokens".split()
+    assert [flag(words, name) for name in flags] == "rpe_answers answer_cross_entropy 128 middle equal 4096".split()
+    assert "--sample-break-mode" not in words and "--mixture" not in words_of(*common, 128)
 
 
 @pytest.mark.parametrize(
@@ -370,53 +356,50 @@ def test_the_command_takes_a_folder_of_questions(made, tmp_path):
     [
         (128, ["--mixture", "evenly"], "--mixture evenly is not one of proportional, equal"),
         (128, ["--cut", "start", "--mixture=made=1,no=2"], "--mixture names 'no', which is no set of this folder"),
+        (128, ["--cut", "top"], "--cut top is not one of"),
         (20, [], "of made takes "),
+        (16, [], "16 tokens leave no room for a question: answers of made take up to 16"),
     ],
 )
-def test_a_training_that_cannot_be_leaves_no_folder(made, tmp_path, capsys, tokens, further, words):
-    given = ["train", made, "--rpe", "rope", "--save-dir", tmp_path / "run", "--tokens", tokens, "--", *further]
-    assert main(list(map(str, given))) == 2
-    assert words in capsys.readouterr().err and not (tmp_path / "run").exists()
+def test_a_training_that_cannot_be_leaves_no_folder(made, tmp_path, tokens, further, words):
+    given = [made, "--rpe", "rope", "--save-dir", tmp_path / "run", "--tokens", tokens, "--", *further]
+    assert words in refusal("train", *given) and not (tmp_path / "run").exists()
 
 
 def test_the_command_takes_over_what_the_checkpoint_has(made, begun, tmp_path):
-    common = ["--save-dir", tmp_path / "run", "--dry-run", "--tokens", "512", "--init-from", begun]
-    done = run_here("train", made, *common, "--rpe", "rope:scaling=linear,factor=4", "--dropout", "0.2")
-    words = shlex.split(done.stdout)
-    assert flag(words, "--finetune-from-model") == str(begun) and flag(words, "--rpe-train-length") == "96"
-    assert flag(words, "--rpe") == "rope:scaling=linear,factor=4" and flag(words, "--dropout") == "0.2"
-    assert flag(words, "--decoder-embed-dim") == "32" and flag(words, "--decoder-layers") == "1"
-    assert "--share-decoder-input-output-embed" in words and flag(words, "--tokens-per-sample") == "512"
-    done = run_here("train", made, *common, "--rpe", "alibi", "--", "--rpe-train-length", "300")
-    words = shlex.split(done.stdout)
+    common = [made, "--save-dir", tmp_path / "run", "--tokens", "512", "--init-from", begun, "--rpe"]
+    words = words_of(*common, "rope:scaling=linear,factor=4", "--dropout", "0.2")
+    expected = {"finetune-from-model": begun, "rpe-train-length": 96, "tokens-per-sample": 512, "dropout": 0.2}
+    expected |= {"rpe": "rope:scaling=linear,factor=4", "decoder-embed-dim": 32, "decoder-layers": 1}
+    assert {name: flag(words, f"--{name}") for name in expected} == {name: str(v) for name, v in expected.items()}
+    assert "--share-decoder-input-output-embed" in words
+    longer = ["--", "--rpe-train-length", "300"]
+    words = words_of(*common, "alibi", *longer)
     assert words.count("--rpe-train-length") == 1 and flag(words, "--rpe-train-length") == "300"
     assert flag(words, "--decoder-layers") == "1" and flag(words, "--arch") == "transformer_rpe_lm_tiny"
-    again = run_here("train", made, *common, "--rpe", "alibi", "--arch", "tiny", "--", "--rpe-train-length", "300")
-    assert shlex.split(again.stdout) == words
-    own = ["--decoder-embed-dim", "32", "--decoder-layers", "2"]
-    words = shlex.split(run_here("train", made, *common, "--rpe", "alibi", "--", *own).stdout)
+    assert words_of(*common, "alibi", "--arch", "tiny", *longer) == words
+    words = words_of(*common, "alibi", "--", "--decoder-embed-dim", "32", "--decoder-layers", "2")
     assert flag(words, "--decoder-layers") == "2" and "--decoder-ffn-embed-dim" not in words
-    done = run_here("train", made, *common, "--rpe", "kerple_log", ok=False)
-    assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in done.stderr
-    done = run_here("train", made, *common[:-1], tmp_path / "none.pt", "--rpe", "alibi", ok=False)
-    assert done.returncode == 2 and "none.pt" in done.stderr and done.stderr.count("\n") == 1
+    said = refusal("train", *common, "kerple_log")
+    assert f"--rpe kerple_log has other parameters than {begun} has learned with 'alibi'" in said
+    assert "none.pt" in refusal("train", *common[:-2], tmp_path / "none.pt", "--rpe", "alibi")
 
 
 def test_positions_are_the_checkpoints_unless_said(made, tmp_path):
     moved = train(made, tmp_path / "moved", 1, positions_train="shape:max=9", positions_eval="offset:by=3")
-    common = ["--save-dir", tmp_path / "run", "--dry-run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
-    words = shlex.split(run_here("train", made, *common).stdout)
-    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=3"]
-    words = shlex.split(run_here("train", made, *common, "--positions-train", "identity").stdout)
+    common = [made, "--save-dir", tmp_path / "run", "--tokens", "128", "--init-from", moved, "--rpe", "alibi"]
+    both = "--positions-train", "--positions-eval"
+    assert [flag(words_of(*common), name) for name in both] == ["shape:max=9", "offset:by=3"]
+    words = words_of(*common, "--positions-train", "identity")
     assert flag(words, "--positions-train") == "identity" and "--positions-eval" not in words
-    words = shlex.split(run_here("train", made, *common, "--positions-eval", "offset:by=5").stdout)
-    assert [flag(words, f"--positions-{when}") for when in ("train", "eval")] == ["shape:max=9", "offset:by=5"]
+    words = words_of(*common, "--positions-eval", "offset:by=5")
+    assert [flag(words, name) for name in both] == ["shape:max=9", "offset:by=5"]
 
 
 def test_answers_choose_the_best_checkpoint(several, tmp_path):
     said: list[str] = []
     flags = {"eval_answers": True, "best_checkpoint_metric": "answers", "maximize_best_checkpoint_metric": True}
-    train(several, tmp_path, 4, said=said, save_interval_updates=2, batch_size_valid=2, **flags)
+    train(several, tmp_path, 2, said=said, save_interval_updates=1, batch_size_valid=8, **flags)
     logged = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line]
     assert logged
     found = {name: [float(re.search(rf"\| {name} ([\d.]+)", line)[1]) for line in logged] for name in ANSWERS}
@@ -429,28 +412,15 @@ def test_answers_choose_the_best_checkpoint(several, tmp_path):
 ANSWERS = ("answers", "answers_large", "answers_small", "answers_middle")
 
 
-def test_a_model_that_knows_its_answers_is_told_so(tmp_path):
-    """All are the same here, so that a few updates teach it."""
-    same = [Question(f"q{i}", "Who mended the wheel?\n", ("Tamsin",), f"Day {i}.", group="g") for i in range(6)]
-    splits = {"train": same, "valid": same}
-    make_sets(tmp_path / "q", [asked_set(metric, splits, (metric,), 8) for metric in ("f1", "group_em", "accuracy")])
-    said: list[str] = []
-    train(tmp_path / "q", tmp_path / "run", 25, said=said, lr=0.02, eval_answers=True, max_tokens=300)
-    last = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line][-1]
-    values = dict(re.findall(r"\| (answers\w*|exact) ([\d.]+)", last))
-    assert values == dict.fromkeys(("exact", "answers", "answers_f1", "answers_group_em", "answers_accuracy"), "100")
-
-
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         ({"rpe": "rope:scaling=dynamic_ntk,original_length=64"}, "follows the length of the text"),
         ({"max_tokens": 100}, "--max-tokens 100 is less than a row of"),
-        ({"mixture": "often"}, "--mixture often is not one of"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(several, tmp_path, flags, why):
-    with pytest.raises(UserError, match=why):
+    with refused(why):
         train(several, tmp_path, 1, eval_answers=True, **flags)
 
 
@@ -463,7 +433,7 @@ def test_scores_that_do_not_add_up_are_left_out(tmp_path):
     [last] = [line for line in said if "valid on 'valid' subset" in line and "| answers " in line]
     assert "answers_f1" in last and "answers_matthews" not in last
     make_folder(tmp_path / "p", splits, metrics=("matthews",))
-    with pytest.raises(UserError, match="--eval-answers: no set of the data is scored by a mean over questions"):
+    with refused("--eval-answers: no set of the data is scored by a mean over questions"):
         train(tmp_path / "p", tmp_path / "other", 1, eval_answers=True)
 
 

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 from prepared_folder import vocabulary
+from refusal import refused
 
-from fairseq_rpe.core import UserError
 from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.questions import gaps
 from fairseq_rpe.questions.exchange import Exchange
@@ -25,6 +25,8 @@ SENTENCES = (
     "Nobody knew why Mrs. {} kept the lamp burning in the upper room.",
     "They talked of the harvest and of the price of bread until it was dark.",
 )
+SPLITS = ("train", "valid", "test")
+WANTED = {"train": 40, "valid": 16, "test": 16}
 WORDS = sorted({w for s in SENTENCES for w in s.replace("{}", "").split()} | set(NAMES) | {f"{n}," for n in NAMES})
 
 
@@ -33,9 +35,13 @@ def story(seed, sentences=400):
     told = [draw.choice(SENTENCES) for _ in range(sentences)]
     # a few names at a time, so that others come back after a while
     casts = [draw.sample(NAMES, 5) for _ in range(1 + sentences // 40)]
-    return " ".join(
-        s.format(*draw.sample(casts[i // 40], 2)) + ("\n\n" if i % 7 == 6 else "") for i, s in enumerate(told)
-    ).replace("\n\n ", "\n\n")
+    named = [sentence.format(*draw.sample(casts[i // 40], 2)) for i, sentence in enumerate(told)]
+    return "\n\n".join(" ".join(named[i : i + 7]) for i in range(0, sentences, 7))
+
+
+def write_stories(path, seeds, sentences=400):
+    path.write_text("".join(json.dumps({"text": story(seed, sentences)}) + "\n" for seed in seeds))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +54,37 @@ def vocab(tmp_path_factory):
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for split, seeds in {"train": (1, 2), "valid": (3,), "test": (4,)}.items():
-        rows = "".join(json.dumps({"text": story(seed)}) + "\n" for seed in seeds)
-        (folder / f"{split}.jsonl").write_text(rows)
+        write_stories(folder / f"{split}.jsonl", seeds)
     return folder
 
 
-def options(texts, vocab, dest, **more):
-    files = {split: (texts / f"{split}.jsonl",) for split in ("train", "valid", "test")}
+def make(texts, vocab, dest, said=None, **more):
+    """A folder of gaps in the texts; ``said`` takes what is said."""
+    files = {split: (texts / f"{split}.jsonl",) for split in SPLITS}
     given = {"tokens": 256, "questions": 40, "valid_questions": 16, **files, **more}
-    return GapOptions(dest=dest, vocab_from=vocab, **given)
+    return make_gaps(GapOptions(dest=dest, vocab_from=vocab, **given), [].append if said is None else said.append)
 
 
-def ignored(line):
-    pass
+@pytest.fixture(scope="module")
+def usual(texts, vocab, tmp_path_factory):
+    return make(texts, vocab, tmp_path_factory.mktemp("usual") / "gaps")
 
 
-def stories_of(texts, split):
-    return [json.loads(line)["text"] for line in open(texts / f"{split}.jsonl")]
-
-
-def rows_of(prepared, split):
-    """The questions of a split, each with the number of its text, the answer's place there and the passage's end."""
+def read(texts, prepared, split):
+    """The questions of a split, each with its text, the answer's place there and the passage's end."""
+    stories = [json.loads(line)["text"] for line in open(texts / f"{split}.jsonl")]
     rows = prepared.split(split)
-    return rows, [(row, *map(int, row.id.split("-"))) for row in rows]
+    numbers = [[int(number) for number in row.id.split("-")] for row in rows]
+    return rows, [(row, stories[number], place, end) for row, (number, place, end) in zip(rows, numbers, strict=True)]
 
 
 def encode(text):
     return np.zeros(len(text.split()), np.uint16)
+
+
+def gaps_of(text, *how, shortest=None, encode=encode):
+    """The gaps of passages of 256 tokens."""
+    return list(Passages(text, encode, lambda name: True, *([shortest] if shortest else [])).gaps(256, *how))
 
 
 def test_names_are_capitalised_within_sentences_and_never_written_small():
@@ -91,7 +101,6 @@ def test_names_are_capitalised_within_sentences_and_never_written_small():
     ("where", "form", "sentence"),
     [
         ("last", "gap", "next"),
-        ("last", "gap", "earlier"),
         ("first", "gap", "earlier"),
         ("both", "gap", "next"),
         ("last", "completion", "earlier"),
@@ -101,9 +110,8 @@ def test_names_are_capitalised_within_sentences_and_never_written_small():
 def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
     end = "" if form == "completion" else f"\n\n{BLANK} ="
     text, encode = story(7, 250), load_encoder("words", vocab).encode
-    passages = Passages(text, encode, lambda name: True)
-    assert set(passages.names) == set(NAMES)
-    found = list(passages.gaps(256, where, sentence, form))
+    found = gaps_of(text, where, sentence, form, encode=encode)
+    assert {name for gap in found for name in gap.choices} == set(NAMES)
     assert len(found) > 60 and {gap.bin for gap in found} == set(range(BINS))
     for gap in found:
         passage = text[gap.begin : gap.end]
@@ -115,9 +123,8 @@ def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
         asked = (gap.prompt or gap.cue.removesuffix(end)).strip()
         assert asked.count(BLANK) == (form == "gap") and len(asked.split()) >= 4
         whole = asked.replace(BLANK, gap.answer) if form == "gap" else f"{asked} {gap.answer}"
-        flat = " ".join(passage.split())
         following = " ".join(text[gap.end :].split())
-        assert (whole in flat) if sentence == "earlier" else following.startswith(whole)
+        assert (whole in " ".join(passage.split())) if sentence == "earlier" else following.startswith(whole)
         assert gap.answer not in asked and text[gap.place :].startswith(gap.answer)
 
         # the same by a plain look at the words
@@ -125,13 +132,11 @@ def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
         named = [(i, name) for i, word in enumerate(words) for name in NAMES if name in word]
         lasts = {name: i for i, name in named}
         counts = {name: sum(n == name for _, n in named) for name in lasts}
-        place = lasts[gap.answer]
-        if sentence == "earlier":
-            place = len(text[gap.begin : gap.place].split())
+        place = len(text[gap.begin : gap.place].split()) if sentence == "earlier" else lasts[gap.answer]
         assert gap.distance == len(words) - 1 - place
         assert gap.choices == tuple(dict.fromkeys(name for _, name in named))
-        others = [name for name in lasts if name not in asked and name != gap.answer]
         answer = gap.answer
+        others = [name for name in lasts if name not in asked and name != answer]
         assert sum(lasts[n] > lasts[answer] or counts[n] >= counts[answer] for n in others) >= 3
         guesses = dict(gap.guesses)
         assert guesses.pop(gaps.RANDOM) in {*others, answer}
@@ -143,45 +148,40 @@ def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
 
 def test_words_beside_a_name_do_not_tell_it(vocab):
     text = story(8).replace("Ula ", "Ula Orrin ").replace("Nils", "Great Nils")
-    found = list(Passages(text, encode, lambda name: True).gaps(256, "last", "next"))
+    found = gaps_of(text, "last", "next")
     asked = {gap.answer for gap in found}
     assert "Nils" not in asked and "Tamsin" in asked
     assert not any(re.search(f"{BLANK} [A-Z]|Great {BLANK}", gap.cue) for gap in found)
 
 
-def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts, vocab, tmp_path):
-    encode = load_encoder("words", vocab).encode
-    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps"), ignored)
-    info = prepared.sets["gaps"]
+def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts, vocab, usual):
+    encode, info = load_encoder("words", vocab).encode, usual.sets["gaps"]
     assert (info.suite, info.metrics, info.published) == ("gaps", ("f1", "em"), "f1")
-    for split, wanted in {"train": 40, "valid": 16, "test": 16}.items():
-        stories, (rows, places) = stories_of(texts, split), rows_of(prepared, split)
+    for split, wanted in WANTED.items():
+        rows, found = read(texts, usual, split)
         assert len(rows) == wanted == info.splits[split].questions
         bins = [0] * BINS
-        for row, number, place, end in places:
-            name = rows.text(row.answers[0])
-            words = re.findall(r"[ \n]*[^ \n]+", stories[number][:end])
+        for row, text, place, end in found:
+            words = re.findall(r"[ \n]*[^ \n]+", text[:end])
             back = len(encode("".join(words[len(words) - row.distance :])))
             bins[BINS * back // (256 - gaps.ANSWER_TOKENS - len(rows.tokens(row.cue)))] += 1
-            assert stories[number][place:].startswith(name)
-            assert " ".join(rows.text(row.document).split()) in " ".join(stories[number].split())
+            assert text[place:].startswith(rows.text(row.answers[0]))
+            assert " ".join(rows.text(row.document).split()) in " ".join(text.split())
         assert bins == [wanted // BINS] * BINS
         for guess, percent in info.splits[split].guesses.items():
-            right = sum(row.guesses[guess] in row.answers for row in rows)
-            assert percent == 100 * right / wanted
+            assert percent == 100 * sum(row.guesses[guess] in row.answers for row in rows) / wanted
 
 
 @pytest.mark.parametrize(("sentence", "form"), [("earlier", "completion"), ("next", "gap")])
 def test_exchanged_names_are_others_for_each_question(texts, vocab, tmp_path, sentence, form):
     more = {"names": "exchanged", "sentence": sentence, "form": form}
-    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), ignored)
-    made_of = set[frozenset[tuple[str, str]]]()
-    for split in ("train", "valid", "test"):
-        stories, (rows, places) = stories_of(texts, split), rows_of(prepared, split)
-        for row, number, place, end in places:
+    prepared, made_of = make(texts, vocab, tmp_path / "gaps", **more), set()
+    for split in SPLITS:
+        rows, found = read(texts, prepared, split)
+        for row, text, place, end in found:
             assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - gaps.ANSWER_TOKENS
             new = rows.text(row.document).split()
-            old = stories[number][:end].split()[-len(new) :]
+            old = text[:end].split()[-len(new) :]
             named = {(a, b) for a, b in zip(old, new, strict=True) if a != b}
             parts = [(re.search(r"[A-Z]\w+", a)[0], re.search(r"[A-Z]\w+", b)[0]) for a, b in named]
             assert all(b == a.replace(*pair) for (a, b), pair in zip(named, parts, strict=True))
@@ -189,44 +189,40 @@ def test_exchanged_names_are_others_for_each_question(texts, vocab, tmp_path, se
             # each name has one other name, and no two have the same
             assert set(parts) == set(others.items()) and len(set(others.values())) == len(others)
             assert {*others, *others.values()} <= set(NAMES)
-            answer = next(name for name in NAMES if stories[number][place:].startswith(name))
-            assert rows.text(row.answers[0]) == others[answer]
+            answer = others[next(name for name in NAMES if text[place:].startswith(name))]
+            assert rows.text(row.answers[0]) == answer
             assert {rows.text(item) for item in row.choices} == set(others.values())
             asked = rows.text(row.cue).replace(f"\n\n{BLANK} =", "").strip()
-            if sentence == "earlier":
-                assert f"{asked} {others[answer]}" in " ".join(new)
+            assert sentence == "next" or f"{asked} {answer}" in " ".join(new)
             made_of.add(frozenset(others.items()))
-    assert len(made_of) == 40 + 2 * 16
-    again = make_gaps(options(texts, vocab, tmp_path / "again", **more), ignored)
+    assert len(made_of) == sum(WANTED.values())
+    again = make(texts, vocab, tmp_path / "again", **more)
     assert (again.folder / "train.bin").read_bytes() == (prepared.folder / "train.bin").read_bytes()
 
 
 def test_a_planted_sentence_is_the_only_one_with_the_answer(texts, vocab, tmp_path):
-    encode = load_encoder("words", vocab).encode
-    more = {"sentence": "planted", "form": "completion"}
-    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), ignored)
-    answers = set()
-    for split, wanted in {"train": 40, "valid": 16, "test": 16}.items():
-        stories, (rows, places) = stories_of(texts, split), rows_of(prepared, split)
+    encode, answers = load_encoder("words", vocab).encode, set()
+    prepared = make(texts, vocab, tmp_path / "gaps", sentence="planted", form="completion")
+    for split, wanted in WANTED.items():
+        rows, found = read(texts, prepared, split)
         bins, right = [0] * BINS, {gaps.RECENT: 0, gaps.RANDOM: 0}
-        for row, number, place, end in places:
-            read, answer = rows.text(row.document), rows.text(row.answers[0])
-            before, after = read.split(f"{PLANTED} {answer}. ")
-            passage = stories[number][:end].split()[-len((before + after).split()) :]
-            assert (before + after).split() == passage and answer not in before + after
-            assert after.split() == stories[number][place:end].split() and len(after.split()) == row.distance
+        for row, text, place, end in found:
+            shown, answer = rows.text(row.document), rows.text(row.answers[0])
+            before, after = shown.split(f"{PLANTED} {answer}. ")
+            passage = (before + after).split()
+            assert passage == text[:end].split()[-len(passage) :] and answer not in before + after
+            assert after.split() == text[place:end].split() and len(after.split()) == row.distance
             assert rows.text(row.cue) == f"\n\n{PLANTED}" and row.prompt is None
             named = {rows.text(item) for item in row.choices}
-            assert named == {name for name in NAMES if name in read} and answer in NAMES
+            assert named == {name for name in NAMES if name in shown} and answer in NAMES
             room = 256 - 2 * gaps.ANSWER_TOKENS - 2 * len(rows.tokens(row.cue))
             assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - gaps.ANSWER_TOKENS
-            words = re.findall(r"[ \n]*[^ \n]+", stories[number][place:end])
+            words = re.findall(r"[ \n]*[^ \n]+", text[place:end])
             bins[BINS * len(encode("".join(words[1:]))) // room] += 1
             for guess in right:
                 right[guess] += row.guesses[guess] in row.answers
                 assert rows.text(row.guesses[guess]) in named
-            last = max(named, key=read.rfind)
-            assert rows.text(row.guesses[gaps.RECENT]) == last
+            assert rows.text(row.guesses[gaps.RECENT]) == max(named, key=shown.rfind)
             answers.add(answer)
         assert bins == [wanted // BINS] * BINS
         assert prepared.sets["gaps"].splits[split].guesses == {k: 100 * n / wanted for k, n in right.items()}
@@ -244,29 +240,25 @@ def test_a_name_within_another_word_is_not_that_name():
 def test_passages_of_training_from_the_shortest_on(texts, vocab, tmp_path):
     """Of all lengths, the shortest less often, as few sentences fit; those of validation fill their contexts."""
     more = {"sentence": "planted", "form": "completion", "questions": 400, "tokens": 128 + 32 + 14, "shortest": 32}
-    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), ignored)
-    rows = prepared.split("train")
+    prepared = make(texts, vocab, tmp_path / "gaps", **more)
+    rows, valid = prepared.split("train"), prepared.split("valid")
     sizes = np.array([len(rows.tokens(row.document)) - 7 for row in rows])  # without what is planted
     assert 24 <= sizes.min() and 112 <= sizes.max() <= 128 and 0.2 < (sizes < 64).mean() < 0.6
-    valid = prepared.split("valid")
     assert all(len(valid.tokens(row.document)) > 112 for row in valid)
-    found = list(Passages(story(7), encode, lambda name: True, 64).gaps(256, "last", "next"))
-    lengths = [len(story(7)[gap.begin : gap.end].split()) for gap in found]
+    lengths = [len(story(7)[gap.begin : gap.end].split()) for gap in gaps_of(story(7), "last", "next", shortest=64)]
     assert min(lengths) < 90 and max(lengths) > 180
 
 
 def test_too_few_names_to_exchange():
-    exchange = Exchange(NAMES[:2], encode, 1)
-    (gap, *_) = Passages(story(7), encode, lambda name: True).gaps(256, "last", "next")
-    with pytest.raises(UserError, match="too few short names to exchange"):
-        exchange(gap, "Bren", 300, "digest")
-    with pytest.raises(UserError, match="too few names to plant another one"):
+    (gap, *_) = gaps_of(story(7), "last", "next")
+    with refused("too few short names to exchange"):
+        Exchange(NAMES[:2], encode, 1)(gap, "Bren", 300, "digest")
+    with refused("too few names to plant another one"):
         plant(gap, "Bren", gap.choices, "chance")
 
 
 def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
-    more = {"valid_tokens": 512, "questions": 16, "sentence": "earlier"}
-    prepared = make_gaps(options(texts, vocab, tmp_path / "gaps", **more), ignored)
+    prepared = make(texts, vocab, tmp_path / "gaps", valid_tokens=512, questions=16, sentence="earlier")
     longest = {split: info.longest for split, info in prepared.sets["gaps"].splits.items()}
     short, long = 256 - gaps.ANSWER_TOKENS, 512 - gaps.ANSWER_TOKENS
     assert longest["train"] <= short < longest["valid"] <= long >= longest["test"]
@@ -274,21 +266,18 @@ def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
     assert prepared.sets["gaps"].title == "which name fills the gap, in 256 and 512 tokens"
 
 
-def test_the_seed_alone_decides_and_more_questions_have_the_fewer_among_them(texts, vocab, tmp_path):
-    def ids(name, **more):
-        return [row.id for row in make_gaps(options(texts, vocab, tmp_path / name, **more), ignored).split("train")]
-
-    first = ids("a", questions=16)
-    assert ids("b", seed=2, questions=16) != first
-    assert set(first) < set(ids("c", questions=32))
+def test_the_seed_alone_decides_and_more_questions_have_the_fewer_among_them(texts, vocab, usual, tmp_path):
+    fewer, other = (
+        {row.id for row in make(texts, vocab, tmp_path / f"{seed}", seed=seed, questions=16).split("train")}
+        for seed in (1, 2)
+    )
+    assert other != fewer < {row.id for row in usual.split("train")}
 
 
 def test_documents_of_one_source_are_divided(vocab, tmp_path):
-    source = tmp_path / "all.jsonl"
-    source.write_text("".join(json.dumps({"text": story(seed, 120)}) + "\n" for seed in range(8)))
+    source, said = write_stories(tmp_path / "all.jsonl", range(8), 120), []
     given = {"train": (source,), "valid": (), "test": (), "valid_questions": 8, "seed": 2, "tokens": 128}
-    said = []
-    prepared = make_gaps(options(tmp_path, vocab, tmp_path / "gaps", **given), said.append)
+    prepared = make(tmp_path, vocab, tmp_path / "gaps", said, **given)
     assert prepared.splits == ("train", "valid", "test") and said[0].startswith("few documents (8)")
 
 
@@ -311,18 +300,14 @@ def test_documents_of_one_source_are_divided(vocab, tmp_path):
         ({"form": "completion", "where": "both"}, "--form completion asks last: leave out --question both"),
         ({"valid": ()}, "--test is given without --valid"),
         ({"text_field": "texts"}, "line 1 has no field 'texts' but text"),
+        ({"train": "plain"}, "the train split has no names, of words that are capitalised within"),
     ],
 )
 def test_refusals(texts, vocab, tmp_path, more, words):
-    if "test" in more:
-        more = {"test": (texts / "valid.jsonl",)}
-    with pytest.raises(UserError, match=words):
-        make_gaps(options(texts, vocab, tmp_path / "new" / "gaps", **more), ignored)
-    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_text_without_names(texts, vocab, tmp_path):
     plain = tmp_path / "plain.txt"
     plain.write_text("they talked of the harvest and of bread until it was dark. " * 100)
-    with pytest.raises(UserError, match="the train split has no names, of words that are capitalised within"):
-        make_gaps(options(texts, vocab, tmp_path / "gaps", train=(plain,)), ignored)
+    files = {"valid": (texts / "valid.jsonl",), "plain": (plain,)}
+    more = {name: files.get(value, value) if name in SPLITS else value for name, value in more.items()}
+    with refused(words):
+        make(texts, vocab, tmp_path / "new" / "gaps", **more)
+    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusal import refused
 
-from fairseq_rpe.core import UserError
-from fairseq_rpe.questions import metrics
 from fairseq_rpe.questions.metrics import Scored, Undefined, check, names, normalised, score
 
 ANSWERS = ("The committee approved the budget for the harbour.",)
@@ -26,32 +25,66 @@ C = Scored("", ("A short summary.",))
 SWAPPED = Scored("The boats were painted. The crew slept.", ("The crew slept. The boats were painted.",))
 
 
-def four(metric, items):
-    return round(score(metric, items), 4)
-
-
 def of_classes(right, given, choices=("no", "yes"), group=""):
     """Questions of a classification; a class that is no choice is an answer of another word."""
     named = [choices[g] if 0 <= g < len(choices) else "neither" for g in given]
     return [Scored(g, (choices[r],), group, tuple(choices)) for r, g in zip(right, named, strict=True)]
 
 
+def table(text):
+    """Golden values: ``metric value`` by commas."""
+    return {metric: float(value) for metric, value in map(str.split, text.split(", "))}
+
+
+SQUAD = {
+    Scored("The old lighthouse keeper.", ("an old keeper of the lighthouse", "Marten")): "f1 85.7143, em 0",
+    Scored("a red-roofed barn", ("the red roofed barn",)): "f1 40, em 0",
+    Scored("Yes, because of the rain", ("Yes",)): "f1 40, em 0",
+    Scored("the", ("a",)): "f1 0, em 100",
+    Scored("unanswerable", ("Unanswerable",)): "f1 100, em 100",
+    Scored("two two boats", ("two boats",)): "f1 80, em 0",
+    Scored("", ("no",)): "f1 0, em 0",
+    Scored("NotMentioned", ("Not mentioned",)): "em 0",
+    Scored("not mentioned.", ("Not mentioned",)): "em 100",
+}
+CLASSES = [1, 1, 0, 0, 1, 0, 1, 0]
+TERMS = ("entailment", "contradiction", "neutral")
+MULTIRC = [
+    *of_classes([1, 0, 1], [1, 0, 1], group="q1"),
+    *of_classes([0, 1], [1, 1], group="q2"),
+    *of_classes([0, 1], [0, 0], group="q3"),
+]
+PAIRS = ["0.0 0.4", "1.2 1.0", "2.4 3", "3 2.8", "4.6 4.0", "5.0 5.0"]
+SIMILAR = [Scored(f" {given}", (right,)) for right, given in map(str.split, PAIRS)]
+SCROLLS = [Scored("exact match example", ("exact match example",)), Scored("hello there", ("hello", "hi there"))]
+SCROLLS += [Scored("general kenobi", ("commander kenobi",))]  # the example of its documentation
+
+
 @pytest.mark.parametrize(
-    ("items", "r1", "r2", "rl", "mean"),
+    ("items", "values"),
     [
-        ([A], 76.1905, 47.0588, 63.1579, 60.9523),
-        ([Scored(A.prediction, A.answers[:1])], 73.6842, 47.0588, 63.1579, None),
-        ([Scored(A.prediction, A.answers[1:])], 76.1905, 31.5789, 28.5714, None),
-        ([B], 18.1818, 0, 18.1818, 0),
-        ([C], 0, 0, 0, 0),
-        ([A, B], 47.1861, 23.5294, 40.6699, 35.6095),
-        ([A, B, C], 31.4574, 15.6863, 27.1132, 23.7397),
-        ([SWAPPED], 100, 83.3333, 57.1429, 78.0897),
+        ([A], "rouge1 76.1905, rouge2 47.0588, rougeL 63.1579, rgm 60.9523"),
+        ([Scored(A.prediction, A.answers[:1])], "rouge1 73.6842, rouge2 47.0588, rougeL 63.1579"),
+        ([Scored(A.prediction, A.answers[1:])], "rouge1 76.1905, rouge2 31.5789, rougeL 28.5714"),
+        ([B], "rouge1 18.1818, rouge2 0, rougeL 18.1818, rgm 0"),
+        ([C], "rouge1 0, rouge2 0, rougeL 0, rgm 0"),
+        ([A, B], "rouge1 47.1861, rouge2 23.5294, rougeL 40.6699, rgm 35.6095"),
+        ([A, B, C], "rouge1 31.4574, rouge2 15.6863, rougeL 27.1132, rgm 23.7397"),
+        ([SWAPPED], "rouge1 100, rouge2 83.3333, rougeL 57.1429, rgm 78.0897"),
+        (SCROLLS, "rouge1 72.2222, rouge2 33.3333, rougeL 72.2222, rgm 55.8136"),
+        *(([item], values) for item, values in SQUAD.items()),
+        ([*SQUAD][:7], "f1 49.3878, em 28.5714"),
+        (of_classes(CLASSES, [1, 0, 0, 1, 1, 0, 1, 1]), "accuracy 62.5, binary_f1 66.6667, matthews 25.8199"),
+        (of_classes(CLASSES, [1, -1, 0, 1, 1, -1, 1, 1]), "accuracy 50, binary_f1 60"),
+        (of_classes([0, 0, 1, 2, 1, 0], [0, 1, 1, 0, 1, 0], TERMS), "accuracy 66.6667, macro_f1 48.8889"),
+        (MULTIRC, "group_em 33.3333, f1a 75"),
+        ([MULTIRC[n] for n in (3, 0, 6, 2, 4, 1, 5)], "group_em 33.3333"),
+        (of_classes([1, 0, 1, 0], [1, 0, 1, 1]), "group_em 75"),  # what has no group is by itself
+        (SIMILAR, "pearson 97.6479, spearman 94.2857"),
     ],
 )
-def test_rouge(items, r1, r2, rl, mean):
-    assert [four(metric, items) for metric in ("rouge1", "rouge2", "rougeL")] == [r1, r2, rl]
-    assert mean is None or four("rgm", items) == mean
+def test_golden_values(items, values):
+    assert {metric: round(score(metric, items), 4) for metric in table(values)} == table(values)
 
 
 @pytest.mark.parametrize(
@@ -72,51 +105,20 @@ def test_examples_of_rouge_score(metric, prediction, answers, value):
     assert score(metric, [Scored(prediction, tuple(answers))]) == pytest.approx(100 * value, abs=1e-9)
 
 
-def test_example_of_the_documentation_of_scrolls():
-    pairs = {"exact match example": ("exact match example",), "hello there": ("hello", "hi there")}
-    items = [Scored(*pair) for pair in {**pairs, "general kenobi": ("commander kenobi",)}.items()]
-    found = [four(metric, items) for metric in ("rouge1", "rouge2", "rougeL", "rgm")]
-    assert found == [72.2222, 33.3333, 72.2222, 55.8136]
-
-
 WORDS = ["the", "a", "An", "Tower", "tower,", "U.S.", "re-open", "no", "7", "café", "...", "The", "anthem", "«x»"]
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(TEXTS, TEXTS, TEXTS)
 def test_scores_of_texts_are_symmetric_bounded_and_of_the_best_answer(one, other, third):
     for metric in ("f1", "em", "rouge1", "rouge2", "rougeL"):
         value = score(metric, [Scored(one, (other,))])
         assert 0 <= value <= 100 and value == pytest.approx(score(metric, [Scored(other, (one,))]))
         assert score(metric, [Scored(one, (other, third))]) == max(value, score(metric, [Scored(one, (third,))]))
-    answers = (other, third)
-    squad = max(f1_score(one, answer) for answer in answers), any(same(one, answer) for answer in answers)
-    assert (score("f1", [Scored(one, answers)]), score("em", [Scored(one, answers)])) == pytest.approx(
-        (100 * squad[0], 100 * squad[1])
-    )
-
-
-GOLDEN = [
-    ("The old lighthouse keeper.", ("an old keeper of the lighthouse", "Marten"), 85.7143, 0),
-    ("a red-roofed barn", ("the red roofed barn",), 40.0, 0),
-    ("Yes, because of the rain", ("Yes",), 40.0, 0),
-    ("the", ("a",), 0, 100),
-    ("unanswerable", ("Unanswerable",), 100, 100),
-    ("two two boats", ("two boats",), 80.0, 0),
-    ("", ("no",), 0, 0),
-]
-
-
-@pytest.mark.parametrize(("prediction", "answers", "f1", "em"), GOLDEN)
-def test_f1_and_exact_match(prediction, answers, f1, em):
-    item = Scored(prediction, answers)
-    assert (four("f1", [item]), four("em", [item])) == (f1, em)
-
-
-def test_means_of_f1_and_exact_match():
-    items = [Scored(prediction, answers) for prediction, answers, _, _ in GOLDEN]
-    assert (four("f1", items), four("em", items)) == (49.3878, 28.5714)
+    both = [Scored(one, (other, third))]
+    assert score("f1", both) == pytest.approx(100 * max(f1_score(one, other), f1_score(one, third)))
+    assert score("em", both) == 100 * (normalize_answer(one) in map(normalize_answer, (other, third)))
 
 
 # SQuAD's evaluate-v1.1.py, re-typed
@@ -128,18 +130,13 @@ def normalize_answer(s):
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
-def same(prediction, answer):
-    return normalize_answer(prediction) == normalize_answer(answer)
-
-
 def f1_score(prediction, ground_truth):
     prediction_tokens = normalize_answer(prediction).split()
     ground_truth_tokens = normalize_answer(ground_truth).split()
     num_same = sum((Counter(prediction_tokens) & Counter(ground_truth_tokens)).values())
     if num_same == 0:
         return 0
-    precision = 1.0 * num_same / len(prediction_tokens)
-    recall = 1.0 * num_same / len(ground_truth_tokens)
+    precision, recall = num_same / len(prediction_tokens), num_same / len(ground_truth_tokens)
     return (2 * precision * recall) / (precision + recall)
 
 
@@ -159,26 +156,12 @@ def test_normalisation_is_that_of_squad(text, normal):
     assert normalised(text) == normalize_answer(text) == normal
 
 
-def test_classification():
-    gold = [1, 1, 0, 0, 1, 0, 1, 0]
-    items = of_classes(gold, [1, 0, 0, 1, 1, 0, 1, 1])
-    assert [four(metric, items) for metric in ("accuracy", "binary_f1", "matthews")] == [62.5, 66.6667, 25.8199]
-    invalid = of_classes(gold, [1, -1, 0, 1, 1, -1, 1, 1])
-    assert [four(metric, invalid) for metric in ("accuracy", "binary_f1")] == [50.0, 60.0]
-
-
 @pytest.mark.parametrize(
     ("right", "given"), [([1, 1, 0, 0], [1] * 4), ([1, 1, 0, 0], [-1] * 4), ([1] * 4, [0, 1, 1, 0])]
 )
 def test_matthews_of_equal_answers_is_undefined(right, given):
     with pytest.warns(Undefined, match="matthews is undefined"):
         assert score("matthews", of_classes(right, given)) == 0
-
-
-def test_three_classes():
-    items = of_classes([0, 0, 1, 2, 1, 0], [0, 1, 1, 0, 1, 0], ("entailment", "contradiction", "neutral"))
-    assert (four("accuracy", items), four("macro_f1", items)) == (66.6667, 48.8889)
-    assert round((score("accuracy", items) + score("macro_f1", items)) / 2, 4) == 57.7778
 
 
 def test_macro_f1_is_the_mean_of_all_classes_and_warns_of_none():
@@ -190,41 +173,19 @@ def test_macro_f1_is_the_mean_of_all_classes_and_warns_of_none():
         assert score("binary_f1", of_classes([0, 0], [0, 0])) == 0
 
 
-def test_multirc():
-    parts = {"q1": ([1, 0, 1], [1, 0, 1]), "q2": ([0, 1], [1, 1]), "q3": ([0, 1], [0, 0])}
-    items = [one for group, (right, given) in parts.items() for one in of_classes(right, given, group=group)]
-    assert (four("group_em", items), four("f1a", items)) == (33.3333, 75.0)
-    assert round((score("group_em", items) + score("f1a", items)) / 2, 4) == 54.1667
-    shuffled = [items[n] for n in (3, 0, 6, 2, 4, 1, 5)]
-    assert four("group_em", shuffled) == 33.3333
-    # what has no group is by itself
-    assert score("group_em", of_classes([1, 0, 1, 0], [1, 0, 1, 1])) == 75.0
-
-
-def test_record():
-    right = {"Lake Orrin": ("Orrin Lake", "Lake Orrin"), "the Dunmore Bridge": ("Dunmore Bridge",)}
-    right |= {"Ada Quill": ("Quill", "A. Quill"), "Tessaly": ("Marrow",)}
-    items = [Scored(prediction, answers) for prediction, answers in right.items()]
-    assert (four("em", items), four("f1", items)) == (50.0, 66.6667)
-    assert round((score("em", items) + score("f1", items)) / 2, 4) == 58.3333
-
-
-def test_similarities():
-    gold, given = ["0.0", "1.2", "2.4", "3", "4.6", "5.0"], ["0.4", "1.0", "3", "2.8", " 4.0", "5.0"]
-    items = [Scored(g, (r,)) for r, g in zip(gold, given, strict=True)]
-    assert (four("pearson", items), four("spearman", items)) == (97.6479, 94.2857)
+def test_similarities_of_no_numbers():
     texts = ["nan", "", "inf", "2.8", "x", "1e999"]
-    odd = [Scored(text, item.answers) for item, text in zip(items, texts, strict=True)]
+    odd = [Scored(text, item.answers) for item, text in zip(SIMILAR, texts, strict=True)]
     least = [Scored("2.8" if item.prediction == "2.8" else "-1", item.answers) for item in odd]
     for metric in ("pearson", "spearman"):
         assert score(metric, odd) == score(metric, least)
         with pytest.warns(Undefined, match=f"{metric} is undefined"):
-            assert score(metric, [Scored("2.0", item.answers) for item in items]) == 0
+            assert score(metric, [Scored("2.0", item.answers) for item in SIMILAR]) == 0
 
 
 def test_plain_arithmetic_gives_the_same():
     draw = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(5):
         right, given = draw.integers(0, 2, 30), draw.integers(0, 2, 30)
         items = of_classes(right, given)
         tp, fp = int((given & right).sum()), int((given & ~right & 1).sum())
@@ -246,14 +207,12 @@ def test_plain_arithmetic_gives_the_same():
 def test_accuracy_compares_words_as_they_are():
     for text, right in ((" True\t", True), ("true", False), ("True.", False), ("", False), ("not  so", True)):
         assert score("accuracy", [Scored(text, ("True", "not so"))]) == 100 * right
-    assert score("em", [Scored("NotMentioned", ("Not mentioned",))]) == 0
-    assert score("em", [Scored("not mentioned.", ("Not mentioned",))]) == 100
 
 
 @pytest.mark.parametrize(
     ("metric", "items", "words"),
     [
-        ("f2", [A], "unknown metric 'f2' (did you mean 'f1'?); known: f1, em"),
+        ("f2", [A], "unknown metric 'f2' .did you mean 'f1'.*; known: f1, em"),
         ("f1", [], "there are no answers to compute f1 of"),
         ("matthews", [A], "matthews is of classes, and these questions have fewer than two choices: prepare them"),
         ("f1a", of_classes([0], [0], ("a",)), "f1a is of classes, and these questions have fewer than two choices"),
@@ -265,9 +224,8 @@ def test_accuracy_compares_words_as_they_are():
     ],
 )
 def test_refusals(metric, items, words):
-    with pytest.raises(UserError) as caught:
+    with refused(words):
         score(metric, items)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +234,7 @@ def test_refusals(metric, items, words):
 )
 def test_a_package_that_is_not_installed(monkeypatch, package, metric, sold_as):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"'{metric}' needs {sold_as}, .*: pip install 'fairseq_rpe\[answers\]'"):
+    with refused(rf"'{metric}' needs {sold_as}, .*: pip install 'fairseq_rpe\[answers\]'"):
         check("f1", metric)
     check("f1", "em", "accuracy", "group_em")
     assert set(names()) > {"f1", "em", "accuracy", "group_em"}
@@ -286,4 +244,3 @@ def test_nothing_slow_is_imported_before_it_is_asked_for():
     code = "import sys, fairseq_rpe.questions.metrics; "
     code += "sys.exit(any(name in sys.modules for name in ('rouge_score', 'sklearn', 'scipy', 'nltk', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert metrics.score("em", [Scored("x", ("X",))]) == 100

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from refusal import refused
 
-from fairseq_rpe.core import UserError
 from fairseq_rpe.questions.layout import fitted, room
 from fairseq_rpe.questions.metrics import Scored, names, score
 from fairseq_rpe.questions.mixture import drawn, per_epoch, shares
@@ -19,12 +19,9 @@ ROWS = {"cola": 8000, "wnli": 600, "cb": 200}
 @pytest.mark.parametrize(
     ("spec", "weights"),
     [
-        ("proportional", (8000, 600, 200)),
-        ("equal", (1, 1, 1)),
-        ("capped:500", (500, 500, 200)),
-        ("capped:9000", (8000, 600, 200)),
+        *((spec, (8000, 600, 200)) for spec in ("proportional", "capped:9000")),
+        *(("equal", (1, 1, 1)), ("capped:500", (500, 500, 200)), ("wnli=1, cola=2.5,cb=0", (2.5, 1, 0))),
         ("temperature:2", (8000**0.5, 600**0.5, 200**0.5)),
-        ("wnli=1, cola=2.5,cb=0", (2.5, 1, 0)),
     ],
 )
 def test_shares(spec, weights):
@@ -33,24 +30,22 @@ def test_shares(spec, weights):
     assert list(found.values()) == pytest.approx([w / sum(weights) for w in weights])
 
 
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        ("often", "is not one of proportional, equal, capped:N"),
-        ("capped:0", "choose one, N and T above 0"),
-        ("capped:-1", "choose one"),
-        ("temperature:nan", "choose one"),
-        ("temperature:-2", "choose one"),
-        ("cola=1,wnli=1", "leaves open 'cb'"),
-        ("cola=1,wnli=1,cb=1,rte=1", "names 'rte', which is no set of this folder: it has cola, wnli, cb"),
-        ("cola=1,wnli=1,cb=1,cb=2", "names 'cb' twice"),
-        ("cola=1,wnli=x,cb=1", "the weight 'x'"),
-        ("cola=1,wnli=-1,cb=1", "the weight '-1'"),
-        ("cola=0,wnli=0.0,cb=0", "nothing would be learned"),
-    ],
-)
-def test_wrong_mixtures(spec, why):
-    with pytest.raises(UserError, match=why):
+WRONG = {
+    "often": "is not one of proportional, equal, capped:N",
+    "capped:0": "choose one, N and T above 0",
+    **dict.fromkeys(("capped:-1", "temperature:nan", "temperature:-2"), "choose one"),
+    "cola=1,wnli=1": "leaves open 'cb'",
+    "cola=1,wnli=1,cb=1,rte=1": "names 'rte', which is no set of this folder: it has cola, wnli, cb",
+    "cola=1,wnli=1,cb=1,cb=2": "names 'cb' twice",
+    "cola=1,wnli=x,cb=1": "the weight 'x'",
+    "cola=1,wnli=-1,cb=1": "the weight '-1'",
+    "cola=0,wnli=0.0,cb=0": "nothing would be learned",
+}
+
+
+@pytest.mark.parametrize("spec", WRONG)
+def test_wrong_mixtures(spec):
+    with refused(WRONG[spec]):
         shares(spec, ROWS)
 
 
@@ -61,17 +56,16 @@ def test_an_epoch_has_as_many_rows_as_the_folder():
     assert per_epoch({"cola": 0.99999, "wnli": 0.00001, "cb": 0.0}, 100) == {"cola": 100, "wnli": 1, "cb": 0}
 
 
-@pytest.mark.parametrize("count", [3, 7, 10, 25])
+@pytest.mark.parametrize("count", [7, 10, 25])
 def test_no_row_comes_again_before_all_have_come(count):
     epochs = [drawn("cola", 10, count, epoch, seed=1) for epoch in range(1, 12)]
     stream = np.concatenate(epochs)
     for start in range(0, len(stream) - 9, 10):
         assert sorted(stream[start : start + 10]) == list(range(10))
     assert [len(one) for one in epochs] == [count] * 11
-    again = drawn("cola", 10, count, 5, seed=1)
-    assert (again == epochs[4]).all()
-    assert any((drawn("cola", 10, 10, 1, seed) != drawn("cola", 10, 10, 1, 1)).any() for seed in (2, 3))
-    assert (drawn("cola", 10, 10, 1, 1) != drawn("wnli", 10, 10, 1, 1)).any()
+    assert (drawn("cola", 10, count, 5, seed=1) == epochs[4]).all()
+    first = drawn("cola", 10, 10, 1, 1).tolist()
+    assert first not in (drawn("wnli", 10, 10, 1, 1).tolist(), drawn("cola", 10, 10, 1, 2).tolist())
 
 
 @pytest.mark.parametrize(
@@ -79,23 +73,20 @@ def test_no_row_comes_again_before_all_have_come(count):
 )
 def test_the_document_alone_is_cut(cut, kept):
     parts = np.array([1, 2]), np.arange(10, 20).astype("<u2"), np.array([3], "<u2")
-    tokens, lost = fitted(*parts, 8, cut)
-    assert tokens.tolist() == [1, 2, *kept, 3] and lost == 5 and tokens.dtype == np.int64
-    whole_one, lost = fitted(*parts, 13, cut)
-    assert whole_one.tolist() == [1, 2, *range(10, 20), 3] and lost == 0
-    tokens, lost = fitted(*parts, 3, cut)
-    assert tokens.tolist() == [1, 2, 3] and lost == 10
+    for size, middle in ((8, kept), (13, range(10, 20)), (3, ())):
+        tokens, lost = fitted(*parts, size, cut)
+        assert tokens.tolist() == [1, 2, *middle, 3] and lost == 10 - len(middle) and tokens.dtype == np.int64
 
 
 def test_what_cannot_be_cut_is_refused():
     prompt = np.arange(5)
     assert fitted(prompt, None, None, 5)[0].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(UserError, match="question 'q7' takes 5 tokens without its document, where 4 may be read"):
+    with refused("question 'q7' takes 5 tokens without its document, where 4 may be read"):
         fitted(prompt, np.arange(9), None, 4, "end", "q7")
-    with pytest.raises(UserError, match="--cut top is not one of end, start, middle"):
+    with refused("--cut top is not one of end, start, middle"):
         fitted(prompt, np.arange(9), None, 7, "top")
     assert room(100, 16, "qasper") == 84
-    with pytest.raises(UserError, match="16 tokens leave no room for a question: answers of qasper take up to 16"):
+    with refused("16 tokens leave no room for a question: answers of qasper take up to 16"):
         room(16, 16, "qasper")
 
 

@@ -13,30 +13,14 @@ import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it
 from fairseq import checkpoint_utils, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import train as fairseq_train
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fairseq_rpe import compat
 
-TINY = {
-    "arch": "transformer_rpe_lm_tiny",
-    "decoder_layers": 1,
-    "decoder_embed_dim": 32,
-    "decoder_ffn_embed_dim": 64,
-    "decoder_attention_heads": 4,
-    "dropout": 0.0,
-    "rpe": "alibi",
-    "tokens_per_sample": 128,
-    "max_tokens": 512,
-    "optimizer": "adam",
-    "lr": 0.003,
-    "required_batch_size_multiple": 1,
-    "num_workers": 0,
-    "no_epoch_checkpoints": True,
-    "log_format": "simple",
-    "log_interval": 1,
-    "cpu": True,
-    "distributed_world_size": 1,
-}
+TINY = """--task rpe_answers --criterion answer_cross_entropy --arch transformer_rpe_lm_tiny --decoder-layers 1
+--decoder-embed-dim 32 --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --dropout 0 --rpe alibi
+--tokens-per-sample 128 --max-tokens 512 --lr 0.003 --required-batch-size-multiple 1 --num-workers 0
+--no-epoch-checkpoints --log-format simple --log-interval 1 --cpu --distributed-world-size 1"""
 
 
 def train(
@@ -45,27 +29,32 @@ def train(
     updates: int = 5,
     init_from: Path | None = None,
     said: list[str] | None = None,
+    optimizer: str = "adam",
     **flags: object,
 ) -> Path:
     """Train a tiny model on a prepared folder of questions, or go on where ``save_dir`` has a checkpoint; its last one.
 
-    ``flags``: of fairseq-train, over those of :data:`TINY`: True for one that takes no value, None for one to leave
-    out. ``init_from``: the checkpoint to begin with, as --init-from. ``said``: takes fairseq's messages.
+    ``flags``: of fairseq-train, over those of :data:`TINY`. ``init_from``: the checkpoint to begin with, as
+    --init-from. ``said``: takes fairseq's messages.
     """
     compat.apply()
-    for function, left in ((checkpoint_utils.save_checkpoint, "best"), (fairseq_train.should_stop_early, "best")):
-        vars(function).pop(left, None)  # of the training before in this process
+    for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
+        vars(function).pop("best", None)  # of the training before in this process
     handler, root = logging.Handler(), logging.getLogger()
     handler.emit = lambda record: None if said is None else said.append(record.getMessage())
     level = root.level
     root.addHandler(handler)
     root.setLevel(logging.WARNING if said is None else logging.INFO)
     try:
-        cfg = copy.deepcopy(settings(**{**TINY, **flags}))
+        cfg = copy.deepcopy(settings(optimizer))
         first = None if init_from is None else str(init_from)
-        cfg.task.data, cfg.task.finetune_from_model = str(folder), first
-        cfg.checkpoint.save_dir, cfg.checkpoint.finetune_from_model = str(save_dir), first
-        cfg.optimization.max_update = updates
+        given = {"data": str(folder), "save_dir": str(save_dir), "finetune_from_model": first, "max_update": updates}
+        flags = {"max_tokens_valid": flags.get("max_tokens", 512), **given, **flags}
+        for name, value in flags.items():
+            places = [group for group in cfg.values() if OmegaConf.is_dict(group) and name in group]
+            assert places, name
+            for group in places:
+                group[name] = [value] if name in ("lr", "update_freq") else value
         fairseq_train.main(cfg)
     finally:
         compat.overrides.clear()
@@ -75,11 +64,7 @@ def train(
 
 
 @functools.cache
-def settings(**flags: object) -> DictConfig:
-    """What fairseq-train makes of its flags, which takes longer than a few updates."""
-    words = ["DATA", "--task", "rpe_answers", "--criterion", "answer_cross_entropy"]
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
-    args = options.parse_args_and_arch(options.get_training_parser(), input_args=words)
-    return convert_namespace_to_omegaconf(args)
+def settings(optimizer: str) -> DictConfig:
+    """What fairseq-train makes of :data:`TINY`, which takes longer than a few updates."""
+    words = ["DATA", *TINY.split(), "--optimizer", optimizer]
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), input_args=words))
