@@ -266,7 +266,7 @@ def test_several_sweeps_on_one_page(tmp_path, capsys):
 def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
     """Its table and description show some lengths, its page names the file that has all."""
     write_sweep(tmp_path, ppl={"alibi": {}, "type1": {}})
-    lengths = range(60, 1560)
+    lengths = range(60, 3060)
     for name in ("alibi", "type1"):
         row = {"checkpoint": "0123456789abcdef", "subset": "test", "loss_base2": 5.5, "tokens": 99_000}
         lines = [json.dumps({**row, "length": n, "ppl": 40 + n / 100}) + "\n" for n in lengths]
@@ -274,10 +274,10 @@ def test_a_report_of_very_many_measurements_can_be_read(tmp_path):
     page = page_of(tmp_path)
     head, alibi, _ = page.table("Perplexity per token by evaluation length")
     shown = [int(n) for n in head[1:-1]]
-    assert shown[0] == 60 and 64 in shown and shown[-1] == 1559 and shown == sorted(shown) and 40 <= len(shown) <= 48
-    assert dict(zip(shown, alibi[1:-1], strict=True))[64] == "40.64★" and f"{len(shown)} of 1,500 lengths" in page.words
-    assert "results.csv has all 3,000 measurements" in page.words and len(page.source) < 1_000_000
-    assert len((tmp_path / "results.csv").read_text().splitlines()) == 3001
+    assert shown[0] == 60 and 64 in shown and shown[-1] == 3059 and shown == sorted(shown) and 40 <= len(shown) <= 48
+    assert dict(zip(shown, alibi[1:-1], strict=True))[64] == "40.64★" and f"{len(shown)} of 3,000 lengths" in page.words
+    assert "results.csv has all 6,000 measurements" in page.words and len(page.source) < 1_000_000
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 6001
     assert all(len(attrs["alt"]) < 3000 for tag, attrs in page.tags if tag == "img")
 
 
