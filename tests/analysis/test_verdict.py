@@ -11,7 +11,7 @@ import mpmath
 import pytest
 import sympy
 import torch
-from conftest import error_of, p_of_heads, save_checkpoint
+from conftest import error_of, p_of_heads, run_here, save_checkpoint
 from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
@@ -19,7 +19,6 @@ from fairseq_rpe.analysis import judgement
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict, verdict_of_formula
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.ranges import ranges
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import LogWeight, UserError, files
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
@@ -143,23 +142,21 @@ def test_limits_of_formulas(formula, exact):
         assert (high - low) / low < 1e-11
 
 
-FIELDS = {
-    ("kerple_power:p=1,a=1", 0): (1, 3, 5),  # ALiBi with k = 1
-    ("alibi", 0): (2, 5, 10),
-    ("alibi", 7): (178, 590, 1179),
-    ("type1:form=paper", 0): (1, 6, 61),
-    ("type2:form=paper", 0): (2, 4, 9),
-    ("type1", 0): (3, 12, 111),
-    ("type1", 7): (257, 1615, 16277),
-    ("type2", 0): (3, 8, 19),
-    ("type2", 7): (280, 1039, 2467),
-    ("window:window=10", 0): (6, 10, 10),
-}
-
-
 def test_receptive_fields_of_the_table():
-    for (spec, head), fields in FIELDS.items():
-        assert tuple(verdict(spec)[head].trf(e).exact for e in (0.5, 0.1, 0.01)) == fields, (spec, head)
+    fields = {
+        ("kerple_power:p=1,a=1", 0): (1, 3, 5),  # ALiBi with k = 1
+        ("alibi", 0): (2, 5, 10),
+        ("alibi", 7): (178, 590, 1179),
+        ("type1:form=paper", 0): (1, 6, 61),
+        ("type2:form=paper", 0): (2, 4, 9),
+        ("type1", 0): (3, 12, 111),
+        ("type1", 7): (257, 1615, 16277),
+        ("type2", 0): (3, 8, 19),
+        ("type2", 7): (280, 1039, 2467),
+        ("window:window=10", 0): (6, 10, 10),
+    }
+    for (spec, head), expected in fields.items():
+        assert tuple(verdict(spec)[head].trf(e).exact for e in (0.5, 0.1, 0.01)) == expected, (spec, head)
 
 
 @pytest.mark.parametrize("formula", ["-2*log(n+1)", "-0.3*n", "-0.5*sqrt(n)", "-n/(1+log(n+1))", "-log(1+n)**2"])
@@ -302,11 +299,11 @@ def test_parameters_are_exact_numbers():
     assert "p = 1.00000011921 > 1" in above.reason and "iff p > 1" in above.reason
 
 
-def test_checkpoint_head_by_head_and_layer_by_layer(tmp_path, capsys):
+def test_checkpoint_head_by_head_and_layer_by_layer(tmp_path):
     path, _ = save_checkpoint(tmp_path / "shared", "kerple_log", change=p_of_heads(0.9, 1.1, 2.0, 0.5))
-    assert main(["verdict", "--checkpoint", str(path), "--csv", str(tmp_path / "deep/shared.csv")]) == 0
-    with open(tmp_path / "deep/shared.csv") as file:
-        rows = list(csv.DictReader(file))
+    file = tmp_path / "deep/shared.csv"
+    run_here("verdict", "--checkpoint", path, "--csv", file)
+    rows = list(csv.DictReader(file.read_text().splitlines()))
     found = {row["head"]: row["verdict"] for row in rows}
     assert found == {"1": DIVERGES, "2": CONVERGES, "3": CONVERGES, "4": DIVERGES}
     assert {row["layer"] for row in rows} == {""} and len(rows) == 16
@@ -319,16 +316,14 @@ def test_checkpoint_head_by_head_and_layer_by_layer(tmp_path, capsys):
 
     changes = iter([p_of_heads(0.9, 1.1, 0.9, 0.9), p_of_heads(1.1, 0.9, 3.0, 2.0)])
     path, _ = save_checkpoint(tmp_path / "layers", "kerple_log", 2, lambda encoding: next(changes)(encoding))
-    capsys.readouterr()
-    assert main(["verdict", "--checkpoint", str(path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layer")]
+    said = run_here("verdict", "--checkpoint", path).stdout
+    lines = [line for line in said.splitlines() if line.startswith("layer")]
     assert [("diverges" in line) for line in lines] == [True, False, True, False, True, False, False]
     assert lines[2].startswith("layer 0 head 3-4") and "p = 0.9 < 1" in lines[2]  # they share all but a
     assert lines[3].startswith("layer 1 head 1") and "p = 1.1 > 1" in lines[3]
     for spec, words in (("alibi", "converges"), ("t5_bias", "last bucket"), ("fire", "bounded")):
         path, _ = save_checkpoint(tmp_path / spec, spec)
-        assert main(["verdict", "--checkpoint", str(path), "--epsilon", "0.1"]) == 0
-        assert words in capsys.readouterr().out
+        assert words in run_here("verdict", "--checkpoint", path, "--epsilon", "0.1").stdout
 
 
 @pytest.mark.parametrize(
@@ -355,13 +350,6 @@ def test_bad_formulas_are_one_line(formula, words, capsys):
     assert words in error_of(capsys, "verdict", "--formula", formula)
 
 
-def test_each_formula_of_a_command_is_judged(tmp_path):
-    assert main(["verdict", "--formula=-n", "--formula=-log(n+1)", "--csv", str(tmp_path / "verdicts.csv")]) == 0
-    with open(tmp_path / "verdicts.csv", newline="") as file:
-        decisions = {row["source"]: row["verdict"] for row in csv.DictReader(file)}
-    assert decisions == {"-n": CONVERGES, "-log(n+1)": DIVERGES}
-
-
 def test_other_bad_input_is_one_line(capsys, tmp_path):
     """What tests/test_bad_input.py and tests/test_hostile_checkpoints.py do not have."""
     assert "'-n' is given twice" in error_of(capsys, "verdict", "--formula=-n", "--formula=-n")
@@ -381,38 +369,36 @@ def test_other_bad_input_is_one_line(capsys, tmp_path):
         verdict("alibi")[0].trf(1.5)
 
 
-def test_a_readable_table(capsys):
-    assert main(["verdict", "alibi", "inv_n", "--heads", "2", "--epsilon", "1/8", "--epsilon", "0.1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_tables_to_read_and_to_compute_with(tmp_path):
+    words = ("alibi", "inv_n", "--heads", "2", "--epsilon", "1/8", "--epsilon", "0.1")
+    lines = run_here("verdict", *words).stdout.splitlines()
     assert lines[0] == "alibi"
     assert lines[1].split() == ["Σ", "b_n", "B", "TRF(0.125)", "TRF(0.1)", "reason"]
     assert lines[2].split()[:6] == ["head", "1", "converges", "16.5052079943", "34", "37"]
     (shared,) = [line for line in lines if line.startswith("head 1-2")]
     assert shared.split()[2] == "diverges" and "harmonic" in shared
-    assert main(["verdict", "--formula", "-2*log(n+1)"]) == 0
-    assert "1.64493406685" in capsys.readouterr().out
+    file = tmp_path / "verdicts.csv"
+    said = run_here("verdict", "--formula=-2*log(n+1)", "--formula=-log(n+1)", "--csv", file).stdout
+    decisions = {row["source"]: row["verdict"] for row in csv.DictReader(file.read_text().splitlines())}
+    assert decisions == {"-2*log(n+1)": CONVERGES, "-log(n+1)": DIVERGES} and "1.64493406685" in said
 
 
-def test_trf_command(tmp_path, capsys, monkeypatch):
+def test_trf_command(tmp_path, monkeypatch):
     save = "fairseq_rpe.figures.style.save"
     monkeypatch.setattr(save, lambda figure, *paths: [files.atomic_write(path, "drawn") for path in paths])
     folder = tmp_path / "a folder"
-    assert main(["trf", "alibi", "kerple_log:p=1.01,a=1", "inv_n", "--heads", "1", "--out", str(folder)]) == 0
-    output = capsys.readouterr().out
+    output = run_here("trf", "alibi", "kerple_log:p=1.01,a=1", "inv_n", "--heads", "1", "--out", folder).stdout
     assert "inv_n: no TRF for 1 of 1 heads" in output and "beyond 10^15" in output
     assert sorted(p.name for p in folder.iterdir()) == ["trf.csv", "trf.pdf", "trf.png"]
-    with open(folder / "trf.csv") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader((folder / "trf.csv").read_text().splitlines()))
     assert {row["source"] for row in rows} == {"alibi", "kerple_log:p=1.01,a=1"}
-    for row in rows:
-        if row["source"] == "alibi":
-            slope = alibi_slopes(1)[int(row["head"]) - 1]
-            expected = math.floor(math.log(1 / Fraction(row["epsilon"])) / slope) + 1
-            assert row["trf"] == row["trf_low"] == row["trf_high"] == str(expected)
-    assert main(["trf", "--formula", "-0.5*n", "--quantised", "512", "--out", str(tmp_path / "q")]) == 0
-    with open(tmp_path / "q/trf.csv") as file:
-        index = {row["epsilon"]: row["index"] for row in csv.DictReader(file)}
-    assert (index["0.489796"], index["0.183673"], index["0.0204082"], index["0"]) == ("2", "4", "8", "512")
+    for row in (row for row in rows if row["source"] == "alibi"):
+        expected = math.floor(math.log(1 / Fraction(row["epsilon"])) / alibi_slopes(1)[0]) + 1
+        assert row["trf"] == row["trf_low"] == row["trf_high"] == str(expected) and row["head"] == "1"
+    run_here("trf", "--formula", "-0.5*n", "--quantised", "512", "--out", tmp_path / "q")
+    rows = list(csv.DictReader((tmp_path / "q/trf.csv").read_text().splitlines()))
+    index = {row["epsilon"]: row["index"] for row in rows}
+    assert [index[e] for e in ("0.489796", "0.183673", "0.0204082", "0")] == ["2", "4", "8", "512"]
 
 
 def test_curves_have_one_colour_per_encoding():

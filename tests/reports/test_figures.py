@@ -51,15 +51,6 @@ def test_heat_maps_are_the_weights_of_the_bias_alone():
         drawings.heat_maps({}, 1, 1)
 
 
-def test_profiles_keep_heads_and_distances():
-    values = {name: build(name, 3, 96).profile(40) for name in ("type2", "inv_n")}
-    for axes, profile in zip(panels(drawings.profiles(values)), values.values(), strict=True):
-        assert len(axes.lines) == 3
-        for line, head in zip(axes.lines, profile, strict=True):
-            assert line.get_ydata().tolist() == pytest.approx((head - head.max()).clamp_min(-24).tolist())
-            assert list(line.get_xdata()) == list(range(40))
-
-
 def test_one_head_compared_is_a_line_for_each_encoding():
     values = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "type1", "type2")}
     [axes] = drawings.compared(values, 3).axes
@@ -241,15 +232,19 @@ def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than
     assert {y for _, y in band.get_paths()[0].vertices} == {9, 11}
 
 
-def test_heads_have_colours_of_their_own():
-    values = {"inv_n": build("inv_n", 5, 40).profile(40)}
+def test_profiles_keep_heads_and_distances_and_heads_have_colours_of_their_own():
+    values = {name: build(name, 5, 160).profile(40) for name in ("type2", "inv_n")}
     figure = drawings.profiles(values)
-    [panel], [bar] = panels(figure), [axes for axes in figure.axes if axes.get_ylabel() == "head"]
+    [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "head"]
     [mesh] = [one for one in bar.collections if isinstance(one, QuadMesh)]
     mesh.update_scalarmappable()
     shown = {tuple(colour) for colour in mesh.get_facecolors()}
-    assert shown == {tuple(line.get_color()) for line in panel.lines} and len(shown) == 5
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1", "2", "3", "4", "5"]
+    for axes, profile in zip(panels(figure), values.values(), strict=True):
+        assert shown == {tuple(line.get_color()) for line in axes.lines} and len(shown) == len(axes.lines) == 5
+        for line, head in zip(axes.lines, profile, strict=True):
+            assert line.get_ydata().tolist() == pytest.approx((head - head.max()).clamp_min(-24).tolist())
+            assert list(line.get_xdata()) == list(range(40))
 
 
 def test_times_have_a_panel_for_each_encoding_and_one_scale():
