@@ -1,4 +1,4 @@
-"""Interval arithmetic: what is computed for a range of n holds the value at every n of it."""
+"""Interval arithmetic: what is computed for a range of n holds the value at every n of it; bounds of remainders."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
+import scipy.integrate
 import sympy
 from flint import acb
 from hypothesis import assume, given, settings
@@ -17,6 +18,7 @@ from fairseq_rpe.analysis.analytic import Boxes, ball, interval, precisely
 from fairseq_rpe.analysis.enclosures import Undefined, enclose, ends, is_whole, iv, number, precision, sign
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.ranges import ranges
+from fairseq_rpe.analysis.remainders import _integral
 
 LEAVES = st.sampled_from(["n", "1", "2", "0.3", "7", "pi", "e", "n"])
 ONE = ("-({})", "exp({})", "log({})", "sin({})", "cos({})", "tanh({})", "atan({})", "abs({})", "sqrt({})")
@@ -31,16 +33,6 @@ def _larger(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 FORMULAS = st.recursive(LEAVES, _larger, max_leaves=5)
 PLACES = st.lists(st.integers(0, 40), min_size=2, max_size=4).map(sorted)
-
-
-def expression(formula: str) -> sympy.Expr:
-    """The expression of a formula; one that no model may have, or that is too large, is not tested."""
-    try:
-        return parse(formula)
-    except ValueError:
-        assume(False)
-
-
 MEANINGS = {"Add": sum, "Mul": math.prod, "Min": min, "Max": max}
 
 
@@ -65,10 +57,13 @@ def value(e: sympy.Expr, n: int) -> mpmath.mpf | None:
         return found if real and (not found or 1e-250 < abs(found) < 1e250) else None
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(FORMULAS, PLACES)
 def test_every_enclosure_holds_the_values(formula, places):
-    e = expression(formula)
+    try:
+        e = parse(formula)
+    except ValueError:  # one that no model may have, or that is too large
+        assume(False)
     values = {n: found for n in places if (found := value(e, n)) is not None}
     assume(values)
     low, high = (np.array([float(n) for n in of]) for of in (places[:1] + places, places[-1:] + places))
@@ -136,3 +131,29 @@ def test_precision_and_whole_numbers():
         low, high = ends(number(sympy.pi))
         assert high - low < mpmath.mpf(2) ** -490
     assert is_whole(2 * N**2 - 3) and not is_whole(N / 2) and not is_whole(sympy.pi * N)
+
+
+@pytest.mark.parametrize(
+    ("rates", "kind"),
+    [
+        ((0, 1, 1, 1, 2.5), "twice harmonic"),
+        ((0, 1, 1, 3, 0), "harmonic"),
+        ((0, 1, 2.5, 0, 0), ""),
+        ((0, 1, 2, 1.5, 0), ""),
+        ((0, 1, 3, -2, 0), ""),
+        ((0.25, 0.5, 0, 0, 0), ""),
+        ((0.5, 1, -2, 0, 0), ""),
+    ],
+)
+def test_the_integral_of_each_kind_of_remainder(rates, kind):
+    """Of exp(-a·x^s)·x^-p·(ln x)^-q·(ln ln x)^-r; over u = ln x, or w = ln ln x where the rest is constant in it."""
+    a, s, p, q, r = rates
+    over, begin, end = {
+        "twice harmonic": (lambda w: w**-r, math.log(1.5), math.inf),
+        "harmonic": (lambda u: u**-q, 1.5, math.inf),
+        # the last factor is dx / du; beyond u = 30 nothing is left
+        "": (lambda u: math.exp(-a * math.exp(s * u)) * math.exp(-p * u) * u**-q * math.exp(u), 1.5, 30),
+    }[kind]
+    expected = scipy.integrate.quad(over, begin, end)[0]
+    found = _integral([iv.mpf(value) for value in rates], iv.mpf(1.5), "harmonic" in kind, "twice" in kind)
+    assert [float(found.a.a), float(found.b.b)] == pytest.approx([expected] * 2, rel=1e-6)

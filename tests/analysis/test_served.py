@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import run_here
 from specs import SPECS
 
 from fairseq_rpe.analysis.served import matrix, served
 from fairseq_rpe.attention import BACKENDS, choose
 from fairseq_rpe.attention.layer import carry_out, plan_of
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build, names
 
@@ -36,7 +36,6 @@ def test_what_is_refused_is_refused_when_it_is_called(spec):
     assert {name: bool(why) for name, why in served("alibi").items()} == dict.fromkeys(BACKENDS, False)
 
 
-def test_the_command(capsys):
-    assert main(["list", "--backends"]) == 0
-    said = capsys.readouterr().out
+def test_the_command():
+    said = run_here("list", "--backends").stdout
     assert "| shaw " in said and "(1) " in said

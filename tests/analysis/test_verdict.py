@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-import time
 from fractions import Fraction
-from pathlib import Path
 
 import flint
 import mpmath
 import pytest
 import sympy
 import torch
-from conftest import error_of, make_model, model_args
+from conftest import error_of, p_of_heads, run_here, save_checkpoint
 from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
@@ -21,8 +19,6 @@ from fairseq_rpe.analysis import judgement
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict, verdict_of_formula
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.ranges import ranges
-from fairseq_rpe.analysis.receptive_field import quantised
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import LogWeight, UserError, files
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
@@ -36,10 +32,11 @@ EXPECTED |= dict.fromkeys(
     DIVERGES,
 )
 EXPECTED |= {"floater": UNDECIDED, "dape": DEPENDS}
-BOUNDED = ("sandwich", "t5_bias", "fire", "tisa", "tupe", "floater")  # no formula of the bias itself
 SLOPES = alibi_slopes(8)
-# not one formula of the distance; the last two add no bias, and do not see every key
-FORMLESS = ("sandwich", "t5_bias", "fire", "lm_infinite", "streaming_llm")
+# a bound, or not one formula of the distance; the last two add no bias, and do not see every key
+FORMLESS = ("sandwich", "t5_bias", "fire", "tisa", "tupe", "floater", "lm_infinite", "streaming_llm")
+# a formula each; the variants of rotary encodings add no bias either
+FORMULAS = [s for s in ALL_SPECS if s.partition(":")[0] not in FORMLESS and not s.startswith(("rope:", "xpos:"))]
 
 
 def limits(head) -> float:
@@ -51,39 +48,32 @@ def limits(head) -> float:
 
 def test_every_registered_encoding_has_a_verdict():
     assert set(EXPECTED) | {"kerple_log", "forgetting"} == set(SPECS)
-    for name in encodings.names():
-        if name not in SPECS:  # registered by another test
-            continue
-        for spec in SPECS[name]:
-            heads = verdict(spec)
-            assert len(heads) == 8
-            for head in heads:
-                assert "\n" not in head.reason and head.reason
-                if name in EXPECTED:
-                    assert head.decision == EXPECTED[name], spec
-                assert (head.limit is not None) == (head.decision == CONVERGES), spec
+    for name, spec in ((name, spec) for name, specs in SPECS.items() for spec in specs):
+        heads = verdict(spec)
+        assert len(heads) == 8
+        for head in heads:
+            assert "\n" not in head.reason and head.reason
+            assert head.decision == EXPECTED.get(name, head.decision), spec
+            assert (head.limit is not None) == (head.decision == CONVERGES), spec
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("sandwich", "64 cosines are at least -64, so the bias is bounded below"),
-        ("kerple_log:p=0.9", "p = 0.9 < 1; kerple_log converges iff p > 1"),
-        ("kerple_log:p=1", "harmonic series (p = 1)"),
-        (encodings.normalise("kerple_log:p=1.0000001"), "p = 1.0000001 > 1"),
-        ("alibi", "B = 1/(1 - e^-k)"),
-        ("fire", "not Toeplitz"),
-        ("t5_bias", "last bucket"),
-        ("xpos", "scores decay to 0"),
-        ("rope", "no additive bias"),
-        ("inv_nlnn", "Bertrand"),
-    ],
-)
-def test_reasons_name_what_decides(spec, words):
-    assert all(words in head.reason for head in verdict(spec))
+def test_reasons_name_what_decides():
+    reasons = {
+        "sandwich": "64 cosines are at least -64, so the bias is bounded below",
+        "kerple_log:p=0.9": "p = 0.9 < 1; kerple_log converges iff p > 1",
+        encodings.normalise("kerple_log:p=1.0000001"): "p = 1.0000001 > 1",
+        "alibi": "B = 1/(1 - e^-k)",
+        "fire": "not Toeplitz",
+        "t5_bias": "last bucket",
+        "xpos": "scores decay to 0",
+        "rope": "no additive bias",
+        "inv_nlnn": "Bertrand",
+    }
+    for spec, words in reasons.items():
+        assert all(words in head.reason for head in verdict(spec)), spec
 
 
-@pytest.mark.parametrize("spec", [s for s in ALL_SPECS if s.partition(":")[0] not in (*BOUNDED, *FORMLESS)])
+@pytest.mark.parametrize("spec", FORMULAS)
 def test_formulas_are_the_biases(spec):
     """What is decided is what the model adds: the formula of each head at distances 0 to 2000, and at 9215."""
     torch.manual_seed(3)
@@ -129,7 +119,6 @@ def _tanh_less_one(n):
 @pytest.mark.parametrize(
     ("formula", "exact"),
     [
-        ("-1.5*log(n+1)", lambda: mpmath.zeta(1.5)),
         ("-1.0001*log(n+1)", lambda: mpmath.zeta(mpmath.mpf("1.0001"))),
         ("-2*log(n+0.5)", lambda: mpmath.zeta(2, mpmath.mpf("0.5"))),
         ("-n**2", lambda: (1 + mpmath.jtheta(3, 0, mpmath.exp(-1))) / 2),
@@ -140,6 +129,8 @@ def _tanh_less_one(n):
         ("-n + log(n+1)", lambda: 1 / (1 - mpmath.exp(-1)) ** 2),
         ("log(2 + cos(pi*n)) - n", lambda: 2 / (1 - mpmath.exp(-1)) + 1 / (1 + mpmath.exp(-1))),
         ("-sqrt(n/100)", lambda: mpmath.nsum(lambda n: mpmath.exp(-mpmath.sqrt(n) / 10), [0, mpmath.inf], method="e")),
+        ("-e**n", lambda: mpmath.fsum(mpmath.exp(-mpmath.exp(n)) for n in range(9))),
+        ("-2*log(n+e**2)", lambda: mpmath.zeta(2, mpmath.e**2)),
         ("-log(1 + (n - 4)**2)", lambda: (1 + mpmath.pi * mpmath.coth(mpmath.pi)) / 2 + mpmath.mpf(73) / 85),
     ],
 )
@@ -151,23 +142,21 @@ def test_limits_of_formulas(formula, exact):
         assert (high - low) / low < 1e-11
 
 
-FIELDS = {
-    ("kerple_power:p=1,a=1", 0): (1, 3, 5),  # ALiBi with k = 1
-    ("alibi", 0): (2, 5, 10),
-    ("alibi", 7): (178, 590, 1179),
-    ("type1:form=paper", 0): (1, 6, 61),
-    ("type2:form=paper", 0): (2, 4, 9),
-    ("type1", 0): (3, 12, 111),
-    ("type1", 7): (257, 1615, 16277),
-    ("type2", 0): (3, 8, 19),
-    ("type2", 7): (280, 1039, 2467),
-    ("window:window=10", 0): (6, 10, 10),
-}
-
-
 def test_receptive_fields_of_the_table():
-    for (spec, head), fields in FIELDS.items():
-        assert tuple(verdict(spec)[head].trf(e).exact for e in (0.5, 0.1, 0.01)) == fields, (spec, head)
+    fields = {
+        ("kerple_power:p=1,a=1", 0): (1, 3, 5),  # ALiBi with k = 1
+        ("alibi", 0): (2, 5, 10),
+        ("alibi", 7): (178, 590, 1179),
+        ("type1:form=paper", 0): (1, 6, 61),
+        ("type2:form=paper", 0): (2, 4, 9),
+        ("type1", 0): (3, 12, 111),
+        ("type1", 7): (257, 1615, 16277),
+        ("type2", 0): (3, 8, 19),
+        ("type2", 7): (280, 1039, 2467),
+        ("window:window=10", 0): (6, 10, 10),
+    }
+    for (spec, head), expected in fields.items():
+        assert tuple(verdict(spec)[head].trf(e).exact for e in (0.5, 0.1, 0.01)) == expected, (spec, head)
 
 
 @pytest.mark.parametrize("formula", ["-2*log(n+1)", "-0.3*n", "-0.5*sqrt(n)", "-n/(1+log(n+1))", "-log(1+n)**2"])
@@ -208,7 +197,6 @@ def test_a_field_is_strict_where_both_sides_are_equal():
 @pytest.mark.parametrize(
     ("formula", "decision", "words"),
     [
-        ("-2*log(n+1)", CONVERGES, "p = 2 > 1"),
         ("-log(n+1)", DIVERGES, "harmonic"),
         ("-log(n+3)-log(log(n+3))", DIVERGES, "Bertrand"),
         ("-log(n+2)-2*log(log(n+2))", CONVERGES, "Bertrand"),
@@ -218,7 +206,6 @@ def test_a_field_is_strict_where_both_sides_are_equal():
         ("-0.9999*log(1+n)", DIVERGES, "p = 0.9999 < 1"),
         ("-1.5*log(n+1)+0.5*log(n+2)", DIVERGES, "harmonic"),
         ("-1.5*log(n+1)+0.4999999*log(n+2)", CONVERGES, "p = 1.0000001 > 1"),
-        ("sin(n)-log(1+n**2)", CONVERGES, "oscillating"),
         ("(-1)**n-log(n+1)", DIVERGES, "oscillating"),
         ("-sqrt(log(n+1))", DIVERGES, "slower than ln n"),
         ("-n*sin(1/(n+1))*log(n+1)", DIVERGES, "harmonic"),
@@ -242,17 +229,7 @@ def test_formulas(formula, decision, words):
     assert (head.limit is not None) == (decision == CONVERGES)
 
 
-def test_powers_of_e_are_exp():
-    for formula in ("-{}**(n/2)", "-2*log(n+{}**2)"):
-        found, expected = (verdict_of_formula(formula.format(e)) for e in ("e", "exp(1)"))
-        assert found.decision == expected.decision == CONVERGES, formula
-        assert limits(found) == pytest.approx(limits(expected), rel=1e-12), formula
-    expected = sum(math.exp(-math.exp(n)) for n in range(9))
-    assert limits(verdict_of_formula("-e**n")) == pytest.approx(expected, rel=1e-12)
-
-
-def test_slow_convergence_gives_brackets_in_seconds():
-    start = time.process_time()
+def test_slow_convergence_gives_brackets():
     head = verdict("kerple_log:p=1.0001,a=1")[0]
     assert head.digits() == "10000.5772229"
     half = head.trf(0.5)
@@ -263,11 +240,11 @@ def test_slow_convergence_gives_brackets_in_seconds():
     assert str(slow.trf(0.001)).startswith("> 10^(")
     unknown = verdict_of_formula("-log(n+1)**1.0000001")
     assert unknown.decision == CONVERGES and " to " in unknown.digits()
-    assert time.process_time() - start < 30
 
 
 def test_oscillation_leaves_a_bracket_that_is_said():
     head = verdict_of_formula("sin(n)-log(1+n**2)")
+    assert head.decision == CONVERGES and "oscillating" in head.reason
     low, high = head.limit
     partial = math.fsum(math.exp(math.sin(n) - math.log1p(n * n)) for n in range(200_000))
     assert partial + math.exp(-1) / 200_001 < high and low < partial + math.e / 199_999
@@ -322,33 +299,11 @@ def test_parameters_are_exact_numbers():
     assert "p = 1.00000011921 > 1" in above.reason and "iff p > 1" in above.reason
 
 
-def save(path: Path, task, rpe: str, change=None, **changes) -> Path:
-    """What fairseq leaves behind, as far as the command reads it."""
-    model = make_model(task, rpe, **changes)
-    if change:
-        with torch.no_grad():
-            change(model.decoder.encodings)
-    settings = {**vars(model_args(rpe, **changes)), "rpe_train_length": 64}
-    settings = {k: v for k, v in settings.items() if isinstance(v, str | int | float | None)}
-    torch.save({"cfg": {"model": settings}, "model": model.state_dict()}, path)
-    return path
-
-
-def raw(values: list[float]) -> torch.Tensor:
-    from fairseq_rpe.encodings.kerple import FLOOR, positive_inverse
-
-    return positive_inverse(torch.tensor(values, dtype=torch.float64), FLOOR).float()
-
-
-def test_checkpoint_head_by_head_and_layer_by_layer(task, tmp_path, capsys):
-    def layers(encodings):
-        for layer, encoding in enumerate(encodings):
-            encoding.raw_p.copy_(raw([1.1, 0.9, 3.0, 2.0] if layer else [0.9, 1.1, 0.9, 0.9]))
-
-    path = save(tmp_path / "shared.pt", task, "kerple_log", lambda e: e[0].raw_p.copy_(raw([0.9, 1.1, 2.0, 0.5])))
-    assert main(["verdict", "--checkpoint", str(path), "--csv", str(tmp_path / "deep/shared.csv")]) == 0
-    with open(tmp_path / "deep/shared.csv") as file:
-        rows = list(csv.DictReader(file))
+def test_checkpoint_head_by_head_and_layer_by_layer(tmp_path):
+    path, _ = save_checkpoint(tmp_path / "shared", "kerple_log", change=p_of_heads(0.9, 1.1, 2.0, 0.5))
+    file = tmp_path / "deep/shared.csv"
+    run_here("verdict", "--checkpoint", path, "--csv", file)
+    rows = list(csv.DictReader(file.read_text().splitlines()))
     found = {row["head"]: row["verdict"] for row in rows}
     assert found == {"1": DIVERGES, "2": CONVERGES, "3": CONVERGES, "4": DIVERGES}
     assert {row["layer"] for row in rows} == {""} and len(rows) == 16
@@ -359,29 +314,24 @@ def test_checkpoint_head_by_head_and_layer_by_layer(task, tmp_path, capsys):
     assert mpmath.mpf(two[0]["limit_low"]) <= mpmath.mpf(two[0]["limit_high"])
     assert [row["epsilon"] for row in two] == ["0.5", "0.1", "0.01", "0.001"]
 
-    path = save(tmp_path / "layers.pt", task, "kerple_log", layers, rpe_share="layer")
-    capsys.readouterr()
-    assert main(["verdict", "--checkpoint", str(path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layer")]
+    changes = iter([p_of_heads(0.9, 1.1, 0.9, 0.9), p_of_heads(1.1, 0.9, 3.0, 2.0)])
+    path, _ = save_checkpoint(tmp_path / "layers", "kerple_log", 2, lambda encoding: next(changes)(encoding))
+    said = run_here("verdict", "--checkpoint", path).stdout
+    lines = [line for line in said.splitlines() if line.startswith("layer")]
     assert [("diverges" in line) for line in lines] == [True, False, True, False, True, False, False]
     assert lines[2].startswith("layer 0 head 3-4") and "p = 0.9 < 1" in lines[2]  # they share all but a
     assert lines[3].startswith("layer 1 head 1") and "p = 1.1 > 1" in lines[3]
-    for rpe, words in (("alibi", "converges"), ("t5_bias", "last bucket"), ("fire", "bounded")):
-        path = save(tmp_path / f"{rpe}.pt", task, rpe)
-        assert main(["verdict", "--checkpoint", str(path), "--epsilon", "0.1"]) == 0
-        assert words in capsys.readouterr().out
+    for spec, words in (("alibi", "converges"), ("t5_bias", "last bucket"), ("fire", "bounded")):
+        path, _ = save_checkpoint(tmp_path / spec, spec)
+        assert words in run_here("verdict", "--checkpoint", path, "--epsilon", "0.1").stdout
 
 
 @pytest.mark.parametrize(
     ("formula", "words"),
     [
         ("-2*log(n+1", "does not parse"),
-        ("-2 log(n)", "does not parse"),
         ("-n^2", "write ** for powers"),
-        ("", "is empty"),
-        ("-k*n", "unknown name 'k'"),
         ("-lgo(n+1)", "did you mean 'log'"),
-        ("__import__('os').system('true')", "cannot stand in a formula"),
         ("(lambda: n)()", "cannot stand in a formula"),
         ("-n.real", "cannot stand in a formula"),
         ("log(n+1, 2)", "takes one argument"),
@@ -400,86 +350,55 @@ def test_bad_formulas_are_one_line(formula, words, capsys):
     assert words in error_of(capsys, "verdict", "--formula", formula)
 
 
-def test_each_formula_of_a_command_is_judged(capsys, tmp_path):
-    assert main(["verdict", "--formula=-n", "--formula=-log(n+1)", "--csv", str(tmp_path / "verdicts.csv")]) == 0
-    with open(tmp_path / "verdicts.csv", newline="") as file:
-        decisions = {row["source"]: row["verdict"] for row in csv.DictReader(file)}
-    assert decisions == {"-n": CONVERGES, "-log(n+1)": DIVERGES}
-    capsys.readouterr()
+def test_other_bad_input_is_one_line(capsys, tmp_path):
+    """What tests/test_bad_input.py and tests/test_hostile_checkpoints.py do not have."""
     assert "'-n' is given twice" in error_of(capsys, "verdict", "--formula=-n", "--formula=-n")
-
-
-def test_other_bad_input_is_one_line(task, capsys, tmp_path):
-    for bad in ("0", "1", "-0.5", "2"):
-        assert "between 0 and 1" in error_of(capsys, "verdict", "alibi", f"--epsilon={bad}")
-    for argv in (["alibi", "--formula", "-n"], ["alibi", "--checkpoint", "x.pt"], []):
-        assert "either SPEC…, or --formula, or --checkpoint" in error_of(capsys, "verdict", *argv)
-    assert "does not exist" in error_of(capsys, "verdict", "--checkpoint", tmp_path / "none.pt")
-    assert "unknown encoding 'alibbi'" in error_of(capsys, "verdict", "alibbi")
     assert "given twice" in error_of(capsys, "verdict", "type1", "type1:form=heads")
-    for rpe in ("rope", "sinusoidal"):
-        path = save(tmp_path / "plain.pt", task, rpe)
+    for spec in ("rope", "sinusoidal"):
+        path, _ = save_checkpoint(tmp_path / spec, spec)
         assert "adds no bias" in error_of(capsys, "verdict", "--checkpoint", path)
     torch.save({"cfg": {"model": {"_name": "transformer_lm"}}, "model": {}}, tmp_path / "stock.pt")
     assert "is not of this plugin" in error_of(capsys, "verdict", "--checkpoint", tmp_path / "stock.pt")
-    broken = save(tmp_path / "nan.pt", task, "kerple_log", lambda e: e[0].raw_p.fill_(math.nan))
-    assert "not finite" in error_of(capsys, "verdict", "--checkpoint", broken)
+    path, _ = save_checkpoint(tmp_path / "nan", "kerple_log", 1, p_of_heads(1.1, math.nan, 1.1, 1.1))
+    assert "not finite" in error_of(capsys, "verdict", "--checkpoint", path)
     assert "infinite at n = 0" in error_of(capsys, "trf", "--formula", "-log(n)", "--out", tmp_path / "out")
-    assert main(["trf", "inv_n", "--out", str(tmp_path / "out")]) == 2
-    assert "nothing to draw" in capsys.readouterr().err
     assert "at most" in error_of(capsys, "trf", "alibi", "--quantised", 10**9, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    (tmp_path / "file").write_text("mine")
-    for bad in (tmp_path, tmp_path / "file/below.csv"):
-        assert "--csv" in error_of(capsys, "verdict", "alibi", "--csv", bad)
     assert "--epsilon: 'small' is not a number" in error_of(capsys, "verdict", "alibi", "--epsilon", "small")
     with pytest.raises(UserError):
         verdict("alibi")[0].trf(1.5)
 
 
-def test_a_readable_table(capsys):
-    assert main(["verdict", "alibi", "inv_n", "--heads", "2", "--epsilon", "1/8", "--epsilon", "0.1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_tables_to_read_and_to_compute_with(tmp_path):
+    words = ("alibi", "inv_n", "--heads", "2", "--epsilon", "1/8", "--epsilon", "0.1")
+    lines = run_here("verdict", *words).stdout.splitlines()
     assert lines[0] == "alibi"
     assert lines[1].split() == ["Σ", "b_n", "B", "TRF(0.125)", "TRF(0.1)", "reason"]
     assert lines[2].split()[:6] == ["head", "1", "converges", "16.5052079943", "34", "37"]
     (shared,) = [line for line in lines if line.startswith("head 1-2")]
     assert shared.split()[2] == "diverges" and "harmonic" in shared
-    assert main(["verdict", "--formula", "-2*log(n+1)"]) == 0
-    assert "1.64493406685" in capsys.readouterr().out
+    file = tmp_path / "verdicts.csv"
+    said = run_here("verdict", "--formula=-2*log(n+1)", "--formula=-log(n+1)", "--csv", file).stdout
+    decisions = {row["source"]: row["verdict"] for row in csv.DictReader(file.read_text().splitlines())}
+    assert decisions == {"-2*log(n+1)": CONVERGES, "-log(n+1)": DIVERGES} and "1.64493406685" in said
 
 
-def test_quantised_curves_of_the_appendix():
-    def at(weights):
-        curve = quantised(torch.tensor(weights, dtype=torch.float64))
-        found = {f"{e:.4f}": y * 512 for e, y in zip(*(values.tolist() for values in curve), strict=True)}
-        assert len(found) == 50
-        return [round(found[e], 9) for e in ("1.0000", "0.4898", "0.1837", "0.0816", "0.0204", "0.0000")]
-
-    assert at([math.exp(-n / 2) for n in range(512)]) == [0, 2, 4, 6, 8, 512]
-    assert at([1 / (n + 1) ** 2 for n in range(512)]) == [0, 1, 3, 7, 28, 512]
-
-
-def test_trf_command(tmp_path, capsys, monkeypatch):
+def test_trf_command(tmp_path, monkeypatch):
     save = "fairseq_rpe.figures.style.save"
     monkeypatch.setattr(save, lambda figure, *paths: [files.atomic_write(path, "drawn") for path in paths])
     folder = tmp_path / "a folder"
-    assert main(["trf", "alibi", "kerple_log:p=1.01,a=1", "inv_n", "--heads", "1", "--out", str(folder)]) == 0
-    output = capsys.readouterr().out
+    output = run_here("trf", "alibi", "kerple_log:p=1.01,a=1", "inv_n", "--heads", "1", "--out", folder).stdout
     assert "inv_n: no TRF for 1 of 1 heads" in output and "beyond 10^15" in output
     assert sorted(p.name for p in folder.iterdir()) == ["trf.csv", "trf.pdf", "trf.png"]
-    with open(folder / "trf.csv") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader((folder / "trf.csv").read_text().splitlines()))
     assert {row["source"] for row in rows} == {"alibi", "kerple_log:p=1.01,a=1"}
-    for row in rows:
-        if row["source"] == "alibi":
-            slope = alibi_slopes(1)[int(row["head"]) - 1]
-            expected = math.floor(math.log(1 / Fraction(row["epsilon"])) / slope) + 1
-            assert row["trf"] == row["trf_low"] == row["trf_high"] == str(expected)
-    assert main(["trf", "--formula", "-0.5*n", "--quantised", "512", "--out", str(tmp_path / "q")]) == 0
-    with open(tmp_path / "q/trf.csv") as file:
-        index = {row["epsilon"]: row["index"] for row in csv.DictReader(file)}
-    assert (index["0.489796"], index["0.183673"], index["0.0204082"], index["0"]) == ("2", "4", "8", "512")
+    for row in (row for row in rows if row["source"] == "alibi"):
+        expected = math.floor(math.log(1 / Fraction(row["epsilon"])) / alibi_slopes(1)[0]) + 1
+        assert row["trf"] == row["trf_low"] == row["trf_high"] == str(expected) and row["head"] == "1"
+    run_here("trf", "--formula", "-0.5*n", "--quantised", "512", "--out", tmp_path / "q")
+    rows = list(csv.DictReader((tmp_path / "q/trf.csv").read_text().splitlines()))
+    index = {row["epsilon"]: row["index"] for row in rows}
+    assert [index[e] for e in ("0.489796", "0.183673", "0.0204082", "0")] == ["2", "4", "8", "512"]
 
 
 def test_curves_have_one_colour_per_encoding():

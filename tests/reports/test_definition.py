@@ -7,19 +7,18 @@ import io
 
 import numpy as np
 import pytest
-import torch
 from conftest import p_of_heads, save_checkpoint
+from refusal import refused
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
-from fairseq_rpe.analysis.extrapolation import agreeing
-from fairseq_rpe.core import UserError
+from fairseq_rpe.analysis.extrapolation import agreeing, deviation
 from fairseq_rpe.data.folder import unigram_ppl
 from fairseq_rpe.evaluation.results import Buckets, TextResult
 from fairseq_rpe.reports import definition
 from fairseq_rpe.reports.definition import NONE, Prediction
 from fairseq_rpe.reports.findings import Finding, Perplexities
 from fairseq_rpe.reports.page import markdown
-from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
 
 PPL = {
@@ -30,19 +29,15 @@ PPL = {
     "moved": {64: 50.0, 128: 50.0, 256: 50.0},
 }
 SAID = {
-    "flat": Prediction(CONVERGES, 8, 8),
-    "better": Prediction(CONVERGES, 8, 8),
+    **dict.fromkeys(("flat", "better"), Prediction(CONVERGES, 8, 8)),
     "slow": Prediction(DIVERGES, 3, 8),
     "steep": Prediction(DIVERGES, 0, 8),
     "moved": Prediction(NONE, why="positions are moved"),
 }
 
 
-GIVEN = {"checkpoint": "c", "subset": "test", "tokens": 9, "loss_base2": 1.0}
-
-
 def result(length: int, ppl: float, **more) -> TextResult:
-    return TextResult(length=length, ppl=ppl, **GIVEN, **more)
+    return TextResult(length=length, ppl=ppl, checkpoint="c", subset="test", tokens=9, loss_base2=1.0, **more)
 
 
 def found(ppl):
@@ -60,10 +55,30 @@ def cells(table):
 
 
 def test_agreement_is_exact_at_its_borders():
-    assert agreeing([0.03], [0.07]) == (0.03, 0.07)
+    assert agreeing([0.03], [0.07]) == (0.03, 0.07) and agreeing([0.0], [0.2]) == (0.0, 0.2)
     assert agreeing([0.07], [0.07]) is None and agreeing([0.08], [0.07]) is None
-    low, high = agreeing([0.0], [0.2])
-    assert (low, high) == (0.0, 0.2)
+
+
+def test_signs_and_sides():
+    up_and_down = deviation({64: 50.0, 128: 55.0, 256: 40.0, 32: 900.0}, 64)
+    assert (up_and_down.largest, up_and_down.worst, up_and_down.end) == pytest.approx((0.2, 0.1, -0.2))
+    assert up_and_down.extrapolates(0.2001) and not up_and_down.extrapolates(0.2)
+    assert up_and_down.extrapolates(0.11, one_sided=True) and not up_and_down.extrapolates(0.1, one_sided=True)
+    falling = deviation({64: 50.0, 128: 45.0}, 64)
+    assert (falling.worst, falling.end) == (0.0, pytest.approx(-0.1))
+    for ppl, where in (({128: 50.0}, "at"), ({64: 50.0, 32: 60.0}, "beyond")):
+        with refused(f"no perplexity {where} the training length of 64"):
+            deviation(ppl, 64)
+
+
+def test_published_methods_improve_by_a_tenth_and_divergent_series_do_not():
+    values = recipes.load("extrapolation-wikitext103").published.values
+    found = {name: deviation({int(n): v for n, v in own.items()}, 512) for name, own in values.items()}
+    for name in ("alibi", "kerple_log", "kerple_power", "sandwich", "type1", "type2"):
+        assert 0.06 < found[name].largest < 0.11 and found[name].worst == 0 and found[name].end < 0
+        assert not found[name].extrapolates(0.05) and found[name].extrapolates(0.05, one_sided=True)
+    assert found["inv_nlnn"].largest == pytest.approx(0.121, abs=5e-4)
+    assert found["inv_n"].largest == pytest.approx(1.37, abs=5e-3) and found["sinusoidal"].end > 16
 
 
 @pytest.mark.parametrize(
@@ -117,12 +132,8 @@ def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
 def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
     named = [Method("far", "kerple_log:p=2"), Method("near", "kerple_log:p=3"), Method("mixed", "kerple_log:p=4")]
     named += [Method("moved", "alibi", positions_eval="interpolate"), Method("alien", "alien:x=1")]
-    state = State(
-        settings=SweepSettings(tokens=64),
-        encodings=("far", "near", "mixed", "t5_bias", "moved", "absent", "alien"),
-        seeds=(1, 2),
-        methods={method.name: method for method in named},
-    )
+    names = ("far", "near", "mixed", "t5_bias", "moved", "absent", "alien")
+    state = State(SweepSettings(tokens=64), names, (1, 2), methods={method.name: method for method in named})
     sweep = SweepFolder(tmp_path)
 
     def folder(name, seed):
@@ -141,15 +152,6 @@ def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
     counts |= {"t5_bias": (DIVERGES, 0, 4), "moved": (NONE, 0, 0), "alien": (NONE, 0, 0)}
     assert {name: (p.verdict, p.converging, p.heads) for name, p in said.items()} == counts
     assert str(said["mixed"]) == "diverges (2 of 8 heads)" and "--rpe-module" in str(said["alien"])
-
-
-def test_a_checkpoint_of_another_encoding_is_refused(tmp_path):
-    path, _ = save_checkpoint(tmp_path, "kerple_log")
-    state = torch.load(path)
-    state["cfg"]["model"]["rpe"] = "fire"
-    torch.save(state, path)
-    with pytest.raises(UserError, match="holds other parameters than 'fire' has"):
-        checkpoints.load(path).learned()
 
 
 def test_methods_without_the_training_length_or_without_more_are_left_out():
@@ -205,6 +207,5 @@ def test_the_unigrams_perplexity_is_that_of_the_best_fixed_distribution():
     ids = np.array([4, 4, 5, 6], np.uint16)  # entropy 1.5 bits
     assert unigram_ppl(ids) == pytest.approx(2**1.5)
     for other in ([0.5, 0.3, 0.2], [0.4, 0.3, 0.3]):
-        ppl = np.exp(-np.log([other[i - 4] for i in ids]).mean())
-        assert ppl > unigram_ppl(ids)
+        assert np.exp(-np.log([other[i - 4] for i in ids]).mean()) > unigram_ppl(ids)
     assert unigram_ppl(np.full(7, 9)) == pytest.approx(1.0)

@@ -7,19 +7,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import p_of_heads, save_checkpoint
+from conftest import error_of, p_of_heads, run_here, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.text import Text
+from refusal import refused
 from specs import CONTENT, LONGER, SPECS
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.analysis.speed import LIMIT, Timing
-from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import biases as drawings
 from fairseq_rpe.figures import style, sweep_curves, timing
@@ -47,37 +47,28 @@ def test_heat_maps_are_the_weights_of_the_bias_alone():
     bias = bias_map(build("window:window=3", 1, 8), 6, [0])[0][0]
     [axes] = panels(drawings.heat_maps({"window:window=3": bias}, 1, 1))  # without holes
     assert axes.images[0].get_array()[5].tolist() == pytest.approx([1e-4] * 3 + [1.0] * 3)
-    with pytest.raises(UserError, match="nothing to draw"):
+    with refused("nothing to draw"):
         drawings.heat_maps({}, 1, 1)
 
 
-def test_profiles_keep_heads_and_distances():
-    values = {name: build(name, 3, 96).profile(40) for name in ("type2", "inv_n")}
-    for axes, profile in zip(panels(drawings.profiles(values)), values.values(), strict=True):
-        assert len(axes.lines) == 3
-        for line, head in zip(axes.lines, profile, strict=True):
-            assert line.get_ydata().tolist() == pytest.approx((head - head.max()).clamp_min(-24).tolist())
-            assert list(line.get_xdata()) == list(range(40))
-
-
-def test_one_head_compared_has_each_encodings_look():
+def test_one_head_compared_is_a_line_for_each_encoding():
     values = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "type1", "type2")}
     [axes] = drawings.compared(values, 3).axes
-    looks = style.looks(list(values))
     for line in axes.lines:
         profile = values[line.get_label()]
         assert line.get_ydata().tolist() == pytest.approx((profile - profile.max()).exp().tolist())
-        assert (line.get_color(), line.get_marker()) == looks[line.get_label()][:2]
     assert axes.get_xscale() == axes.get_yscale() == "log" and "tokens" in axes.get_xlabel()
 
 
 def test_queries_and_training_show_the_given_numbers():
-    biases = {i: torch.randn(2, 3, i + 1) for i in (4, 9)}
-    shown = panels(drawings.of_queries(biases, "fire"))
-    assert [axes.get_title() for axes in shown] == [f"query {i}, layer {k}" for i in (4, 9) for k in (0, 1)]
-    for axes, (i, layer) in zip(shown, [(i, k) for i in (4, 9) for k in (0, 1)], strict=True):
+    biases, places = {i: torch.randn(2, 3, i + 1) for i in (4, 9)}, [(i, k) for i in (4, 9) for k in (0, 1)]
+    for axes, (i, layer) in zip(panels(drawings.of_queries(biases, "fire")), places, strict=True):
+        assert axes.get_title() == f"query {i}, layer {layer}"
         for head, line in enumerate(axes.lines):
             assert line.get_ydata().tolist() == pytest.approx(biases[i][layer, head].tolist())
+    many = drawings.of_queries({i: torch.randn(6, 3, i + 1) for i in (4, 9)}, "fire")  # in rows of four
+    assert [axes.get_title() for axes in panels(many)] == [f"query {i}, layer {k}" for i in (4, 9) for k in range(6)]
+    assert many.get_figwidth() <= style.PAGE
     values = {"model, head 1": torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -3.0]])}
     [axes] = panels(drawings.over_training(values, [0, 1, 8], [0, 100], "kerple_log"))
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0, -1, -2], [0, -2, -5]]
@@ -187,11 +178,8 @@ def test_names_stand_at_the_ends_and_never_on_each_other():
     assert [ends[text.get_text()] for text in by_height] == sorted(ends.values())
 
 
-PLACES = st.lists(st.floats(0, 1), max_size=12).map(sorted)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(PLACES, st.floats(0.01, 0.3), st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.floats(0, 1), max_size=12).map(sorted), st.floats(0.01, 0.3), st.data())
 def test_places_are_the_nearest_that_are_apart(wanted, apart, data):
     found = spread(wanted, apart)
     assert len(found) == len(wanted) and all(b - a >= apart - 1e-9 for a, b in pairwise(found))
@@ -244,15 +232,19 @@ def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than
     assert {y for _, y in band.get_paths()[0].vertices} == {9, 11}
 
 
-def test_heads_have_colours_of_their_own():
-    values = {"inv_n": build("inv_n", 5, 40).profile(40)}
+def test_profiles_keep_heads_and_distances_and_heads_have_colours_of_their_own():
+    values = {name: build(name, 5, 160).profile(40) for name in ("type2", "inv_n")}
     figure = drawings.profiles(values)
-    [panel], [bar] = panels(figure), [axes for axes in figure.axes if axes.get_ylabel() == "head"]
+    [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "head"]
     [mesh] = [one for one in bar.collections if isinstance(one, QuadMesh)]
     mesh.update_scalarmappable()
     shown = {tuple(colour) for colour in mesh.get_facecolors()}
-    assert shown == {tuple(line.get_color()) for line in panel.lines} and len(shown) == 5
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1", "2", "3", "4", "5"]
+    for axes, profile in zip(panels(figure), values.values(), strict=True):
+        assert shown == {tuple(line.get_color()) for line in axes.lines} and len(shown) == len(axes.lines) == 5
+        for line, head in zip(axes.lines, profile, strict=True):
+            assert line.get_ydata().tolist() == pytest.approx((head - head.max()).clamp_min(-24).tolist())
+            assert list(line.get_xdata()) == list(range(40))
 
 
 def test_times_have_a_panel_for_each_encoding_and_one_scale():
@@ -297,48 +289,36 @@ def test_what_is_compared_is_told_apart_also_without_colours():
         assert len({(look.marker, str(look.dashes)) for look in style.looks(names).values()}) == len(names)
 
 
-def test_a_legend_fits_into_its_figure():
-    curves = {name: {n: [50.0] for n in range(2, 60)} for name in ("rope", "interpolation", "warping")}
-    profiles = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "kerple_power", "t5_bias")}
-    for figure in (sweep_curves.exact_match({"copy": curves}, {"copy": 20}), drawings.compared(profiles, 3)):
-        figure.draw_without_rendering()
-        box = figure.legends[0].get_window_extent()
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1
-
-
-def spy(function, seen):
-    def called(*args):
-        seen["args"] = args
-        return function(*args)
-
-    return called
-
-
 @pytest.fixture
-def files(monkeypatch) -> list[str]:
+def saved(monkeypatch) -> list[str]:
     """The names of the files that are written; drawing them takes long, and other tests read them."""
     names: list[str] = []
     monkeypatch.setattr(drawing, "save", lambda figure, *paths: names.extend(path.name for path in paths))
     return names
 
 
-def test_command_on_all_encodings(tmp_path, capsys, monkeypatch, files):
-    seen = {}
+def spy(patch: pytest.MonkeyPatch, name: str) -> list:
+    """What a function of the drawings is given."""
+    given: list = []
+    patch.setattr(drawings, name, lambda *args: given.extend(args) or Figure((1, 1)))
+    return given
+
+
+def named(*stems: str) -> list[str]:
+    return [f"{stem}.{ending}" for stem in stems for ending in ("png", "pdf")]
+
+
+def test_command_on_all_encodings(tmp_path, monkeypatch, saved):
     # other tests may have registered encodings of their own
     monkeypatch.setattr(encodings, "names", lambda: list(SPECS))
-    monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
-    assert main(["figures", "--out", str(tmp_path), "--length", "48", "--heads", "2", "--head", "2"]) == 0
-    output = capsys.readouterr().out
-    assert files == [f"{s}.{end}" for s in ("heat_maps", "profiles", "profiles_compared", "trf") for end in PAIR]
+    shown = spy(monkeypatch, "profiles")
+    output = run_here("figures", "--out", tmp_path, "--length", "48", "--heads", "2", "--head", "2").stdout
+    assert saved == named("heat_maps", "profiles", "profiles_compared", "trf")
     assert "not drawn, perplexity: needs --sweep" in output and str(tmp_path / "heat_maps.png") in output
-    [values] = seen["args"]
     none = {"nope", "sinusoidal", "learned", "rope", "xpos", "longrope", "clex", "bipe", "complex", "floater"}
     # every built-in encoding with a bias
-    assert {name.partition(":")[0] for name in values} == set(SPECS) - none - {*LONGER, *CONTENT}
-    assert all(profile.shape == (2, 48) for profile in values.values())
-
-
-PAIR = ("png", "pdf")
+    assert {name.partition(":")[0] for name in shown[0]} == set(SPECS) - none - {*LONGER, *CONTENT}
+    assert all(profile.shape == (2, 48) for profile in shown[0].values())
 
 
 @pytest.fixture
@@ -357,53 +337,86 @@ def sweep(tmp_path):
     return tmp_path
 
 
-def test_command_on_a_sweep_uses_what_was_learned(sweep, capsys, monkeypatch, files):
-    seen, asked = {}, {}
-    monkeypatch.setattr(drawings, "profiles", spy(drawings.profiles, seen))
-    monkeypatch.setattr(drawings, "of_queries", spy(drawings.of_queries, asked))
-    assert main(["figures", "--sweep", str(sweep), "--seed", "3", "--length", "40"]) == 0
+def test_command_on_a_sweep_uses_what_was_learned(sweep, monkeypatch, saved):
+    shown, asked = spy(monkeypatch, "profiles"), spy(monkeypatch, "of_queries")
+    output = run_here("figures", "--sweep", sweep, "--seed", "3", "--length", "40").stdout
     expected = ("heat_maps", "profiles", "profiles_compared", "trf", "ppl", "ppl_mean", "queries-fire-seed3")
-    assert files == [f"{stem}.{end}" for stem in expected for end in PAIR]
-    [values] = seen["args"]
-    assert list(values) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]
+    assert saved == named(*expected) and "not drawn, biases over training" in output
+    assert list(shown[0]) == ["kerple_log", "fire (layer 0)", "fire (layer 1)"]
     state = torch.load(sweep / "runs" / "fire-seed3" / "checkpoints" / "checkpoint_last.pt")["model"]
-    second = build("fire", 4, 32, 64)
-    prefix = "decoder.encodings.1."
+    second, prefix = build("fire", 4, 32, 64), "decoder.encodings.1."
     second.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    assert torch.equal(values["fire (layer 1)"], second.profile(40))
-    biases, name = asked["args"]
+    assert torch.equal(shown[0]["fire (layer 1)"], second.profile(40))
+    biases, name = asked
     assert name == "fire" and list(biases) == [8, 16, 40]
     j = torch.arange(17, dtype=torch.float64)[None]
     assert torch.allclose(biases[16][1], second.bias(j[:, -1:], j)[0, :, 0], rtol=0, atol=1e-12)
-    assert "not drawn, biases over training" in capsys.readouterr().out
+
+
+def test_what_does_not_go_together_is_refused(tmp_path, capsys):
+    """The other refusals are in tests/test_bad_input.py."""
+    assert "named twice" in error_of(capsys, "figures", "alibi", "alibi", "--out", tmp_path / "out")
+    assert "--heads does not go with --sweep" in error_of(capsys, "figures", "--sweep", tmp_path, "--heads", "4")
+    assert not any(tmp_path.iterdir())
+
+
+def stir(encoding):
+    with torch.no_grad():
+        for p in encoding.parameters():
+            p.mul_(1.5)
+
+
+def of_checkpoint(path, queries=(), layers=()):
+    """Of each panel its title and its lines: (key positions, values) of each head."""
+    figure = drawing.of_checkpoint(path, queries, layers)
+    return {axes.get_title(): [line.get_data() for line in axes.lines] for axes in panels(figure)}
+
+
+def test_each_layer_and_query_of_a_checkpoint_is_the_learned_bias_itself(tmp_path):
+    path, layers = save_checkpoint(tmp_path, "fire", 4, stir, decoder_layers=4)
+    found, places = of_checkpoint(path, (12, 100), (1, 3)), [(i, k) for i in (12, 100) for k in (1, 3)]
+    assert list(found) == [f"query {i}, layer {k}" for i, k in places]
+    for (i, k), curves in zip(places, found.values(), strict=True):
+        j = torch.arange(i + 1.0, dtype=torch.float64)[None]
+        wanted = layers[k].double().bias(j[:, -1:], j)[0, :, 0]
+        assert len(curves) == 4
+        for (x, y), head in zip(curves, wanted, strict=True):
+            assert list(x) == list(range(i + 1)) and y.tolist() == pytest.approx(head.tolist(), abs=1e-9)
+
+
+def test_defaults_are_the_training_length_and_four_layers(tmp_path):
+    path, _ = save_checkpoint(tmp_path / "a", "fire", 6, decoder_layers=6)
+    assert list(of_checkpoint(path)) == [f"query {i}, layer {k}" for i in (32, 64, 128) for k in (0, 2, 3, 5)]
+    path, _ = save_checkpoint(tmp_path / "b", "fire", 1, decoder_layers=6)
+    assert list(of_checkpoint(path)) == ["query 32", "query 64", "query 128"]  # one for all layers
+    path, _ = save_checkpoint(tmp_path / "c", "alibi", 1)  # a bias of the distance: by key position as well
+    [((x, y), *_)] = of_checkpoint(path, (3,)).values()
+    assert list(x) == [0, 1, 2, 3] and y.tolist() == [-0.75, -0.5, -0.25, 0.0]
+
+
+def test_the_command_draws_a_checkpoint(tmp_path):
+    path, _ = save_checkpoint(tmp_path, "fire", 2, decoder_layers=2)
+    out = tmp_path / "out"
+    said = run_here("figures", "--checkpoint", path, "--query", "8,20", "--layers", "1", "--out", out).stdout
+    assert said == f"{out / 'queries.png'}, also as .pdf\n"
+    assert sorted(p.name for p in out.iterdir()) == ["queries.pdf", "queries.png"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("spec", "flags", "words"),
     [
-        (["alibi", "--length", "1"], "--length 1 is out of range"),
-        (["rope"], "'rope' has no additive bias"),
-        (["alibi", "alibi"], "named twice"),
-        (["alibii"], "did you mean 'alibi'"),
-        (["alibi", "--head", "9"], "--head 9: there are 8 heads"),
-        (["alibi", "--data", "x"], "--data is for the empirical"),
-        (["--sweep", "nowhere"], "nowhere holds no sweep.json"),
-        (["alibi", "--out", "/dev/null/x"], "/dev/null is a file, not a folder"),
+        ("fire", ["--layers", "1,2"], "--layers 2: {path} has layers 0 to 1"),
+        ("fire", ["--query", ",".join(map(str, range(17)))], "names 17 positions: choose at most 16"),
+        ("rope", [], "{path} has no additive bias to draw, its encoding is 'rope'"),
+        ("fire", ["alibi"], "--checkpoint is drawn by itself"),
     ],
 )
-def test_refusals_are_one_line(argv, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["figures", *argv]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+def test_what_a_checkpoint_lacks_is_refused(tmp_path, capsys, spec, flags, words):
+    path, _ = save_checkpoint(tmp_path, spec, 2 if spec == "fire" else 1)
+    error = error_of(capsys, "figures", *flags, "--checkpoint", path, "--out", tmp_path / "out")
+    assert words.format(path=path) in error and not (tmp_path / "out").exists()
 
 
-def test_a_sweep_is_not_mixed_with_specs_and_needs_a_finished_run(sweep, capsys):
-    for argv, words in (
-        (["alibi", "--sweep", str(sweep)], "not both"),
-        (["--sweep", str(sweep), "--heads", "4"], "--heads does not go with --sweep"),
-        (["--sweep", str(sweep)], "no finished run of seed 1"),
-    ):
-        assert main(["figures", *argv]) == 2
-        assert words in capsys.readouterr().err
+def test_layers_are_of_a_checkpoint(tmp_path, capsys):
+    error = error_of(capsys, "figures", "fire", "--layers", "0", "--out", tmp_path / "out")
+    assert "give --checkpoint FILE too" in error and not (tmp_path / "out").exists()

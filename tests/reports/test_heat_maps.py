@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import run_here
+from pages import skip_drawing
 
-from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import files
 from fairseq_rpe.figures.depths import heat_maps
 from fairseq_rpe.reports import kept
@@ -26,10 +27,8 @@ PPL = {"alibi": {64: 50.0, 256: 49.0}, "kerple_log": {64: 50.0, 256: 50.5}, "rop
 
 
 @pytest.fixture(autouse=True)
-def no_other_figures(monkeypatch):
-    monkeypatch.setattr("fairseq_rpe.figures.style.save", lambda figure, *paths: [p.touch() for p in paths])
-    monkeypatch.setattr("fairseq_rpe.figures.sweep_curves.name_ends", lambda *_: None)
-    monkeypatch.setattr("fairseq_rpe.reports.page.to_svg", lambda figure: b"<svg/>")
+def no_other_figures(monkeypatch) -> None:
+    skip_drawing(monkeypatch)
 
 
 def write_sweep(folder: Path, names, task: str | None = None, **state) -> dict[str, RunFolder]:
@@ -72,10 +71,9 @@ def lines_of(text: str, name: str) -> list[list[str]]:
     return [row for row in rows if row[0] == name]
 
 
-def test_report_of_a_task_with_depths(sought, capsys):
+def test_report_of_a_task_with_depths(sought):
     assert kept.text(SweepFolder(sought)) is None
-    assert main(["report", str(sought)]) == 0
-    said = capsys.readouterr().out
+    said = run_here("report", sought).stdout
     assert f"heat map:    {sought / 'depths.png'}" in said and (sought / "depths.pdf").exists()
     text = (sought / "accuracy.md").read_text()
     reached, *grid = lines_of(text, "alibi")
@@ -100,11 +98,10 @@ def test_report_of_a_task_with_depths(sought, capsys):
     assert kept.text(SweepFolder(sought)) is None
 
 
-def test_perplexity_beside_retrieval(read, sought, tmp_path, capsys):
+def test_perplexity_beside_retrieval(read, sought, tmp_path):
     """ALiBi extrapolates and does not find what is far away; kerple_log does both; of rope no retrieval is known."""
     out = tmp_path / "both.html"
-    assert main(["report", str(read), str(sought), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = run_here("report", read, sought, "--out", out).stdout
     joint = said[said.index("Perplexity beside retrieval") :]
     alibi = ["alibi", "-0.020", "yes", "yes", "100", "20", "128 tokens", "no"]
     assert lines_of(joint, "alibi") == [alibi] and not lines_of(joint, "rope") and not lines_of(joint, "nope")
@@ -114,18 +111,16 @@ def test_perplexity_beside_retrieval(read, sought, tmp_path, capsys):
         text = f"Extrapolates by perplexity {words}"
         assert text in joint and text in page
     assert "read beside sought" in page
-    # nothing to join
-    assert main(["report", str(sought)]) == 0 and "beside retrieval" not in capsys.readouterr().out
+    assert "beside retrieval" not in run_here("report", sought).stdout  # nothing to join
 
 
-def test_what_was_not_learned_has_no_verdict(read, sought, capsys):
+def test_what_was_not_learned_has_no_verdict(read, sought):
     results = SweepFolder(sought).run_of(Method("alibi", "alibi"), 1, TASK).results
     rows = files.read_json_lines(results)
     results.unlink()
     for row in rows:
         files.append_json_line(results, {**row, **({"right": 2, "accuracy": 0.1} if row["length"] == 64 else {})})
-    assert main(["report", str(read), str(sought)]) == 0
-    said = capsys.readouterr().out
+    said = run_here("report", read, sought).stdout
     assert "No verdict on retrieval, below 90 % at trained lengths already: alibi." in said
     assert lines_of(said, "alibi")[-1][-2:] == ["none", "no verdict"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from conftest import error_of, run_here
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -14,7 +16,7 @@ from specs import SPECS
 from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.analysis.receptive_field import quantised
 from fairseq_rpe.analysis.speed import Timing
-from fairseq_rpe.cli.main import COMMANDS, build_parser, main
+from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import WIDTHS, biases, fields, method_maps, score_curves, style, sweep_curves, timing, warping
 from fairseq_rpe.figures.method_maps import MOST_LINES
@@ -35,29 +37,38 @@ def masses(names) -> list[fields.Mass]:
     return [fields.Mass(name, 16, weights(k), weights(k), series=weights(2 * k)) for k, name in enumerate(names)]
 
 
-def drawn(names):
-    """Every figure that compares methods, by what it is."""
-    ppl = curves(names)
+def comparisons(names: Iterable[str]) -> dict[str, Callable[[], Figure]]:
+    """What draws each figure that compares methods."""
+    names = list(names)
+    number, ppl = {name: k for k, name in enumerate(names)}, curves(names)
     ratios = {name: {n: [v / points[64][0] for v in own] for n, own in points.items()} for name, points in ppl.items()}
-    yield "perplexity", sweep_curves.perplexity(ppl, ratios, 64)
-    yield "exact match", sweep_curves.exact_match({"copy": ppl}, {"copy": 64})
-    yield "training", sweep_curves.training([(name, {5: 9.0 - k / 9, 10: 8.0 - k / 9}) for k, name in enumerate(names)])
-    yield "positions", sweep_curves.positions({name: {0: 9.0, 3: 7.0 - k / 9} for k, name in enumerate(names)})
-    yield "scores", score_curves.over_length({("set", "F1"): ppl}, 64, {})
-    sets = {s: {name: [50.0 + k] for k, name in enumerate(names)} for s in ("boolq", "cb", "rte", "wic", "mean")}
-    yield "sets", score_curves.by_set(sets, "accuracy")
-    profiles = {name: -0.01 * (k + 1) * torch.arange(99.0) for k, name in enumerate(names)}
-    yield "profiles", biases.compared(profiles, 1)
-    epsilons = torch.tensor([0.5, 0.1, 0.01])
-    yield "trf", fields.theoretical({name: [(epsilons, (k + 2) / epsilons)] for k, name in enumerate(names)})
-    yield "erf", fields.empirical(masses(names), [0.5, 0.1])
-    yield "quantised erf", fields.empirical_quantised(masses(names))
-    yield "erf beside trf", fields.paired(masses(names))
-    delta = torch.tensor([[9.0, 4.0, 1.0]] * 2)
-    yield "delta", fields.truncated([fields.Lost(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names])
+    sets = {s: {name: [50.0 + k] for name, k in number.items()} for s in ("boolq", "cb", "rte", "wic", "mean")}
+    epsilons, delta = torch.tensor([0.5, 0.1, 0.01]), torch.tensor([[9.0, 4.0, 1.0]] * 2)
+    losses = [(name, {5: 9.0 - k / 9, 10: 8.0 - k / 9}) for name, k in number.items()]
+    profiles = {name: -0.01 * (k + 1) * torch.arange(99.0) for name, k in number.items()}
+    fields_of = {name: [(epsilons, (k + 2) / epsilons)] for name, k in number.items()}
     windows = [timing.Timed(name, "plain", w, w + 9.0, w) for name in names for w in (8, 16)]
-    yield "windows", timing.of_windows(windows, 1, 4, [8])
-    yield "models", timing.of_models([Timing(name, "auto", "inference", 16, 3.0, 1, 2, 4) for name in names], "machine")
+    models = [Timing(name, "auto", "inference", 16, 3.0, 1, 2, 4) for name in names]
+    return {
+        "perplexity": lambda: sweep_curves.perplexity(ppl, ratios, 64),
+        "exact match": lambda: sweep_curves.exact_match({"copy": ppl}, {"copy": 64}),
+        "training": lambda: sweep_curves.training(losses),
+        "positions": lambda: sweep_curves.positions({name: {0: 9.0, 3: 7.0 - k / 9} for name, k in number.items()}),
+        "scores": lambda: score_curves.over_length({("set", "F1"): ppl}, 64, {}),
+        "sets": lambda: score_curves.by_set(sets, "accuracy"),
+        "profiles": lambda: biases.compared(profiles, 1),
+        "trf": lambda: fields.theoretical(fields_of),
+        "erf": lambda: fields.empirical(masses(names), [0.5, 0.1]),
+        "quantised erf": lambda: fields.empirical_quantised(masses(names)),
+        "erf beside trf": lambda: fields.paired(masses(names)),
+        "delta": lambda: fields.truncated([fields.Lost(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names]),
+        "windows": lambda: timing.of_windows(windows, 1, 4, [8]),
+        "models": lambda: timing.of_models(models, "machine"),
+    }
+
+
+# those that fill a page, or have a layout of their own
+WIDE = ("perplexity", "erf beside trf", "delta", "windows", "models")
 
 
 def lines_of(figure: Figure, names) -> set[str]:
@@ -65,8 +76,8 @@ def lines_of(figure: Figure, names) -> set[str]:
 
 
 def rows_of(figure: Figure) -> list[str]:
-    drawn = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes if axes.images]
-    return next(names for names in drawn if any(names))
+    rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes if axes.images]
+    return next(names for names in rows if any(names))
 
 
 def test_pdfs_embed_truetype_fonts_of_every_letter(tmp_path):
@@ -96,25 +107,23 @@ def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
     looks, seen = style.looks(list(SPECS)), set()
     made = {name: build(name, 4, 64) for name in names}
     profiles = {name: encoding.profile(64) for name, encoding in made.items()}
-    named = dict(drawn(names))
+    named = {what: draw() for what, draw in comparisons(names).items()}
     assert not any(axes.images for figure in named.values() for axes in figure.axes)  # lines of up to twelve methods
     named["mean"] = sweep_curves.mean_perplexity({name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128])
     named |= {"of distance": biases.profiles(profiles), "heads": biases.of_heads(profiles["alibi"], "alibi")}
     named["queries"] = biases.of_queries({i: torch.randn(2, 3, i + 1) for i in (4, 9)}, "fire")
     named["maps"] = biases.heat_maps({name: bias_map(own, 9, [1])[0][0] for name, own in made.items()}, 1, 2)
     for what, figure in named.items():
-        assert figure.get_figwidth() <= style.PAGE
+        assert figure.get_figwidth() <= style.PAGE and min(text.get_fontsize() for text in letters(figure)) >= 7
         for line in (line for axes in figure.axes for line in axes.lines if line.get_label() in names):
             look = looks[line.get_label()]
             assert line.get_color() == look.colour and line.get_marker() in (look.marker, "None"), what
             assert line._unscaled_dash_pattern == Line2D([], [], linestyle=look.dashes)._unscaled_dash_pattern
             seen.add(line.get_label())
-        assert min(text.get_fontsize() for text in letters(figure)) >= 7
         # a caption belongs to the title: axis labels name a quantity and its unit
-        for axes in figure.axes:
-            names_of_axes = f"{axes.get_xlabel()}\n{axes.get_ylabel()}"
-            assert ";" not in names_of_axes or what == "scores"  # which says there what its dashes are
-            assert all(len(line) < 50 for line in names_of_axes.split("\n")), what
+        for label in (f"{axes.get_xlabel()}\n{axes.get_ylabel()}" for axes in figure.axes):
+            assert ";" not in label or what == "scores"  # which says there what its dashes are
+            assert all(len(line) < 50 for line in label.split("\n")), what
         for legend in figure.legends:
             dashed = [line for line in legend.get_lines() if line.is_dashed()]
             # two dashes of the longest pattern, 8.5 line widths each
@@ -164,11 +173,11 @@ def check_fits(figure: Figure, name: str, what: str) -> None:
 @pytest.mark.parametrize("name", WIDTHS)
 def test_every_figure_fits_the_width_of_a_paper(name):
     with style.drawn_at(name):
-        named = dict(drawn(FEW[:4]))
-        if name == "page":  # where there is more room
-            named = {what: named[what] for what in ("perplexity", "erf beside trf", "delta", "windows", "models")}
+        made = comparisons(FEW[:4])
+        named = {what: made[what]() for what in (made if name == "column" else WIDE)}  # a page has more room
         setting = warping.Setting(20)
-        for stem in ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end"):
+        stems = ("figure-2-raw-attention", "figure-A-interpolation", "sensitivity-at-the-end")
+        for stem in stems if name == "column" else stems[:1]:
             compute, draw = warping.FIGURES[stem]
             named[stem] = draw(setting, compute(setting))
         maps = {spec: bias_map(build(spec, 4, 64), 9, [1])[0][0] for spec in ("alibi", "type1", "t5_bias")}
@@ -180,9 +189,10 @@ def test_every_figure_fits_the_width_of_a_paper(name):
 
 
 def test_more_than_twelve_methods_have_rows_that_fit():
-    assert len(FEW) == 12 and len(lines_of(dict(drawn(FEW))["profiles"], FEW)) == 12
+    assert len(FEW) == 12 and len(lines_of(comparisons(FEW)["profiles"](), FEW)) == 12
     with style.drawn_at("column"):
-        for what, figure in drawn(MANY):
+        for what, draw in comparisons(MANY).items():
+            figure = draw()
             if what in ("perplexity", "sets", "delta", "windows", "models"):
                 check_fits(figure, "column", what)
             if what == "models":  # bars with a row each
@@ -203,9 +213,8 @@ def test_a_name_that_is_wider_than_its_panel_is_broken(tmp_path):
 def test_titles_of_long_specs_overlap_nothing():
     specs = [f"fire:exact=true,hidden={k}" for k in range(4)] + [f"t5_bias:max_distance={k}" for k in (99, 128, 256)]
     with style.drawn_at("column"):
-        figure = biases.heat_maps(
-            {spec: torch.zeros(9, 9) for spec in [*specs, *(f"alibi{k}" for k in range(7))]}, 1, 1
-        )
+        others = [f"alibi{k}" for k in range(7)]
+        figure = biases.heat_maps({spec: torch.zeros(9, 9) for spec in [*specs, *others]}, 1, 1)
         style.fit_texts(figure)
         figure.draw_without_rendering()
     *panels, bar = [axes for axes in figure.axes if axes.get_visible()]
@@ -224,17 +233,14 @@ def test_a_legend_has_as_many_columns_as_fit():
     assert figure.legends[0].get_window_extent().width <= figure.bbox.width
 
 
-DRAW = ("figures", "report", "extend", "sliding", "erf", "trf", "sensitivity", "bench", "fire-fit")
-
-
 def test_every_command_that_draws_takes_a_width():
-    taken = []
+    taken = set()
     for command in COMMANDS:
         [actions] = [action for action in build_parser(command)._actions if action.dest == "command"]
         options = actions.choices[command]._option_string_actions
         if "--width" in options and options["--width"].dest == "figure_width":
-            taken.append(command)
-    assert sorted(taken) == sorted(DRAW)
+            taken.add(command)
+    assert taken == {"figures", "report", "extend", "sliding", "erf", "trf", "sensitivity", "bench", "fire-fit"}
 
 
 @pytest.mark.parametrize(
@@ -250,20 +256,19 @@ def test_every_command_that_draws_takes_a_width():
     ],
 )
 def test_a_width_that_is_none_is_refused(argv, words, capsys):
-    assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(word in said for word in words)
+    said = error_of(capsys, *argv)
+    assert all(word in said for word in words)
 
 
-def test_the_tables_of_a_verdict_are_written_as_latex(tmp_path, capsys):
-    assert main(["verdict", "alibi", "type1", "--heads", "2", "--latex", str(tmp_path / "verdict.tex")]) == 0
-    text = (tmp_path / "verdict.tex").read_text()
+def test_the_tables_of_a_verdict_are_written_as_latex(tmp_path):
+    file = tmp_path / "verdict.tex"
+    assert str(file) in run_here("verdict", "alibi", "type1", "--heads", "2", "--latex", file).stdout
+    text = file.read_text()
     assert text.count(r"\begin{tabular}") == 2 and r"\caption{alibi}" in text and "converges" in text
-    assert str(tmp_path / "verdict.tex") in capsys.readouterr().out
 
 
 def test_a_command_draws_at_the_width(tmp_path):
-    assert main(["trf", "alibi", "type1", "--out", str(tmp_path), "--width", "column"]) == 0
+    run_here("trf", "alibi", "--heads", "1", "--out", tmp_path, "--width", "column")
     [box] = re.findall(rb"/MediaBox \[ ?0 0 ([\d.]+) ", (tmp_path / "trf.pdf").read_bytes())
     assert float(box) == pytest.approx(72 * WIDTHS["column"])
 
@@ -274,12 +279,8 @@ def test_the_picture_of_delta_says_what_delta_is():
         found = [fields.Lost(f"m{k}", 16, 32, [1, 2, 4], delta, 2 * delta) for k in range(count)]
         said = " ".join(fields.truncated(found).get_suptitle().split())
         assert "δ(i, j) = ‖o_i − o_i^j‖" in said and "its j nearest keys" in said and "bound" in said
-
-
-def test_the_picture_of_delta_is_drawn_where_no_key_can_be_left_out():
-    zero = torch.zeros(1, 1)
-    figure = fields.truncated([fields.Lost("alibi", 1, 1, [1], zero, zero)])
-    assert figure.axes[0].get_yscale() == "linear"
+    none_left_out = fields.truncated([fields.Lost("alibi", 1, 1, [1], torch.zeros(1, 1), torch.zeros(1, 1))])
+    assert none_left_out.axes[0].get_yscale() == "linear"
 
 
 def test_erf_and_trf_are_a_curve_for_each_method_side_by_side():
