@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fairseq_rpe.core.table import rounded
+
 
 @dataclass(frozen=True)
 class Column:
@@ -58,7 +60,7 @@ def decimals(value: float | None, digits: int = 2) -> str:
     """A number for a narrow column: with thousands separated, in powers of ten where it is very large; "" for none."""
     if value is None:
         return ""
-    return f"{value:,.{digits}f}" if abs(value) < 1e7 else f"{value:.{digits}e}"
+    return rounded(value, f",.{digits}f" if abs(value) < 1e7 else f".{digits}e")
 
 
 def seconds(result: Any) -> str:

@@ -89,12 +89,16 @@ def read_lines(kind: type[Record], path: Path, what: str) -> list[Record]:
 def _record(kind: type[Record], given: object, source: str, what: str, strict: bool) -> Record:
     if not isinstance(given, Mapping):
         raise UserError(f"{source}: {what} is not a table")
-    fields, hints, plain = _fields(kind)
+    fields, hints, plain, listed = _fields(kind)
     values = {}
     for key, value in given.items():
         if key in fields:
-            checked = key in plain and plain[key].admits(value)
-            values[key] = value if checked else _value(hints[key], value, source, key, what, strict)
+            if key in plain and plain[key].admits(value):
+                values[key] = value
+            elif key in listed and type(value) is list and all(map(listed[key].admits, value)):
+                values[key] = tuple(value)
+            else:
+                values[key] = _value(hints[key], value, source, key, what, strict)
         elif strict:
             raise UserError(f"{source}: {what} has an unknown key '{key}'{nearest(key, fields)}")
     for name, field in fields.items():
@@ -142,12 +146,23 @@ class _Plain:
         return cls(hint, holds, optional) if hint in (str, int, float, bool) else None
 
 
+class _Fields(typing.NamedTuple):
+    """The fields of a dataclass and their annotations by name; what is plain, alone and as the items of a tuple."""
+
+    fields: dict[str, dataclasses.Field[Any]]
+    hints: dict[str, Any]
+    plain: dict[str, _Plain]
+    listed: dict[str, _Plain]
+
+
 @functools.cache
-def _fields(kind: type[Any]) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any], dict[str, _Plain]]:
-    """The fields of a dataclass and their annotations, by name, and what is plain of these."""
+def _fields(kind: type[Any]) -> _Fields:
     hints = typing.get_type_hints(kind, include_extras=True)
-    plain = {name: one for name, hint in hints.items() if (one := _Plain.of(hint)) is not None}
-    return {f.name: f for f in dataclasses.fields(kind)}, hints, plain
+    items = {name: typing.get_args(hint)[0] for name, hint in hints.items() if typing.get_origin(hint) is tuple}
+    plain, listed = (
+        {name: one for name, hint in of.items() if (one := _Plain.of(hint)) is not None} for of in (hints, items)
+    )
+    return _Fields({f.name: f for f in dataclasses.fields(kind)}, hints, plain, listed)
 
 
 def write(record: Any) -> dict[str, Any]:
@@ -157,7 +172,7 @@ def write(record: Any) -> dict[str, Any]:
 
 def filled(kind: type[Record], source: object, **own: object) -> Record:
     """A record of what ``source`` has by the names of its fields, and of what is its ``own``."""
-    given = {name: getattr(source, name) for name in _fields(kind)[0] if hasattr(source, name)}
+    given = {name: getattr(source, name) for name in _fields(kind).fields if hasattr(source, name)}
     return kind(**{**given, **own})
 
 

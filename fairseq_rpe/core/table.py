@@ -154,14 +154,24 @@ def spread(mean: float | None, form: str, seeds: Sequence[float], best: float | 
     cell = number(mean, form, best)
     if mean is None or len(seeds) < 2:
         return cell
-    return replace(cell, text=f"{cell.text} ({min(seeds):{form}} to {max(seeds):{form}})")
+    return replace(cell, text=f"{cell.text} ({rounded(min(seeds), form)} to {rounded(max(seeds), form)})")
 
 
 def number(value: float | None, form: str, best: float | None = None, note: str = "") -> Cell:
     """A number in a table, marked if it is the ``best`` one; an empty cell for none."""
     if value is None:
         return Cell("")
-    return Cell(format(value, form), value, best is not None and value == best, note)
+    return Cell(rounded(value, form), value, best is not None and value == best, note)
+
+
+def rounded(value: float, form: str) -> str:
+    """A number as ``form`` writes it, without the minus of a negative one that is rounded to zero.
+
+    >>> rounded(-0.0004, ".3f"), rounded(-0.0006, ".3f")
+    ('0.000', '-0.001')
+    """
+    text = format(value, form)
+    return text if re.search("[1-9a-z]", text) else text.removeprefix("-")
 
 
 def words(value: object) -> Cell:

@@ -76,9 +76,16 @@ class Perplexities:
             return self.lengths
         return sorted({*spaced(self.lengths, SHOWN - 1), *({self.trained_at} & set(self.lengths))})
 
-    def of(self, encoding: str) -> dict[int, list[float]]:
+    @cached_property
+    def _values(self) -> dict[str, dict[int, list[float]]]:
+        return {
+            name: by_length((row.result.length, row.result.ppl) for row in own)
+            for name, own in self._by_encoding.items()
+        }
+
+    def of(self, encoding: str) -> Mapping[int, list[float]]:
         """By length, the perplexity of each seed."""
-        return by_length((row.result.length, row.result.ppl) for row in self.rows_of(encoding))
+        return self._values.get(encoding, {})
 
     def seeds(self, encoding: str) -> list[dict[int, float]]:
         """The perplexity by length of each seed that was evaluated at its training length and beyond it."""

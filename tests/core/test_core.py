@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from refusal import refused
 
 from fairseq_rpe import core
+from fairseq_rpe.cli.printing import decimals
 from fairseq_rpe.core import Dense, Pair, Positions, Registry, Toeplitz, block, configure, option, parse
-from fairseq_rpe.core.table import Cell, Row, Table
+from fairseq_rpe.core.table import Cell, Row, Table, number, spread
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ def test_registry_refuses_duplicates_and_suggests():
         registry.register("alpha")(two)
     with refused("unknown thing 'alhpa'.*did you mean 'alpha'.*known: alpha"):
         registry.get("alhpa")
+
+
+def test_a_number_that_is_rounded_to_zero_has_no_minus():
+    assert [number(x, ".3f").text for x in (-4e-4, -0.0, 4e-4, -6e-4)] == ["0.000", "0.000", "0.000", "-0.001"]
+    assert [number(x, "+.3f").text for x in (-4e-4, 4e-4, -6e-4)] == ["0.000", "+0.000", "-0.001"]
+    assert spread(-4e-4, ".3f", [-4e-4, 4e-4]).text == "0.000 (0.000 to 0.000)"
+    assert number(-4e-4, ".3f").value == -4e-4  # CSV has the exact number
+    assert [decimals(x, 3) for x in (-4e-4, -1234.5, None)] == ["0.000", "-1,234.500", ""]
 
 
 def test_a_table_in_latex_is_escaped_ruled_and_has_its_caption():
