@@ -435,12 +435,9 @@ def test_randomized_times_refusals():
         build_positions("randomized:times=0", 10)
     with refused(f"'randomized:times={EXACT}' is more than {EXACT} positions: lower times"):
         build_positions(f"randomized:times={EXACT}", 2)
-
-
-@pytest.mark.parametrize(("tokens", "least"), [(50, 5), (51, 6)])
-def test_randomized_times_names_times_where_rows_are_too_long(tokens, least):
-    index, sizes = torch.arange(tokens, dtype=torch.float32)[None], torch.tensor([tokens])
-    with refused(rf"option 'times'.* 40 positions.*{tokens} tokens.*at least {least}\b"):
-        build_positions("randomized:times=4", 10)(index, sizes, generator())
-    enough = build_positions(f"randomized:times={least}", 10)
-    assert enough(index, sizes, generator()).k.max() < enough.max
+    for tokens, least in ((50, 5), (51, 6)):
+        index, sizes = torch.arange(tokens, dtype=torch.float32)[None], torch.tensor([tokens])
+        with refused(rf"option 'times'.* 40 positions.*{tokens} tokens.*at least {least}\b"):
+            build_positions("randomized:times=4", 10)(index, sizes, generator())
+        enough = build_positions(f"randomized:times={least}", 10)
+        assert enough(index, sizes, generator()).k.max() < enough.max

@@ -1,8 +1,9 @@
 """Small known sets, made by hand, in the files and formats that their authors ship and that the hub has.
 
 ``published.jsonl`` has their examples, one per line; labels are numbers of classes. All texts are invented. The test
-splits have no labels, as published. ``write(name, folder)`` writes a set as its authors do and returns what to read;
-``write_hub`` as the hub has it.
+splits have no labels, as published. The split ``asked`` has prompt | document | cue | answer of the question at a
+place of the training split, typed by hand after T5's templates. ``write(name, folder)`` writes a set as its authors do
+and returns what to read; ``write_hub`` as the hub has it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def story(middle: str) -> str:
 
 def _examples() -> dict[str, dict[str, Rows]]:
     """The rows of published.jsonl by set and split."""
-    found: defaultdict[str, dict[str, Rows]] = defaultdict(lambda: {split: [] for split in SPLITS})
+    found: defaultdict[str, dict[str, Rows]] = defaultdict(lambda: {split: [] for split in (*SPLITS, "asked")})
     for line in Path(__file__).with_suffix(".jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         found[row.pop("set")][row.pop("split")].append(row)

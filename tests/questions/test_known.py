@@ -96,43 +96,6 @@ def test_the_rest_of_scrolls(tmp_path):
     assert other.choices == ("Sela (A)", "Ivo", "Both of them", "Nobody") and other.document == FERRY
 
 
-# GLUE and SuperGLUE: prompt | document | cue | answer of one example each, typed by hand after T5's templates
-
-WRITTEN = {
-    ("cola", 0): "cola sentence: The kite the boy flew it was red. target:|||unacceptable",
-    ("cola", 1): 'cola sentence: She said "no to him. target:|||acceptable',
-    ("sst2", 0): "sst2 sentence: a warm and clumsy little film  target:|||positive",
-    ("sst2", 2): 'sst2 sentence: " bold " it is not  target:|||negative',
-    ("sst2", 3): "sst2 sentence: café scenes of rare charm  target:|||positive",
-    ("mrpc", 1): 'mrpc sentence1: He said "never. sentence2: He said nothing. target:|||not_equivalent',
-    ("qqp", 1): 'qqp question1: What is "oak? question2: Where is oak? target:|||not_duplicate',
-    ("stsb", 1): "stsb sentence1: A dog runs. sentence2: A dog sleeps. target:|||2.4",
-    ("mnli", 0): "mnli hypothesis: The comet was seen by many. premise:| Nobody saw the comet.| target:|contradiction",
-    ("mnli", 3): 'mnli hypothesis: He can read. premise:| He read "Dusk.| target:|entailment',
-    ("mnli_mismatched", 2): "mnli hypothesis: Ivo was glad. premise:| Ivo sold the boat.| target:|neutral",
-    ("qnli", 1): "qnli question: When did it rain? sentence:| The fields were wide.| target:|not_entailment",
-    ("rte", 0): "rte sentence1:| The ferry to Ostrel was cancelled on Friday."
-    "| sentence2: No ferry went to Ostrel on Friday. target:|entailment",
-    ("wnli", 0): "wnli sentence1:| The lid fits the pot since it is wide."
-    "| sentence2: The pot is wide. target:|not_entailment",
-    ("boolq", 0): "boolq passage:| Rye -- Rye is a grain. It is sown in autumn.| question: is rye a grain target:|True",
-    ("cb", 1): "cb hypothesis: he sold it premise:| I do not think that he sold it.| target:|contradiction",
-    ("copa", 0): "copa choice1: The fuse blew. choice2: The lamp was new. premise: The lamp went dark. "
-    "question: cause target:|||choice1",
-    ("superglue_rte", 0): "rte hypothesis: No ferry went. premise:| The ferry was cancelled.| target:|entailment",
-    ("multirc", 1): "multirc question: Who ate? answer: Ula paragraph:"
-    "| Sent 1: Ula baked rye. Sent 2: Max ate it.| target:|False",
-    ("record", 0): "record query: @placeholder no longer owns a boat entities: Ivo, Sela passage:"
-    "| Ivo met Sela at the quay. Sela sold the boat| target:|Sela",
-    ("record", 1): "record query: In @placeholder she is known entities: Ada Quill, Marrow, Quill passage:"
-    "| Ada Quill of Marrow spoke. Quill was glad| target:|Marrow",
-    ("wic", 1): "wic sentence1: The bank was wet. sentence2: The bank lent him coins. word: bank target:|||False",
-    ("wsc", 0): "wsc text: Nils thanked * Oda * because # she # had waited. target:|||True",
-    ("wsc", 2): "wsc text: When # he # had paid, * the old man * left. target:|||True",
-    ("wsc", 3): "wsc text: Ivo, and with him Sela, left; # they # sang. target:|||True",
-}
-
-
 @pytest.mark.parametrize("name", SHORT)
 def test_prompts_are_t5s_and_the_hub_has_the_same_questions(name, tmp_path):
     authors, hub = published.write(name, tmp_path / "authors"), published.write_hub(name, tmp_path / "hub")
@@ -140,11 +103,9 @@ def test_prompts_are_t5s_and_the_hub_has_the_same_questions(name, tmp_path):
         found = questions_of(name, authors, split)
         assert found == questions_of(name, hub, split) and len(found) >= 3
     train = questions_of(name, authors, "train")
-    typed = {place: text for (here, place), text in WRITTEN.items() if here == name}
-    assert typed
-    for place, text in typed.items():
-        one = train[place]
-        assert [one.prompt, one.document, one.cue, *one.answers] == text.split("|")
+    typed = published.ROWS[name]["asked"]
+    found = [train[row["place"]] for row in typed]
+    assert typed and ["|".join([o.prompt, o.document, o.cue, *o.answers]) for o in found] == [r["text"] for r in typed]
     assert name == "record" or {one.choices for one in train} == {known.load(name).choices}
 
 
@@ -408,20 +369,18 @@ def test_odd_bytes(tmp_path):
         questions_of("sst2", tmp_path, "train")
 
 
-def test_damaged_files(tmp_path):
+def test_damaged_and_missing_files(tmp_path):
     (tmp_path / "train-0.parquet").write_bytes(b"PAR1 no more")
     with refused("train-0.parquet is cut short or damaged"):
         questions_of("sst2", tmp_path, "train")
     (tmp_path / "wic.zip").write_bytes(b"PK")
     with refused("wic.zip is cut short or damaged"):
         known.load("wic").find(tmp_path, "train")
-
-
-def test_missing_files(tmp_path):
     with refused(r"no/where does not exist: name the folder or zip archive of wic"):
         known.load("wic").find("no/where", "train")
-    words = r"has no valid file of mnli \(dev_matched.tsv or validation_matched-\*.parquet or .*\): get it from https"
-    with refused(words):
+    with refused(
+        r"no valid file of mnli \(dev_matched.tsv or validation_matched-\*.parquet or .*\): get it from https"
+    ):
         known.load("mnli").find(tmp_path, "valid")
     with refused(r"WiC.zip has no train file of rte \(train.tsv or"):
         known.load("rte").find(published.write("wic", tmp_path), "train")
