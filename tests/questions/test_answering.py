@@ -34,10 +34,8 @@ PAD, EOS = 1, 2
 
 
 def task_of(folder: Path, length: int = 128, **changes) -> AnswersTask:
-    cfg = AnswersConfig()
-    usual = {"data": str(folder), "tokens_per_sample": length, "seed": 1, "finetune_from_model": None}
-    vars(cfg).update({**usual, "train_subset": "train", **changes})
-    return AnswersTask.setup_task(cfg)
+    usual = {"data": str(folder), "tokens_per_sample": length, "train_subset": "train", "finetune_from_model": None}
+    return AnswersTask.setup_task(AnswersConfig(**{**usual, "seed": 1, **changes}))
 
 
 def rows_of(folder: Path, split: str = "train", length: int = 128, **changes):

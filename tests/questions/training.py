@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import fairseq_rpe.models  # noqa: F401  (before fairseq: registers, and lets it start quicker)
 
@@ -30,7 +31,7 @@ def train(
     init_from: Path | None = None,
     said: list[str] | None = None,
     optimizer: str = "adam",
-    **flags: object,
+    **flags: Any,
 ) -> Path:
     """Train a tiny model on a prepared folder of questions, or go on where ``save_dir`` has a checkpoint; its last one.
 
