@@ -245,6 +245,7 @@ STATES = {
     "history-numbers": (put(optimizer_history=[1]), "its optimizer_history is a list, not a list of tables"),
     "updates-text": (put(optimizer_history=[{"num_updates": "x"}]), "its num_updates is 'x'"),
     "updates-huge": (put(optimizer_history=[{"num_updates": 10**30}]), "its num_updates is"),
+    "updates-64-bits": (put(optimizer_history=[{"num_updates": 2**63}]), f"its num_updates is {2**63}, not a number"),
     "extra-list": (put(extra_state=[1]), "its extra_state is a list, not a table"),
     "optimizer-text": (put(last_optimizer_state="x"), "its last_optimizer_state is 'x', not a table"),
     # the environment
@@ -276,6 +277,8 @@ STATES = {
     "encodings-many": (encodings("0.x", "1.x", "2.x"), "say decoder_layers=2, its weights 3 encodings"),
     "expanded": (more("x", STORED(10**12)), "its weight x is larger than what the file holds"),
     "same-often": (lambda s: s["model"].update({f"x{n}": s["model"][FC] for n in range(2000)}), "than the file"),
+    "reference-below-number": (setting(x={1: "${x}"}), r"its cfg\.model\.x is '\$\{x\}'"),
+    "reference-below-long-name": (setting(x={60 * "k": "${x}"}), r"its cfg\.model\.x is '\$\{x\}'"),
     "nested": (setting(x=wrapped(300)), "more settings, or deeper ones, than any training has"),
     "laughs": (setting(x=wrapped(30, times=2)), "more settings, or deeper ones, than any training has"),
     "cycle": (setting(x=cycle()), "more settings, or deeper ones, than any training has"),
@@ -381,6 +384,17 @@ def test_contents_that_no_training_leaves(name, good, here, tmp_path):
         assert name not in STATES
         checkpoint.learned() if name in OWN else check_size(checkpoint)
     check_line(str(caught.value), words)
+
+
+@pytest.mark.parametrize(("tables", "refused"), [(18, False), (19, True)])
+def test_settings_may_be_tables_in_tables_as_deep_as_is_read(tables, refused, good, tmp_path):
+    nested = functools.reduce(lambda inner, _: {"t": inner}, range(tables), 1)
+    file = saved(torch.load(good), setting(x=nested), tmp_path / "deep.pt")
+    if refused:
+        with pytest.raises(UserError, match="more settings, or deeper ones, than any training has"):
+            checkpoints.load(file)
+    else:
+        assert checkpoints.load(file).model["x"] == nested
 
 
 @pytest.mark.parametrize("name", SIZES)

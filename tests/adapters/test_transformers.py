@@ -526,3 +526,21 @@ def test_the_page_is_true(tmp_path, monkeypatch):
     assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
+
+
+def test_what_is_no_encoding_and_the_remedy_for_longrope():
+    with refused("encoding is a spec such as 'rope'"):
+        use_encoding(llama(), None)
+    factors = [1.0, 1.5, 2.0, 4.0]
+    model = llama({"rope_type": "longrope", "long_factor": factors, "short_factor": [1.0] * 4, "factor": 4.0})
+    for spec in ("rope", "longrope", "xpos"):
+        with refused(rf"is scaled \(longrope\), and '{spec}' .* use longrope:factors="):
+            use_encoding(model, spec)
+    with_encoding(model, "longrope:factors=1+1.5+2+4,factor=4")
+
+
+def test_a_model_whose_rotation_shows_no_frequencies_is_refused():
+    model = llama()
+    del model.model.rotary_emb.inv_freq
+    with refused("LlamaRotaryEmbedding has no inv_freq, which transformers .* use that version"):
+        use_encoding(model, "rope")

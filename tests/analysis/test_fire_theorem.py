@@ -217,3 +217,10 @@ def test_the_command_prints_draws_and_writes_both(tmp_path):
     assert written["sigma"] == "cos(x)" and len(written["weight"]) == 64 and written["error"] < 1e-12
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert "The paper has no construction of it." in run_here("fire-fit", "type1", "--length", "20").stdout
+
+
+def test_only_powers_are_shown_with_p():
+    def shown(spec):
+        return [line.split()[0] for line in str(of_paper(spec, 2, 20)[1][0]).splitlines()]
+
+    assert "p" in shown("kerple_power") and "p" not in shown("sandwich")

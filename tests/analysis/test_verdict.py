@@ -16,7 +16,9 @@ from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis import judgement
+from fairseq_rpe.analysis.asymptotics import Scale
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict, verdict_of_formula
+from fairseq_rpe.analysis.expansions import ONE, Expansion, Unknown, exactly, level, times
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.ranges import ranges
 from fairseq_rpe.core import LogWeight, UserError, files
@@ -412,3 +414,13 @@ def test_curves_have_one_colour_per_encoding():
     assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}
     assert [text.get_text() for text in axes.texts] == ["alibi, head 1", specs[1]]
     assert "thin: other heads" in axes.get_title()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [{level(2): (sympy.Integer(1), sympy.Integer(2))}, {times(ONE, level(1), sympy.Rational(1, 2)): exactly(1)}],
+    ids=["between one and two ln ln n", "the root of ln n"],
+)
+def test_exp_of_a_growth_that_is_no_sum_of_logarithms_is_left_undecided(second):
+    with pytest.raises(Unknown, match="exp of a slow growth that is not a logarithm"):
+        Scale(40, 3).exp(Expansion({level(1): exactly(1), **second}))

@@ -428,3 +428,13 @@ def test_two_processes_agree_and_write_one_file(tmp_path, cache):
     assert printed[0] == printed[1] and printed[0][0] in ("fast", "sdpa")
     [path] = cache.glob("*.json")
     assert len(json.loads(path.read_text())["choices"]) == 4
+
+
+def test_what_cannot_be_measured_is_said_once_and_the_plain_backend_taken(caplog):
+    def machine(device):
+        raise OSError("no such device")
+
+    asked = calibrator(machine=machine)
+    assert [asked.choice(*call()) for _ in range(2)] == [None, None]
+    [line] = [r.message for r in caplog.records if r.name == calibration.__name__]
+    assert "nothing could be measured for " in line and "no such device" in line

@@ -81,6 +81,7 @@ def test_the_help_has_the_defaults_of_the_architectures():
     assert by_arch("updates") == "default: 400 for tiny, else 50000; tasks: 3000 for tiny, else 40000"
     assert by_arch("dropout") == "default: 0.0 for tiny, else 0.1"
     assert by_arch("batch_sentences") == "default: 16 for tiny, else 128; tasks: 64"
+    assert by_arch("warmup") == "default: 80 for tiny, else 4000; tasks: 200 for tiny, else 2400"
     for command in ("train", "sweep"):
         [commands] = [a.choices for a in build_parser(command)._actions if isinstance(a.choices, dict)]
         shown = " ".join(commands[command].format_help().split())

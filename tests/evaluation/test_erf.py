@@ -16,8 +16,10 @@ from fairseq_rpe.analysis.truncation import losses, window_sizes
 from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.core import UserError
 from fairseq_rpe.evaluation import probe
+from fairseq_rpe.evaluation.loading import Subject
 from fairseq_rpe.evaluation.output_loss import COLUMNS, Truncation
 from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
+from fairseq_rpe.evaluation.receptive import FieldRequest, through
 
 LENGTH, ROWS, EPSILONS = 23, 9, (0.5, 0.1, 0.01)
 
@@ -259,3 +261,9 @@ def test_delta_of_trained_models_stays_below_too(trained, corpus, tmp_path):
 def test_bad_input_is_one_line(trained, corpus, tmp_path, flags, reason):
     assert reason in refusal("erf", trained, corpus, *flags.split(), "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_were_not_measured_are_not_left_out_silently(trained, corpus):
+    request, subject = FieldRequest(data=corpus, blocks=2, device="cpu"), Subject(trained, "alibi", 32)
+    with pytest.raises(UserError, match=f"{trained}: 10 of 12 rows were measured: report this"):
+        through(request, subject, 20, lambda decoder: Field(decoder, 20, 5, EPSILONS), rows=6)

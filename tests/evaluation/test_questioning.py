@@ -14,10 +14,10 @@ from conftest import TRAIN_FLAGS, run_here
 from measuring import EOS, PAD, refusal, rows_of, without_seconds
 from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
 
-from fairseq_rpe.core import files
+from fairseq_rpe.core import UserError, files
 from fairseq_rpe.evaluation import questioning
 from fairseq_rpe.evaluation.distances import bands
-from fairseq_rpe.questions import prepared
+from fairseq_rpe.questions import askable, prepared
 from fairseq_rpe.questions.layout import fitted
 from fairseq_rpe.questions.metrics import Scored, score
 from fairseq_rpe.questions.question import Question
@@ -317,3 +317,15 @@ def test_what_does_not_fit_the_checkpoint_is_refused(data, checkpoint, tmp_path,
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     said = refusal("answer", checkpoint, data, "--lengths", 90, "--out", tmp_path / "rows.jsonl")
     assert "needs rouge-score, which is not installed" in said and not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_choice_that_is_longer_than_answers_needs_its_own_room(tmp_path):
+    asked = Question("q", "Which one? ", ("no",), "", "", "", ("no", "it never does, " * 9))
+    folder = make_sets(tmp_path / "data", [asked_set("long", {"valid": [asked]}, ("accuracy",), 6)])
+    rows = folder.split("valid")
+    [row] = rows
+    read, choice = rows.lengths(row)[0], max(int(rows.sizes[item]) for item in row.choices)
+    askable.check(folder, "valid", [read + choice])  # answers of at most six tokens are written
+    askable.check(folder, "valid", [read + choice + 1], compared=True)
+    with pytest.raises(UserError, match=f"question 'q' of long takes {read} tokens .* where {read - 1} may be read"):
+        askable.check(folder, "valid", [read + choice], compared=True)

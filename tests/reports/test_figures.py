@@ -420,3 +420,36 @@ def test_what_a_checkpoint_lacks_is_refused(tmp_path, capsys, spec, flags, words
 def test_layers_are_of_a_checkpoint(tmp_path, capsys):
     error = error_of(capsys, "figures", "fire", "--layers", "0", "--out", tmp_path / "out")
     assert "give --checkpoint FILE too" in error and not (tmp_path / "out").exists()
+
+
+def test_a_sweep_is_not_mixed_with_specs_and_needs_a_finished_run(sweep, capsys):
+    for argv, words in (
+        (["alibi", "--sweep", str(sweep)], "not both"),
+        (["--sweep", str(sweep), "--heads", "4"], "--heads does not go with --sweep"),
+        (["--sweep", str(sweep)], "no finished run of seed 1"),
+    ):
+        assert words in error_of(capsys, "figures", *argv)
+
+
+def test_a_folder_of_questions_is_refused_before_anything_is_drawn(sweep, capsys, monkeypatch):
+    (sweep / "asked").mkdir()
+    (sweep / "asked" / "answers.json").write_text("{}")
+    before = sorted(sweep.rglob("*"))
+    monkeypatch.setattr(drawing, "draw", None)
+    argv = ["figures", "--sweep", str(sweep), "--seed", "3", "--data", str(sweep / "asked")]
+    said = error_of(capsys, *argv)
+    assert f"{sweep / 'asked'} holds questions, which are not one text: name a folder of fairseq-rpe prepare" in said
+    assert sorted(sweep.rglob("*")) == before
+
+
+def test_at_most_nine_lengths_have_numbers():
+    axes = Figure().subplots()
+    style.lengths_along(axes, [2**k for k in range(10)])
+    named = [label.get_text() for label in axes.get_xticklabels()]
+    assert named == ["", "2", "", "8", "", "32", "", "128", "", "512"]
+
+
+def test_maps_of_exact_answers_name_task_and_seeds_alone():
+    curves = {f"rope:base={k}": {2: [80.0, 90.0], 9: [20.0, 30.0]} for k in range(MOST_LINES + 1)}
+    [axes] = panels(sweep_curves.exact_match({"copy": curves}, {"copy": 5}))
+    assert axes.get_title() == "copy\nmean of 2 seeds"  # a map has no bars to explain

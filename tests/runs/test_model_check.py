@@ -11,7 +11,7 @@ from refusal import refusal
 from sweep_commands import SMALL
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.runs.model_check import ModelSize, check_evaluation, check_model, model_size
+from fairseq_rpe.runs.model_check import ModelSize, check_evaluation, check_model, model_encodings, model_size
 from fairseq_rpe.runs.settings import Request, plan
 
 REQUEST = Request(rpe="alibi", save_dir=Path("x"), data=Path("d"), device="cpu")
@@ -120,3 +120,9 @@ def test_a_training_that_would_fail_is_refused_by_the_command_itself(state, corp
         ("alibi", ["--attention-backend", "flex"], "no backward pass on the CPU: use 'sdpa'"),
     ):
         assert words in refusal(*given, rpe, *more, *SMALL) and not (tmp_path / "run").exists()
+
+
+def test_the_training_length_may_be_given_by_its_flag():
+    request = replace(REQUEST, rpe="learned", extra=("--rpe-train-length", "48"))
+    [encoding] = model_encodings(request, plan(request, ""))
+    assert len(encoding.table) == 48

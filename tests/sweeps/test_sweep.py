@@ -319,6 +319,12 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
     assert work.done(100, 2) + work.results[2] == pytest.approx(work.whole) == work.done(999, 9)
 
 
+def test_an_update_costs_as_many_batches_as_it_has(corpus, tmp_path):
+    more = ("--update-freq", "2", "--nproc", "3")
+    _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, *more)[1:])
+    assert local.Work.of(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
+
+
 def test_the_bar_of_generated_tasks(tmp_path):
     _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
     results = local.Work.of(cell).results
