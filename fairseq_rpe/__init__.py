@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention.plain import RelativeAttention, attend
-    from .encodings import build
+    from fairseq_rpe.attention.plain import RelativeAttention, attend
+    from fairseq_rpe.encodings import build
 
 __version__ = "0.1.0"
 __all__ = ["RelativeAttention", "attend", "build"]
@@ -19,7 +19,7 @@ __all__ = ["RelativeAttention", "attend", "build"]
 _HOME = {"RelativeAttention": "attention.plain", "attend": "attention.plain", "build": "encodings"}
 
 if sys.modules.get("fairseq") is not None:
-    from . import models  # noqa: F401
+    from fairseq_rpe import models  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ positions, and every layer makes, or shares, the plan of its encoding and carrie
 
 from typing import Any
 
-from . import present  # noqa: F401  (before transformers)
+from fairseq_rpe.adapters import present  # noqa: F401  (before transformers)
 
 # isort: split
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ..attention import Backend, Plan
-from ..attention.layer import carry_out, counted, plan_of
-from ..core import Positions, UserError
-from ..core.spec import nearest
-from ..encodings import Encoding
-from ..modules.moves import Moves
+from fairseq_rpe.attention import Backend, Plan
+from fairseq_rpe.attention.layer import carry_out, counted, plan_of
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.modules.moves import Moves
 
 NAME = "fairseq_rpe"  # of this attention, among those that transformers knows
 # model_type of configs whose models have been compared with their own rotation, layer by layer the same

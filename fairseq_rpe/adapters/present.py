@@ -4,7 +4,7 @@ import importlib
 import sys
 from importlib.util import find_spec
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 if find_spec("transformers") is None:
     raise UserError('the package transformers is not installed: pip install -e ".[transformers]"')

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from .interface import (  # first: it finds the package
+from fairseq_rpe.adapters.interface import (
     NAME,
     TYPES,
     Adapter,
@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import choose
-from ..core import UserError
-from ..core.arguments import described
-from ..core.spec import canonical, parse
-from ..encodings import Encoding, build, names, normalise
-from ..encodings.base import registry
-from ..encodings.model_rotation import ModelRotation, complete
-from ..modules.moves import Moves
-from .scoring import evaluate
+from fairseq_rpe.adapters.scoring import evaluate
+from fairseq_rpe.attention import choose
+from fairseq_rpe.core.arguments import described
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import canonical, parse
+from fairseq_rpe.encodings import Encoding, build, names, normalise
+from fairseq_rpe.encodings.base import registry
+from fairseq_rpe.encodings.model_rotation import ModelRotation, complete
+from fairseq_rpe.modules.moves import Moves
 
 __all__ = ["TYPES", "evaluate", "restore", "use_encoding"]
 

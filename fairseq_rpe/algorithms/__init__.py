@@ -3,8 +3,8 @@
 ``build("copy:items=20").examples("test")``; a new task is one file with one registration.
 """
 
-from . import arithmetic, lists, needles  # noqa: F401  (registers)
-from .base import SPLITS, Algorithm, Example, Sizes, register, registry
+from fairseq_rpe.algorithms import arithmetic, lists, needles  # noqa: F401  (registers)
+from fairseq_rpe.algorithms.base import SPLITS, Algorithm, Example, Sizes, register, registry
 
 __all__ = ["SPLITS", "Algorithm", "Example", "Sizes", "build", "describe", "names", "normalise", "register"]
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..core import option
-from .base import SEPARATOR, Algorithm, Sizes, register
-from .lists import KAZEMNEJAD
+from fairseq_rpe.algorithms.base import SEPARATOR, Algorithm, Sizes, register
+from fairseq_rpe.algorithms.lists import KAZEMNEJAD
+from fairseq_rpe.core.spec import option
 
 
 @register("summation")

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core import Registry, UserError, canonical, option
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.registry import Registry
+from fairseq_rpe.core.spec import canonical, option
 
 SPLITS = ("train", "valid", "test")
 SEPARATOR = "[SEP]"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core import option
-from .base import SEPARATOR, Algorithm, Sizes, register
+from fairseq_rpe.algorithms.base import SEPARATOR, Algorithm, Sizes, register
+from fairseq_rpe.core.spec import option
 
 KAZEMNEJAD = "Kazemnejad et al. 2023 (arXiv 2305.19466)"
 

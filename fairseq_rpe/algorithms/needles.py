@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core import UserError, option
-from .base import SPLITS, Algorithm, Example, Sizes, register
-from .lists import alphabet
+from fairseq_rpe.algorithms.base import SPLITS, Algorithm, Example, Sizes, register
+from fairseq_rpe.algorithms.lists import alphabet
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import option
 
 
 @dataclass(frozen=True)

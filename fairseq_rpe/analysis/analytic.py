@@ -9,7 +9,7 @@ import mpmath
 import sympy
 from flint import acb, acb_series, arb, ctx, fmpq
 
-from .enclosures import PRECISION, Field, Undefined, iv
+from fairseq_rpe.analysis.enclosures import PRECISION, Field, Undefined, iv
 
 _EVALUATIONS = 200  # of the integrand; a few dozens are the rule
 precisely = ctx.workprec(PRECISION)  # decorates what computes with balls; flint's own precision stays as it was

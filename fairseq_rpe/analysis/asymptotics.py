@@ -11,8 +11,8 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import Field, is_whole, iv, number
-from .expansions import (
+from fairseq_rpe.analysis.enclosures import Field, is_whole, iv, number
+from fairseq_rpe.analysis.expansions import (
     DEPTH,
     ONE,
     Arithmetic,
@@ -27,7 +27,7 @@ from .expansions import (
     sure_sign,
     times,
 )
-from .formula import N
+from fairseq_rpe.analysis.formula import N
 
 _FAR = sympy.Integer(24)  # exp of what falls faster than ln n is at most n^-24
 _LARGE = 10**4  # exponents and constants beyond these many digits are left alone

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core import Positions, block
-from ..encodings import Encoding
+from fairseq_rpe.core.forms import Positions, block
+from fairseq_rpe.encodings import Encoding
 
 _CELLS = 256  # queries and keys shown at most: a panel has no more pixels than that
 _HEADS = 4

@@ -23,17 +23,18 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, UserError
-from ..encodings import Encoding, build
-from .asymptotics import Scale
-from .enclosures import Undefined, enclose, ends, iv, sign
-from .expansions import Later, Unknown
-from .formula import N, parse
-from .ranges import ranges
-from .receptive_field import check_epsilons
-from .summation import CONVERGES, DEPENDS, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
-from .sums import Finite, Geometric, summed
-from .trf import Sum, Trf, trf
+from fairseq_rpe.analysis.asymptotics import Scale
+from fairseq_rpe.analysis.enclosures import Undefined, enclose, ends, iv, sign
+from fairseq_rpe.analysis.expansions import Later, Unknown
+from fairseq_rpe.analysis.formula import N, parse
+from fairseq_rpe.analysis.ranges import ranges
+from fairseq_rpe.analysis.receptive_field import check_epsilons
+from fairseq_rpe.analysis.summation import CONVERGES, DEPENDS, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
+from fairseq_rpe.analysis.sums import Finite, Geometric, summed
+from fairseq_rpe.analysis.trf import Sum, Trf, trf
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.encodings import Encoding, build
 
 LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it
 _DIGITS = 12

@@ -18,7 +18,7 @@ import mpmath
 import sympy
 from mpmath.ctx_iv import MPIntervalContext
 
-from .formula import N
+from fairseq_rpe.analysis.formula import N
 
 PRECISION = 120  # bits
 iv: Any = MPIntervalContext()  # our own: the precision of mpmath.iv belongs to everybody

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 EARLY = 3  # the last of the positions 0, 1, 2, 3, where a model has seen next to nothing
 GAIN = 0.01

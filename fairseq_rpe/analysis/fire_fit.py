@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import UserError
-from ..encodings import DistanceBias, Encoding, build, names
-from ..encodings.base import registry
-from ..encodings.fire import Fire
-from ..encodings.kerple import KerpleLog
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings import DistanceBias, Encoding, build, names
+from fairseq_rpe.encodings.base import registry
+from fairseq_rpe.encodings.fire import Fire
+from fairseq_rpe.encodings.kerple import KerpleLog
 
 LONGEST = 4096
 TOLERANCE = 1e-6  # nats

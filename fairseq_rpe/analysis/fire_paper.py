@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import UserError
-from ..encodings import Encoding
-from ..encodings.alibi import Alibi
-from ..encodings.kerple import KerpleLog, KerplePower
-from ..encodings.sandwich import Sandwich
-from ..encodings.t5 import T5Bias
-from .fire_fit import checked_profile, ranges, summary
+from fairseq_rpe.analysis.fire_fit import checked_profile, ranges, summary
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.alibi import Alibi
+from fairseq_rpe.encodings.kerple import KerpleLog, KerplePower
+from fairseq_rpe.encodings.sandwich import Sandwich
+from fairseq_rpe.encodings.t5 import T5Bias
 
 _LISTING = 1e-6  # what the published listing adds to the denominator
 _SIGMAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import sympy
 
-from ..core import UserError
-from ..core.spec import nearest
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import nearest
 
 N = sympy.Symbol("n", nonnegative=True)  # the distance in every expression of this package
 _FUNCTIONS = {name: getattr(sympy, name) for name in ("log", "exp", "sin", "cos", "tanh", "atan")} | {

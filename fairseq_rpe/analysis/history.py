@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from ..core import records
-from ..core.files import atomic_write, read_json_lines
-from ..core.records import Natural, Rule
+from fairseq_rpe.core import records
+from fairseq_rpe.core.files import atomic_write, read_json_lines
+from fairseq_rpe.core.records import Natural, Rule
 
 FILE = "profiles.jsonl"
 _POINTS = 64

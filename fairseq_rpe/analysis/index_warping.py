@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..positions import SKEWS as WARPS
-from .sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_differences, warped
+from fairseq_rpe.analysis.sensitivity import alibi_raw, interpolated, rope_raw, sensitivity, total_differences, warped
+from fairseq_rpe.positions import SKEWS as WARPS
 
 # (training length, c) -> skew -> what the paper prints for tests of 2 and of 4 times that length
 TABLE_2 = {

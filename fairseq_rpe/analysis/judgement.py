@@ -11,10 +11,10 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from ..core.table import Cell, Row, Table
-from ..encodings import Encoding
-from .convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
-from .receptive_field import quantised
+from fairseq_rpe.analysis.convergence import HeadVerdict, verdict, verdict_of_formula, weights_of_formula
+from fairseq_rpe.analysis.receptive_field import quantised
+from fairseq_rpe.core.table import Cell, Row, Table
+from fairseq_rpe.encodings import Encoding
 
 EPSILONS = (Fraction(1, 2), Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000))
 # six a decade, as decimals of two digits, so that each is an exact number

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from .enclosures import Field, Undefined
+from fairseq_rpe.analysis.enclosures import Field, Undefined
 
 _ULPS = 8  # numpy's functions are good to 4
 

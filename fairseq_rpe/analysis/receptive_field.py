@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 _EVERY, _POINTS = 64, 256  # of a curve each distance up to _EVERY is shown, then a logarithmic choice
 

@@ -6,11 +6,23 @@ from typing import Any
 
 import sympy
 
-from .analytic import ball, interval, precisely
-from .asymptotics import Scale
-from .enclosures import Undefined, intervals, iv, number
-from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, exactly, level, summed, sure_sign, times
-from .summation import ORDERS, Thin, thin
+from fairseq_rpe.analysis.analytic import ball, interval, precisely
+from fairseq_rpe.analysis.asymptotics import Scale
+from fairseq_rpe.analysis.enclosures import Undefined, intervals, iv, number
+from fairseq_rpe.analysis.expansions import (
+    ONE,
+    Expansion,
+    Later,
+    Monomial,
+    Unknown,
+    compare,
+    exactly,
+    level,
+    summed,
+    sure_sign,
+    times,
+)
+from fairseq_rpe.analysis.summation import ORDERS, Thin, thin
 
 
 def beyond(f: sympy.Expr, start: Any, decided: int) -> Callable[[Any], Any] | None:

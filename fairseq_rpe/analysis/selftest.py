@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import encodings
-from ..attention import BACKENDS, Backend, remembered, samples
-from ..attention.layer import carry_out, counted, noted, plan_of
-from ..core import Positions, UserError, parse
-from ..core.contract import ContractError, is_shipped
-from ..core.table import Cell as Shown
-from ..core.table import Row, Table
-from ..encodings import Encoding
-from ..encodings.base import registry
-from .speed import DTYPES, check_backends
+from fairseq_rpe import encodings
+from fairseq_rpe.analysis.speed import DTYPES, check_backends
+from fairseq_rpe.attention import BACKENDS, Backend, remembered, samples
+from fairseq_rpe.attention.layer import carry_out, counted, noted, plan_of
+from fairseq_rpe.core.contract import ContractError, is_shipped
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import parse
+from fairseq_rpe.core.table import Cell as Shown
+from fairseq_rpe.core.table import Row, Table
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.encodings.base import registry
 
 CASES = ("forward", "backward", "padded", "cached", "warped")
 PASSED, FAILED, REFUSED, NONE = "passed", "failed", "refused", "does not apply"

@@ -11,10 +11,10 @@ import torch
 from flint import arb
 from torch import Tensor
 
-from ..core import UserError
-from ..core.spec import nearest
-from ..encodings.alibi import alibi_slopes
-from ..positions import SKEWS
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.encodings.alibi import alibi_slopes
+from fairseq_rpe.positions import SKEWS
 
 Raw = Callable[[Tensor], Tensor]
 Skew = str | Callable[[Tensor], Tensor]

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from .. import encodings
-from ..attention import BACKENDS, choose
-from ..attention.flex import never as never_by_flex
-from ..attention.flex import not_compiled
-from ..attention.layer import noted, plan_of, scored
-from ..attention.triton import never as never_by_triton
-from ..core import Positions, UserError
-from ..core.table import Cell, Row, Table
-from .selftest import SYMBOLS
+from fairseq_rpe import encodings
+from fairseq_rpe.analysis.selftest import SYMBOLS
+from fairseq_rpe.attention import BACKENDS, choose
+from fairseq_rpe.attention.flex import never as never_by_flex
+from fairseq_rpe.attention.flex import not_compiled
+from fairseq_rpe.attention.layer import noted, plan_of, scored
+from fairseq_rpe.attention.triton import never as never_by_triton
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.table import Cell, Row, Table
 
 HEADS, WIDTH, LENGTH = 4, 16, 64
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import mpmath
 import sympy
 
-from .asymptotics import Scale, upper
-from .enclosures import Undefined, ends, number
-from .expansions import ONE, Expansion, Later, Monomial, Unknown, compare, exactly, level, sure_sign
+from fairseq_rpe.analysis.asymptotics import Scale, upper
+from fairseq_rpe.analysis.enclosures import Undefined, ends, number
+from fairseq_rpe.analysis.expansions import ONE, Expansion, Later, Monomial, Unknown, compare, exactly, level, sure_sign
 
 CONVERGES, DIVERGES, UNDECIDED = "converges", "diverges", "undecided"
 DEPENDS = "depends on content"

@@ -21,10 +21,10 @@ import numpy as np
 import sympy
 from flint import arb
 
-from .analytic import Weight, ball, interval, precisely
-from .enclosures import PRECISION, Undefined, enclose, ends, intervals, iv, number, precision
-from .ranges import ranges
-from .remainders import beyond
+from fairseq_rpe.analysis.analytic import Weight, ball, interval, precisely
+from fairseq_rpe.analysis.enclosures import PRECISION, Undefined, enclose, ends, intervals, iv, number, precision
+from fairseq_rpe.analysis.ranges import ranges
+from fairseq_rpe.analysis.remainders import beyond
 
 _ORDER, _RADIUS = 32, 24
 _TOLERANCE, _LEFT = 1e-22, 1e-23  # of a block's error, and of what is left, in parts of B

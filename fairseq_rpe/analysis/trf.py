@@ -10,8 +10,8 @@ from typing import Any
 import mpmath
 import sympy
 
-from .enclosures import ends, intervals, iv, number, sign
-from .sums import Finite, Geometric, Rough, Smooth
+from fairseq_rpe.analysis.enclosures import ends, intervals, iv, number, sign
+from fairseq_rpe.analysis.sums import Finite, Geometric, Rough, Smooth
 
 Sum = Smooth | Rough | Geometric | Finite
 Side = Callable[[Any], int]  # of j or ln j: 1 where it is surely long enough, -1 too short, 0 where that is open

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import double_backward, short
-from .diagonals import diagonal_sums, distances
-from .dropout import ROWS, keep_block
-from .plan import matrix
-from .short import LOG2E, merged
+from fairseq_rpe.attention import double_backward, short
+from fairseq_rpe.attention.diagonals import diagonal_sums, distances
+from fairseq_rpe.attention.dropout import ROWS, keep_block
+from fairseq_rpe.attention.plan import matrix
+from fairseq_rpe.attention.short import LOG2E, merged
 
 FORWARD_ROWS, BACKWARD_ROWS = 256, 128  # multiples of dropout.ROWS, so that blocks draw whole mask blocks
 FAR_ROWS = 1024  # and the keys before them are one call: torch's kernel multiplies larger tiles from 768 rows on

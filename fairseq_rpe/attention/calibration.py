@@ -31,13 +31,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core import UserError
-from . import remembered, samples
-from .kinds import Kind, kind_of
-from .plan import Plan
-from .ranks import agreed, store_of_ranks
-from .reference import reference
-from .remembered import Choice
+from fairseq_rpe.attention import remembered, samples
+from fairseq_rpe.attention.kinds import Kind, kind_of
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.ranks import agreed, store_of_ranks
+from fairseq_rpe.attention.reference import reference
+from fairseq_rpe.attention.remembered import Choice
+from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 LIMIT = 120.0  # seconds for a candidate's check, and again for its timing; NCCL gives up after 600

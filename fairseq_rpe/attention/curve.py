@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Curve, Dense, Form, Pieces
-from ..core.scores import pieces_between
-from . import double_backward
-from .blocks import ToeplitzBias
-from .diagonals import along_diagonals, diagonal_sums
-from .plan import Plan
+from fairseq_rpe.attention import double_backward
+from fairseq_rpe.attention.blocks import ToeplitzBias
+from fairseq_rpe.attention.diagonals import along_diagonals, diagonal_sums
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.core.forms import Curve, Dense, Form, Pieces
+from fairseq_rpe.core.scores import pieces_between
 
 GAP = 16  # distances; bands that are closer than this are one
 

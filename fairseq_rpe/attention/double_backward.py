@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 Gradients = tuple[Tensor | None, ...]
 

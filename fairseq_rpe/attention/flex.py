@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..core import (
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.core import scores
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import (
     ByKey,
     ByQuery,
     Content,
@@ -23,11 +26,8 @@ from ..core import (
     QueryKeyTableBias,
     Sum,
     Toeplitz,
-    UserError,
-    scores,
 )
-from ..core.scores import Function
-from .plan import Plan
+from fairseq_rpe.core.scores import Function
 
 BLOCK = 128  # of a block mask
 WIDTHS = range(16, 257)

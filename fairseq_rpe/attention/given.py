@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError
-from ..core.tensors import FLOATS, check_tensor
-from ..encodings import Encoding
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.tensors import FLOATS, check_tensor
+from fairseq_rpe.encodings import Encoding
 
 EXACT = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # each holds every whole number up to here
 MOST_DISTANCES = 1 << 24  # columns of a table of distances between tokens at positions of any spacing

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import Curve, Dense, Form, Pair, Pointwise, Toeplitz
-from .plan import Plan, evenly_spaced
+from fairseq_rpe.attention.plan import Plan, evenly_spaced
+from fairseq_rpe.core.forms import Curve, Dense, Form, Pair, Pointwise, Toeplitz
 
 LEAST_KEYS = 128  # of the classes of lengths, each four times as long as the one before
 

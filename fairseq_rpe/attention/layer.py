@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Curve, Form, Pieces, Positions, Toeplitz, UserError, added
-from ..encodings import Encoding
-from .curve import last_row
-from .plan import Plan
-from .select import Backend
+from fairseq_rpe.attention.curve import last_row
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.select import Backend
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Curve, Form, Pieces, Positions, Toeplitz, added
+from fairseq_rpe.encodings import Encoding
 
 Tables = MutableMapping[int, Any]  # what the encodings of a text that is being decoded keep, by id
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import Positions, Region
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.regions import Region
 
 ROWS = 256  # queries in a block, a multiple of dropout.ROWS
 

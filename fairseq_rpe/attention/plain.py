@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..core import Positions, UserError
-from ..core.arguments import check_count, check_probability, described
-from ..core.spec import canonical
-from ..encodings import Encoding, build
-from ..encodings.contract import check_contract
-from .given import check_documents, check_fit, check_input, check_notes, check_shapes, positions_of
-from .layer import carry_out, check_separable, counted, exactly, plan_of, separated
-from .room import Room, followed
-from .select import choose
+from fairseq_rpe.attention.given import check_documents, check_fit, check_input, check_notes, check_shapes, positions_of
+from fairseq_rpe.attention.layer import carry_out, check_separable, counted, exactly, plan_of, separated
+from fairseq_rpe.attention.room import Room, followed
+from fairseq_rpe.attention.select import choose
+from fairseq_rpe.core.arguments import check_count, check_probability, described
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import canonical
+from fairseq_rpe.encodings import Encoding, build
+from fairseq_rpe.encodings.contract import check_contract
 
 _PROCESS = uuid.uuid4().hex  # numbers of layers are of this process: a cache that was saved does not know them
 _numbers = itertools.count()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Content, Form, Positions, Reading, Region, Toeplitz, block, part
-from .nearby import Nearby, nearby
+from fairseq_rpe.attention.nearby import Nearby, nearby
+from fairseq_rpe.core.forms import Content, Form, Positions, Reading, Toeplitz, block, part
+from fairseq_rpe.core.regions import Region
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core import Reading, UserError, block
-from ..core.forms import column_of
-from .dropout import draw_seed, keep_block
-from .plan import Plan
+from fairseq_rpe.attention.dropout import draw_seed, keep_block
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Reading, block, column_of
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import by_rows, flash
-from .dropout import draw_seed, keep_block
-from .nearby import ROWS, Nearby
-from .plan import Plan
+from fairseq_rpe.attention.blocks import by_rows, flash
+from fairseq_rpe.attention.dropout import draw_seed, keep_block
+from fairseq_rpe.attention.nearby import ROWS, Nearby
+from fairseq_rpe.attention.plan import Plan
 
 Turned = list[tuple[Nearby, Tensor, Tensor]]  # a region, all queries and its keys as they are turned in it
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from ..core import UserError
-from ..core.files import CACHE, PACKAGE, file_digest, lock, read_json, write_json
-from ..core.records import read, write
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import CACHE, PACKAGE, file_digest, lock, read_json, write_json
+from fairseq_rpe.core.records import read, write
 
 logger = logging.getLogger(__name__)
 WAITS, WAIT = 40, 0.05  # for the lock, which is held for milliseconds; seconds

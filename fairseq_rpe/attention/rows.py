@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.forms import leaves, rebuilt
-from .double_backward import differentiable
-from .dropout import ROWS, keep_block
-from .plan import Plan
+from fairseq_rpe.attention.double_backward import differentiable
+from fairseq_rpe.attention.dropout import ROWS, keep_block
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.core.forms import leaves, rebuilt
 
 Attend = Callable[[Tensor, Tensor, Tensor, Plan, Tensor | None], Tensor]
 # scores of a block: a few such matrices fit a CPU's cache; elsewhere small pieces of work are the dearer

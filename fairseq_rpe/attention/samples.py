@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core import Curve, Dense, Form, Pieces, Pointwise, Positions, Toeplitz
-from ..core.scores import pieces_between
-from .plan import Plan
-from .prune import BLOCK
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.prune import BLOCK
+from fairseq_rpe.core.forms import Curve, Dense, Form, Pieces, Pointwise, Positions, Toeplitz
+from fairseq_rpe.core.scores import pieces_between
 
 SIZE = 267  # queries: odd, several blocks of every kernel, and more than sdpa needs to work with a curve's pieces
 PRUNED_SIZE = 4 * BLOCK + 3  # with keys that are far enough to be left out

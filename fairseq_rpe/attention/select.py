@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import UserError
-from ..core.arguments import check_text
-from ..core.spec import nearest
-from ..encodings import Encoding
-from .calibration import Calibrator
-from .flex import NO_BACKWARD, flex
-from .plan import Plan
-from .reference import reference
-from .sdpa import sdpa
-from .triton import triton, unavailable
+from fairseq_rpe.attention.calibration import Calibrator
+from fairseq_rpe.attention.flex import NO_BACKWARD, flex
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.reference import reference
+from fairseq_rpe.attention.sdpa import sdpa
+from fairseq_rpe.attention.triton import triton, unavailable
+from fairseq_rpe.core.arguments import check_text
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.encodings import Encoding
 
 logger = logging.getLogger(__name__)
 

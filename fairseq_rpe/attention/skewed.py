@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import ByKey, ByQuery, Form, Positions, Reading, Sum, block
-from .plan import Plan
-from .reference import read_columns
+from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.reference import read_columns
+from fairseq_rpe.core.forms import ByKey, ByQuery, Form, Positions, Reading, Sum, block
 
 
 def quick_block(form: Form, pos: Positions) -> Tensor:

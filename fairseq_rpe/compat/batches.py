@@ -7,7 +7,7 @@ import numpy as np
 from fairseq.data import data_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 
-from .replacement import replaces
+from fairseq_rpe.compat.replacement import replaces
 
 if not hasattr(np, "compat"):  # sample-break-mode eos, fairseq-interactive and generation want what left with numpy 2.0
     np.compat = types.SimpleNamespace(long=int)

@@ -4,8 +4,8 @@ import os
 import sys
 from typing import Any
 
-from ..core.errors import DEBUG, UserError, told
-from .replacement import replaces
+from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.core.errors import DEBUG, UserError, told
 
 
 @replaces(sys, "excepthook")

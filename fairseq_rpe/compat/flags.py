@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 from fairseq import options
 from fairseq.dataclass.configs import CommonConfig
 
-from ..core import UserError
-from ..encodings import load_module
-from .replacement import replaces
+from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings import load_module
 
 overrides: dict[str, str] = {}  # settings of the checkpoint that this command's flags replace, and no later one's
 

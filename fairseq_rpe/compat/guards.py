@@ -10,8 +10,8 @@ import torch
 from fairseq import utils
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
-from ..core import UserError
-from .replacement import replaces
+from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger("fairseq_rpe.eval")
 _tokens = SimpleNamespace(expected=None, scored=0)  # in the evaluation at hand; None: not known

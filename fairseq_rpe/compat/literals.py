@@ -5,7 +5,7 @@ import operator
 import sys
 from typing import Any
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 

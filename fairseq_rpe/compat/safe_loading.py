@@ -10,14 +10,15 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import utils
 from fairseq.models import BaseFairseqModel
 
-from ..core import UserError, checkpoint_file, checkpoint_state
-from ..core.checkpoint_state import State, same_kind
-from ..encodings.longer import check_trained, reads_longer
-from ..encodings.model_rotation import complete_for_checkpoint
-from ..encodings.trained import restore
-from .flags import overrides
-from .literals import evaluate_literal, literal_eval_only
-from .replacement import replaces
+from fairseq_rpe.compat.flags import overrides
+from fairseq_rpe.compat.literals import evaluate_literal, literal_eval_only
+from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.core import checkpoint_file, checkpoint_state
+from fairseq_rpe.core.checkpoint_state import State, same_kind
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings.longer import check_trained, reads_longer
+from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
+from fairseq_rpe.encodings.trained import restore
 
 
 @replaces(utils, "_broadcast_object_slow")

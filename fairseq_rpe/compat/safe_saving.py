@@ -9,8 +9,8 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from ..core import UserError
-from .replacement import replaces
+from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.core.errors import UserError
 
 
 @replaces(PathManager, "copy")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from .errors import UserError
+from fairseq_rpe.core.errors import UserError
 
 LARGEST_COUNT = 1 << 53  # what a float64 counts: torch refuses larger sizes with an error of its own
 _LONGEST = 40  # characters of a value that a message shows

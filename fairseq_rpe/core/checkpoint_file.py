@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError, os_line
+from fairseq_rpe.core.errors import UserError, os_line
 
 _MOST_PICKLE = 2**24  # bytes of names and settings: 100,000 tensors have 13 million
 _BEFORE_ZIP = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch before 1.6 begins a file with

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint_file import damaged, read
-from .errors import UserError
-from .files import vocabulary_digest
-from .tensors import FLOATS
+from fairseq_rpe.core.checkpoint_file import damaged, read
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import vocabulary_digest
+from fairseq_rpe.core.tensors import FLOATS
 
 _COUNTS = (torch.int32, torch.int64, torch.uint8, torch.bool)  # of buffers; a model says where it has any
 _MOST_VALUES, _MOST_NESTED = 100_000, 20  # of settings: fairseq's are 400 values, three deep

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .files import PACKAGE
+from fairseq_rpe.core.files import PACKAGE
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
 _RUN_MODULE = Path(__file__).with_name("run_module.py")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import UserError, shown, told
+from fairseq_rpe.core.errors import UserError, shown, told
 
 _PACKAGE = __name__.partition(".")[0]
 _LONG = 5  # letters from which a name with one other letter is taken for a misspelling

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .child_processes import SAFE_PATH
-from .errors import UserError
+from fairseq_rpe.core.child_processes import SAFE_PATH
+from fairseq_rpe.core.errors import UserError
 
 # A driver leaves one of these (NVIDIA's, WSL's, AMD's): without any, torch need not be asked.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

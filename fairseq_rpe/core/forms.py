@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .arguments import check_count, check_number, described
-from .errors import UserError
+from fairseq_rpe.core.arguments import check_count, check_number, described
+from fairseq_rpe.core.errors import UserError
 
 _ALL = slice(None)
 _PRODUCTS = 1 << 22  # of query, key and vector, element by element, in memory at a time

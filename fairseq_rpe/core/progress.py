@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any, Self
 
-from .errors import shown
+from fairseq_rpe.core.errors import shown
 
 SECONDS = 60.0  # from one line to the next
 _TITLE = 28  # characters that leave room for the rest

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from .errors import UserError, shown
-from .files import DELETE_LINE, RESTORE, read_json_lines
-from .spec import nearest
+from fairseq_rpe.core.errors import UserError, shown
+from fairseq_rpe.core.files import DELETE_LINE, RESTORE, read_json_lines
+from fairseq_rpe.core.spec import nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from .arguments import described
-from .errors import UserError, shown
-from .spec import Option, canonical, configure, nearest, options_of, parse
+from fairseq_rpe.core.arguments import described
+from fairseq_rpe.core.errors import UserError, shown
+from fairseq_rpe.core.spec import Option, canonical, configure, nearest, options_of, parse
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .errors import UserError
-from .forms import (
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import (
     ByKey,
     ByQuery,
     Content,

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from .arguments import check_text
-from .errors import UserError
+from fairseq_rpe.core.arguments import check_text
+from fairseq_rpe.core.errors import UserError
 
 MOST = 10**9  # of whole numbers that have no maximum of their own
 

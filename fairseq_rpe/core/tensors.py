@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import described
-from .errors import UserError
-from .forms import Positions
+from fairseq_rpe.core.arguments import described
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of 16 bits or more
 

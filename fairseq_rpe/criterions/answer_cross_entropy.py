@@ -9,8 +9,8 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
 from torch.nn import functional as F
 
-from ..core import UserError
-from .lm_cross_entropy import log_watched, watched
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.criterions.lm_cross_entropy import log_watched, watched
 
 
 @register_criterion("answer_cross_entropy", dataclass=FairseqDataclass)

@@ -12,8 +12,8 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss, AdaptiveLossConfig
 from fairseq.logging import metrics
 from omegaconf import II
 
-from ..core import UserError
-from ..modules.cross_entropy import linear_cross_entropy
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.modules.cross_entropy import linear_cross_entropy
 
 logger = logging.getLogger(__name__)
 WATCHED = "rpe_"

@@ -6,12 +6,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core import UserError, option
-from ..core.arguments import check_count, check_text, check_texts, described
-from ..core.contract import call, is_shipped
-from ..core.errors import enough_memory
-from ..core.files import file_digest
-from . import (  # noqa: F401  (registers)
+from fairseq_rpe.core.arguments import check_count, check_text, check_texts, described
+from fairseq_rpe.core.contract import call, is_shipped
+from fairseq_rpe.core.errors import UserError, enough_memory
+from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     absolute,
     alibi,
     bipe,
@@ -40,9 +40,9 @@ from . import (  # noqa: F401  (registers)
     window,
     xpos,
 )
-from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
-from .contract import check_contract
-from .kerple import positive
+from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
+from fairseq_rpe.encodings.contract import check_contract
+from fairseq_rpe.encodings.kerple import positive
 
 __all__ = [
     "Absolute",

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import UserError, option
-from .base import Absolute, Encoding, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Absolute, Encoding, register
 
 
 @register("nope")

@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..core import exact
-from .base import DistanceBias, register
+from fairseq_rpe.core.log_weights import exact
+from fairseq_rpe.encodings.base import DistanceBias, register
 
 
 def alibi_slopes(heads: int) -> list[float]:

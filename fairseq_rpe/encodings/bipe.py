@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import Form, Positions, UserError, option
-from ..core.tensors import check_embedded
-from .absolute import Sinusoidal
-from .alibi import Alibi, slopes
-from .base import Encoding, register
-from .rope import Rope
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Form, Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.core.tensors import check_embedded
+from fairseq_rpe.encodings.absolute import Sinusoidal
+from fairseq_rpe.encodings.alibi import Alibi, slopes
+from fairseq_rpe.encodings.base import Encoding, register
+from fairseq_rpe.encodings.rope import Rope
 
 
 @dataclass(frozen=True)

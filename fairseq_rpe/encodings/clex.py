@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import Positions, UserError, option
-from .base import Rotary, register
-from .ode import Solution, need_solver, overflow, solve
-from .rope import length_of
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Rotary, register
+from fairseq_rpe.encodings.ode import Solution, need_solver, overflow, solve
+from fairseq_rpe.encodings.rope import length_of
 
 LARGEST = 1e22  # radians per token: float32 holds its product with any whole position that float64 can count
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import Positions, UserError, option
-from ..core.tensors import check_embedded
-from .base import Encoding, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.core.tensors import check_embedded
+from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("complex")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, Positions, block
-from ..core.contract import FAR, check_names, is_shipped, refuse, untouched_random_state
-from ..core.forms import column_of
-from .base import Absolute, DistanceBias, Encoding, PairBias, Rotary
-from .contract_values import WIDE, Declined, Hooks, first_nonfinite
+from fairseq_rpe.core.contract import FAR, check_names, is_shipped, refuse, untouched_random_state
+from fairseq_rpe.core.forms import Positions, block, column_of
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairBias, Rotary
+from fairseq_rpe.encodings.contract_values import WIDE, Declined, Hooks, first_nonfinite
 
 _HOOKS = ("embed", "rotate", "value", "form", "scores", "remap", "reading", "settle", "rotation", "note", "regions")
 _OTHERS: tuple[str, ...] = ("setup", "series", "scalars", "profile", "Config", "formula", "paper", "shares", "tie")

@@ -6,7 +6,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..core import (
+from fairseq_rpe.core.contract import ContractError, call, refuse
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import (
     ByKey,
     ByQuery,
     Dense,
@@ -17,13 +19,11 @@ from ..core import (
     Positions,
     QueryKeyTableBias,
     Reading,
-    Region,
     Sum,
     Toeplitz,
-    UserError,
 )
-from ..core.contract import ContractError, call, refuse
-from .base import DistanceBias, Encoding, PairBias
+from fairseq_rpe.core.regions import Region
+from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairBias
 
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
 Shape = tuple[int, ...]

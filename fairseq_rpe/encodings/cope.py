@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core import Positions, option
-from .base import Encoding, register
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("cope")

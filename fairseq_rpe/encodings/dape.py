@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import Positions, UserError, block, option
-from .base import Encoding, register, registry
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions, block
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, register, registry
 
 PAIRS = 1 << 12  # whose hidden units are in memory at a time, without gradients on a CPU
 BASES = ("kerple_log", "alibi", "fire", "rope", "nope")

@@ -10,8 +10,9 @@ from typing import Self
 
 from torch import Tensor
 
-from ..core import Form, Positions, Reading, Region
-from .masks import Maskable
+from fairseq_rpe.core.forms import Form, Positions, Reading
+from fairseq_rpe.core.regions import Region
+from fairseq_rpe.encodings.masks import Maskable
 
 
 class Doors(Maskable):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import Curve, LogWeight, Pair, Positions, option
-from .base import PairBias, register
-from .segments import Stage, is_piecewise_linear, straight_pieces
+from fairseq_rpe.core.forms import Curve, Pair, Positions
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import PairBias, register
+from fairseq_rpe.encodings.segments import Stage, is_piecewise_linear, straight_pieces
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,

@@ -6,9 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..core import Positions, UserError, option
-from .base import Encoding, register
-from .ode import Solution, need_solver, overflow, solve
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, register
+from fairseq_rpe.encodings.ode import Solution, need_solver, overflow, solve
 
 QUERY, KEY, VALUE = range(3)
 MOST_STEPS = 1 << 24  # of the solver: float32 cannot tell later times apart

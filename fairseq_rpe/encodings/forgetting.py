@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import Form, Levels, Positions, UserError, exact, option
-from .base import Encoding, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Form, Levels, Positions
+from fairseq_rpe.core.log_weights import exact
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("forgetting")

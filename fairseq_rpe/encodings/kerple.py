@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import LogWeight, exact, option
-from .base import DistanceBias, register
+from fairseq_rpe.core.log_weights import LogWeight, exact
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import DistanceBias, register
 
 
 def positive(raw: Tensor, floor: float = 0.0) -> Tensor:

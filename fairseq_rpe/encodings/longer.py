@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core import Positions, Region, UserError, option
-from ..core.spec import show
-from .base import Rotary, register, registry
-from .rope import Rope, sharpened
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.regions import Region
+from fairseq_rpe.core.spec import option, show
+from fairseq_rpe.encodings.base import Rotary, register, registry
+from fairseq_rpe.encodings.rope import Rope, sharpened
 
 Turned = tuple[Tensor, Tensor, Tensor | None]
 

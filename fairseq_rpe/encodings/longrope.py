@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError, option
-from .base import Rotary, register
-from .rope import Rope, length_of
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Rotary, register
+from fairseq_rpe.encodings.rope import Rope, length_of
 
 SEEDS = {"pi": "linear", "ntk": "ntk", "yarn": "yarn"}  # a method that has a formula: what rope calls its scaling
 

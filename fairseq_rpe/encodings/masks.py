@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..core import Form, Positions, Region, UserError, block
-from ..core.arguments import check_count, described
-from ..core.errors import enough_memory
-from ..core.scores import score_mod
-from ..core.tensors import FLOATS
+from fairseq_rpe.core.arguments import check_count, described
+from fairseq_rpe.core.errors import UserError, enough_memory
+from fairseq_rpe.core.forms import Form, Positions, block
+from fairseq_rpe.core.regions import Region
+from fairseq_rpe.core.scores import score_mod
+from fairseq_rpe.core.tensors import FLOATS
 
 
 class Maskable(nn.Module):

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ..core import UserError
-from ..core.checkpoint_state import same_kind
-from . import build
-from .base import Encoding
+from fairseq_rpe.core.checkpoint_state import same_kind
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.base import Encoding
 
 _LONGEST = 120  # characters of torch's message, which lists every name
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..core import UserError
-from ..core.spec import parse, show
-from .base import registry
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import parse, show
+from fairseq_rpe.encodings.base import registry
 
 # what encodings without such an option do, unless their class has an attribute of that name
 _IMPLIED: dict[str, Any] = {"rotary_fraction": 1.0, "interleaved": False, "resonance": False, "logn": "none"}

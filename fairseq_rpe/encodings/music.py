@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import ByQuery, Form, Positions, UserError, option
-from .base import Encoding, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import ByQuery, Form, Positions
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("music")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 
 def need_solver(name: str) -> None:

@@ -8,8 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, Positions, UserError, option
-from .base import Rotary, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Rotary, register
 
 # the options that each scaling reads; any other one that is set would have no effect and is refused
 _RAMP = ("factor", "original_length", "beta_fast", "beta_slow", "ramp")

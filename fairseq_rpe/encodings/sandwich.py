@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, UserError, exact, option
-from .base import DistanceBias, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.log_weights import LogWeight, exact
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import DistanceBias, register
 
 
 @register("sandwich")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import Pieces
+from fairseq_rpe.core.forms import Pieces
 
 _SLOPES = {F.relu: lambda z: (z > 0).to(z.dtype), F.leaky_relu: lambda z: torch.where(z > 0, torch.ones_like(z), 0.01)}
 _APART = 1e-7  # of the interval: closer kinks are one, since float32 cannot tell them apart

@@ -11,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core import exact, option
-from .alibi import alibi_slopes, slopes
-from .base import DistanceBias, register
+from fairseq_rpe.core.log_weights import exact
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.alibi import alibi_slopes, slopes
+from fairseq_rpe.encodings.base import DistanceBias, register
 
 
 class _Series(DistanceBias):

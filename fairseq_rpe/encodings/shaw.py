@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core import ByQuery, Form, Positions, Reading, option
-from .base import Encoding, register
+from fairseq_rpe.core.forms import ByQuery, Form, Positions, Reading
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, register
 
 
 @register("shaw")

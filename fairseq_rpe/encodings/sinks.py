@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, Positions, Region, UserError, option
-from .base import register
-from .longer import Longer, at, far, near
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.regions import Region
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import register
+from fairseq_rpe.encodings.longer import Longer, at, far, near
 
 
 class Forgetful(Longer):

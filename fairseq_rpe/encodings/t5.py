@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core import LogWeight, UserError, exact, option
-from .base import DistanceBias, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.log_weights import LogWeight, exact
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import DistanceBias, register
 
 
 def bucket(d: Tensor, buckets: int, max_distance: int) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..core import UserError
-from ..core.checkpoint_state import State, same_kind
-from . import build
-from .base import Encoding
+from fairseq_rpe.core.checkpoint_state import State, same_kind
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings import build
+from fairseq_rpe.encodings.base import Encoding
 
 _MAKERS = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn}
 _MAKERS |= {torch.zeros}

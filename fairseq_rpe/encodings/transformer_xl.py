@@ -6,8 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..core import ByQuery, Dense, Form, Levels, Positions, Sum, option
-from .base import Encoding, is_far, reach_of, register
+from fairseq_rpe.core.forms import ByQuery, Dense, Form, Levels, Positions, Sum
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Encoding, is_far, reach_of, register
 
 
 @register("transformer_xl")

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import LogWeight, Pair, Positions, UserError, option
-from .base import PairBias, register
-from .t5 import bucket
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Pair, Positions
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import PairBias, register
+from fairseq_rpe.encodings.t5 import bucket
 
 
 @register("tupe")

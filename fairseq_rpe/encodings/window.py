@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, option
-from .base import DistanceBias, register
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import DistanceBias, register
 
 
 @register("window")

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import LogWeight, Positions, UserError, option
-from .base import Rotary, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.encodings.base import Rotary, register
 
 
 @register("xpos")

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..analysis.receptive_field import check_epsilons, n_emp
-from ..attention import Plan
-from ..attention.reference import weights
-from ..core import Positions, UserError
+from fairseq_rpe.analysis.receptive_field import check_epsilons, n_emp
+from fairseq_rpe.attention import Plan
+from fairseq_rpe.attention.reference import weights
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
 
 ROWS = 128  # queries whose attention is in memory at a time
 

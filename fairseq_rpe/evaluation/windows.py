@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..core import Positions, UserError, block
-from ..core.progress import Progress
-from ..encodings import Encoding
-from ..modules.attention import MovableCache
-from .perplexity import Cache, losses
-from .tally import defined
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions, block
+from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.evaluation.perplexity import Cache, losses
+from fairseq_rpe.evaluation.tally import defined
+from fairseq_rpe.modules.attention import MovableCache
 
 SEGMENTS = 64  # stretches of text that the cached evaluation walks through side by side, at most
 Batch = tuple[Tensor, Tensor]  # inputs and targets

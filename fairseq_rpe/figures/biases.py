@@ -17,9 +17,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter, StrMethodFormatter
 from torch import Tensor
 
-from ..core import UserError
-from .method_maps import colour_bar, draw_map, map_panels, too_many
-from .style import COLUMN, DASHES, NAME, PAGE, PALETTE, TICK, across, headed, legend_below, looks, panels, titled, width
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.figures.method_maps import colour_bar, draw_map, map_panels, too_many
+from fairseq_rpe.figures.style import (
+    COLUMN,
+    DASHES,
+    NAME,
+    PAGE,
+    PALETTE,
+    TICK,
+    across,
+    headed,
+    legend_below,
+    looks,
+    panels,
+    titled,
+    width,
+)
 
 _COLUMNS = 4
 _FLOOR = 1e-4  # weights below this are drawn as this: no colour tells them apart

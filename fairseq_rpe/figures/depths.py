@@ -8,7 +8,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from .style import NAME, PALETTE, TICK, across, panels, titled, width
+from fairseq_rpe.figures.style import NAME, PALETTE, TICK, across, panels, titled, width
 
 Grid = Mapping[tuple[int, float], float]
 _COLUMNS = 3

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import offset_copy
 
-from .style import fit_texts
+from fairseq_rpe.figures.style import fit_texts
 
 SIZE = 8.0  # points
 _LINE = 1.2  # from one name to the next, of SIZE

@@ -12,11 +12,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 from torch import Tensor
 
-from ..analysis.bias_map import some_heads
-from ..analysis.receptive_field import quantised, thinned
-from .ends import End, name_ends
-from .method_maps import Rows, best_first, colour_bar, draw_map, map_panels, scale_of, too_many
-from .style import (
+from fairseq_rpe.analysis.bias_map import some_heads
+from fairseq_rpe.analysis.receptive_field import quantised, thinned
+from fairseq_rpe.figures.ends import End, name_ends
+from fairseq_rpe.figures.method_maps import Rows, best_first, colour_bar, draw_map, map_panels, scale_of, too_many
+from fairseq_rpe.figures.style import (
     COLUMN,
     NAME,
     PAGE,

@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter, StrMethodFormatter
 
-from .style import NAME, PALETTE, TICK, panel_width, panels, titled, width
+from fairseq_rpe.figures.style import NAME, PALETTE, TICK, panel_width, panels, titled, width
 
 MOST_LINES = 12  # methods in a figure with lines
 ROW = 0.19  # inches of a row

@@ -8,10 +8,20 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .ends import End, name_ends
-from .method_maps import best_first, colour_bar, draw_map, map_panels, too_many
-from .style import TICK, across, legend_of_all, lengths_along, looks, mark_training, panels, titled, width
-from .sweep_curves import Band, draw_band, means_of, seeds_said
+from fairseq_rpe.figures.ends import End, name_ends
+from fairseq_rpe.figures.method_maps import best_first, colour_bar, draw_map, map_panels, too_many
+from fairseq_rpe.figures.style import (
+    TICK,
+    across,
+    legend_of_all,
+    lengths_along,
+    looks,
+    mark_training,
+    panels,
+    titled,
+    width,
+)
+from fairseq_rpe.figures.sweep_curves import Band, draw_band, means_of, seeds_said
 
 MEAN = "mean"
 _WIDE = 14  # sets across from which their names stand upright

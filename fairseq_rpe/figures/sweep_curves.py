@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from .ends import End, name_ends
-from .method_maps import best_first, colour_bar, draw_map, map_panels, scale_of, too_many
-from .style import (
+from fairseq_rpe.figures.ends import End, name_ends
+from fairseq_rpe.figures.method_maps import best_first, colour_bar, draw_map, map_panels, scale_of, too_many
+from fairseq_rpe.figures.style import (
     COLUMN,
     PAGE,
     TICK,

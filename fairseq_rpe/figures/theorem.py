@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..analysis.fire_fit import FireFit
-from ..analysis.fire_paper import PaperFit
-from .style import DASHES, PAGE, PALETTE, across, legend_of_all, panels, titled
+from fairseq_rpe.analysis.fire_fit import FireFit
+from fairseq_rpe.analysis.fire_paper import PaperFit
+from fairseq_rpe.figures.style import DASHES, PAGE, PALETTE, across, legend_of_all, panels, titled
 
 _LEAST = 1e-18  # nats; errors below it, 0 among them, are drawn as this
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ..analysis.speed import LIMIT, Timing
-from .method_maps import colour_bar, draw_map, map_panels, scale_of, too_many
-from .style import (
+from fairseq_rpe.analysis.speed import LIMIT, Timing
+from fairseq_rpe.figures.method_maps import colour_bar, draw_map, map_panels, scale_of, too_many
+from fairseq_rpe.figures.style import (
     COLUMN,
     DASHES,
     MARKERS,

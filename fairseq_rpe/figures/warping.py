@@ -13,9 +13,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
-from ..analysis import index_warping
-from ..analysis.index_warping import TIMES, Attention, Curve, Differences, Falling, Length, Setting, Tail
-from .style import DASHES, NAME, PAGE, PALETTE, TICK, across, legend_below, looks, panels, titled, width
+from fairseq_rpe.analysis import index_warping
+from fairseq_rpe.analysis.index_warping import TIMES, Attention, Curve, Differences, Falling, Length, Setting, Tail
+from fairseq_rpe.figures.style import (
+    DASHES,
+    NAME,
+    PAGE,
+    PALETTE,
+    TICK,
+    across,
+    legend_below,
+    looks,
+    panels,
+    titled,
+    width,
+)
 
 _MARKED = 24  # fewer points than this are shown one by one
 _SKEWS = {"none": ("identity", PALETTE[6]), "sqrt": ("tail, sqrt", PALETTE[0]), "beta": ("tail, beta", PALETTE[1])}

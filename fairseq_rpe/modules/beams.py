@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .generation import Tick, Writing, check_prompts, finished, padded, settled
+from fairseq_rpe.modules.generation import Tick, Writing, check_prompts, finished, padded, settled
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import UserError
-from ..positions import Transform, freeze, freeze_rows
-from ..positions.base import Fixed
-from .moves import Moves, generator_of
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.modules.moves import Moves, generator_of
+from fairseq_rpe.positions import Transform, freeze, freeze_rows
+from fairseq_rpe.positions.base import Fixed
 
 Tick = Callable[[], object]
 

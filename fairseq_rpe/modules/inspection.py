@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from ..analysis.bias_map import bias_map, some_heads
-from ..analysis.history import History
-from ..core import UserError
-from ..encodings import Encoding
-from ..figures.biases import maps_of_heads, of_heads
+from fairseq_rpe.analysis.bias_map import bias_map, some_heads
+from fairseq_rpe.analysis.history import History
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.figures.biases import maps_of_heads, of_heads
 
 _DPI = 115  # two pictures of four heads side by side in a window of 1920 pixels
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core import Positions, UserError
-from ..encodings import Encoding
-from ..positions import Transform, build, freeze_rows, names
-from ..positions.shift import Identity
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.positions import Transform, build, freeze_rows, names
+from fairseq_rpe.positions.shift import Identity
 
 
 class Moves:

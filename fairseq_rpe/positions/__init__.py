@@ -3,13 +3,13 @@
 Two slots use these, one for training and one for evaluation; every encoding that reads positions can follow.
 """
 
-from ..core import option
-from ..core.arguments import check_count, check_text
-from ..core.contract import call, is_shipped
-from . import cape, interpolate, pose, randomized, shift, stretch, warp  # noqa: F401  (registers)
-from .base import Moved, Transform, freeze, freeze_rows, register, registry
-from .contract import check_contract
-from .warp import SKEWS
+from fairseq_rpe.core.arguments import check_count, check_text
+from fairseq_rpe.core.contract import call, is_shipped
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.positions import cape, interpolate, pose, randomized, shift, stretch, warp  # noqa: F401  (registers)
+from fairseq_rpe.positions.base import Moved, Transform, freeze, freeze_rows, register, registry
+from fairseq_rpe.positions.contract import check_contract
+from fairseq_rpe.positions.warp import SKEWS
 
 __all__ = [
     "SKEWS",

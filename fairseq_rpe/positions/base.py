@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core import Registry, UserError
-from ..core.arguments import check_count, described
+from fairseq_rpe.core.arguments import check_count, described
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.registry import Registry
 
 EXACT = 1 << 24  # float32 holds every whole number up to here
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import option
-from .base import Moved, Transform, clamped, register
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.positions.base import Moved, Transform, clamped, register
 
 
 @register("cape")

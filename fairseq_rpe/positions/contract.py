@@ -9,9 +9,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..core import UserError
-from ..core.contract import ContractError, call, check_names, is_shipped, refuse, untouched_random_state
-from .base import Moved, Transform
+from fairseq_rpe.core.contract import ContractError, call, check_names, is_shipped, refuse, untouched_random_state
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.positions.base import Moved, Transform
 
 TOKENS = 11
 _OTHERS = ("setup", "Config", "formula", "paper", "random", "fractional", "settled", "evaluation", "longest")

@@ -6,8 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core import UserError, option
-from .base import Moved, Transform, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.positions.base import Moved, Transform, register
 
 
 @register("interpolate")

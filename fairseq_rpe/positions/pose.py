@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import option
-from .base import EXACT, Moved, Transform, below, check_longest, clamped, register, subset
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.positions.base import EXACT, Moved, Transform, below, check_longest, clamped, register, subset
 
 
 @register("pose")

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import UserError, option
-from .base import EXACT, Moved, Transform, below, clamped, register, subset
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import option
+from fairseq_rpe.positions.base import EXACT, Moved, Transform, below, clamped, register, subset
 
 
 @register("stretch")

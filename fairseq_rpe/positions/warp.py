@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import UserError, option
-from ..core.spec import number, show
-from .base import Moved, Transform, clamped, register
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import number, option, show
+from fairseq_rpe.positions.base import Moved, Transform, clamped, register
 
 
 def beta_cdf(x: Tensor) -> Tensor:

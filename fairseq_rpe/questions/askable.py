@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..core import UserError
-from .layout import check_room, room
-from .prepared import Prepared, load
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.questions.layout import check_room, room
+from fairseq_rpe.questions.prepared import Prepared, load
 
 
 @dataclass

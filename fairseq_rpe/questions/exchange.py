@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core import UserError
-from .chances import generator
-from .gaps import Gap
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.questions.chances import generator
+from fairseq_rpe.questions.gaps import Gap
 
 _DRAWS = 16  # before it is given up to find names that take no more tokens than there are
 

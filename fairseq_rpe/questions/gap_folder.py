@@ -8,23 +8,23 @@ from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 
-from ..core import UserError
-from ..core.progress import Progress
-from ..data.division import DividedDocuments
-from ..data.documents import Document
-from ..data.encoders import UNK, Encoder, load_encoder
-from ..data.folder import SPLITS
-from ..data.preparation import PrepareOptions
-from ..data.sourcefiles import Entry
-from ..data.vocabulary import given_vocabulary
-from .chances import chance_of
-from .exchange import Exchange
-from .gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, quotas
-from .held_out import Division, HeldOut
-from .planted import FREQUENT, Places, plant
-from .prepared import Prepared
-from .question import Question
-from .storing import Asked, AskedSet, check_dest, store
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.data.division import DividedDocuments
+from fairseq_rpe.data.documents import Document
+from fairseq_rpe.data.encoders import UNK, Encoder, load_encoder
+from fairseq_rpe.data.folder import SPLITS
+from fairseq_rpe.data.preparation import PrepareOptions
+from fairseq_rpe.data.sourcefiles import Entry
+from fairseq_rpe.data.vocabulary import given_vocabulary
+from fairseq_rpe.questions.chances import chance_of
+from fairseq_rpe.questions.exchange import Exchange
+from fairseq_rpe.questions.gaps import ANSWER_TOKENS, BINS, FORMS, SENTENCES, WHERE, Gap, quotas
+from fairseq_rpe.questions.held_out import Division, HeldOut
+from fairseq_rpe.questions.planted import FREQUENT, Places, plant
+from fairseq_rpe.questions.prepared import Prepared
+from fairseq_rpe.questions.question import Question
+from fairseq_rpe.questions.storing import Asked, AskedSet, check_dest, store
 
 _LEAST_TOKENS = 128
 ASKED = (*SENTENCES, "planted")  # sentences

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .chances import chance_of, unit
+from fairseq_rpe.questions.chances import chance_of, unit
 
 BLANK = "____"
 WHERE = ("last", "first", "both")

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..core import records
-from ..data.division import DividedDocuments
-from ..data.folder import MANIFEST, read_manifest
-from ..data.preparation import PrepareOptions
+from fairseq_rpe.core import records
+from fairseq_rpe.data.division import DividedDocuments
+from fairseq_rpe.data.folder import MANIFEST, read_manifest
+from fairseq_rpe.data.preparation import PrepareOptions
 
 _FEW = 1000  # documents of a corpus that may have been divided otherwise than by a hash of each
 

@@ -12,18 +12,19 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from ..core import UserError, records
-from ..core.files import PACKAGE
-from ..core.records import Count, Words
-from ..core.spec import nearest
-from ..data import hub
-from ..data.sourcefiles import Entry, find_entries
-from . import question
-from .question import Question
-from .readers import Example, NoLabel, Tsv, Wanted
-from .readers_passages import multirc, record
-from .readers_scrolls import scrolls
-from .readers_sentences import cause_or_effect, labelled, marked, paraphrases, scored
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.core.records import Count, Words
+from fairseq_rpe.core.spec import nearest
+from fairseq_rpe.data import hub
+from fairseq_rpe.data.sourcefiles import Entry, find_entries
+from fairseq_rpe.questions import question
+from fairseq_rpe.questions.question import Question
+from fairseq_rpe.questions.readers import Example, NoLabel, Tsv, Wanted
+from fairseq_rpe.questions.readers_passages import multirc, record
+from fairseq_rpe.questions.readers_scrolls import scrolls
+from fairseq_rpe.questions.readers_sentences import cause_or_effect, labelled, marked, paraphrases, scored
 
 FOLDER = PACKAGE / "questions/sets"
 SPLITS = ("train", "valid")  # those whose answers are public

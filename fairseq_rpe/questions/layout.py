@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 Tokens: TypeAlias = np.ndarray
 Cut = Literal["end", "start", "middle"]  # where a document loses tokens; "end" keeps its beginning

@@ -9,16 +9,17 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from ..core import UserError, records
-from ..core.files import file_digest, open_input
-from ..core.records import Words
-from ..core.table import Cell, Row, Table
-from ..data.folder import SPLITS
-from ..data.sourcefiles import Entry, digest_entries
-from . import known, metrics, question
-from .known import KnownSet
-from .prepared import Prepared
-from .storing import Asked, AskedSet, check_dest, store
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest, open_input
+from fairseq_rpe.core.records import Words
+from fairseq_rpe.core.table import Cell, Row, Table
+from fairseq_rpe.data.folder import SPLITS
+from fairseq_rpe.data.sourcefiles import Entry, digest_entries
+from fairseq_rpe.questions import known, metrics, question
+from fairseq_rpe.questions.known import KnownSet
+from fairseq_rpe.questions.prepared import Prepared
+from fairseq_rpe.questions.storing import Asked, AskedSet, check_dest, store
 
 ANSWER_TOKENS = 64
 METRIC = "f1"

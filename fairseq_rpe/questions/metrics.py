@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..core import UserError
-from ..core.spec import nearest
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.spec import nearest
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

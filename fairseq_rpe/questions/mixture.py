@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 FORMS = "proportional, equal, capped:N, temperature:T or NAME=weight,NAME=weight"
 

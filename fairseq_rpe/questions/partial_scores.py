@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .metrics import Scored, score
+from fairseq_rpe.questions.metrics import Scored, score
 
 # of a metric, the means over questions that it is made of
 _MEANS: dict[str, tuple[str, ...]] = {one: (one,) for one in ("f1", "em", "accuracy", "rouge1", "rouge2", "rougeL")}

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from ..core import UserError
-from .chances import chance_of, generator
-from .gaps import ANSWER_TOKENS, LETTERS, RANDOM, RECENT, Gap, Passages
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.questions.chances import chance_of, generator
+from fairseq_rpe.questions.gaps import ANSWER_TOKENS, LETTERS, RANDOM, RECENT, Gap, Passages
 
 PLANTED = "The keeper of the key is"  # and a name that the passage has nowhere else
 FREQUENT = 64  # of the training's names, which are planted: so few that a small model soon knows them all

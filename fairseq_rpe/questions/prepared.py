@@ -15,13 +15,14 @@ from typing import Annotated, Any, overload
 
 import numpy as np
 
-from ..core import UserError, records
-from ..core.files import file_digest, json_object, read_json
-from ..core.records import Count, Name, Natural, Rule, Words
-from ..data.encoders import load_decoder
-from ..data.folder import ANSWERS, BINARIES, SPLITS, FileRecord, check_folder, describe_files, map_split
-from ..data.vocabulary import VOCABULARY_FILES
-from .metrics import Scored
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import file_digest, json_object, read_json
+from fairseq_rpe.core.records import Count, Name, Natural, Rule, Words
+from fairseq_rpe.data.encoders import load_decoder
+from fairseq_rpe.data.folder import ANSWERS, BINARIES, SPLITS, FileRecord, check_folder, describe_files, map_split
+from fairseq_rpe.data.vocabulary import VOCABULARY_FILES
+from fairseq_rpe.questions.metrics import Scored
 
 MADE_BY = ("fairseq-rpe prepare-answers", "fairseq-rpe prepare-gaps")
 ROWS = tuple(f"{split}.rows.jsonl" for split in SPLITS)

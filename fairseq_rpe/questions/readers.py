@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core import UserError
-from ..core.errors import shown
-from ..core.files import json_object
-from ..core.records import Words
-from ..data.sourcefiles import Entry, lines_of, opened, readable
+from fairseq_rpe.core.errors import UserError, shown
+from fairseq_rpe.core.files import json_object
+from fairseq_rpe.core.records import Words
+from fairseq_rpe.data.sourcefiles import Entry, lines_of, opened, readable
 
 REMEDY = "correct it or get the file again"
 _PARQUET_ROWS = 64

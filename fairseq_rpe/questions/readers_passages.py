@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..core import UserError, records
-from ..core.records import Natural
-from ..data.sourcefiles import Entry
-from .readers import REMEDY, Example, NoLabel, Row, Wanted, chosen, rows
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.records import Natural
+from fairseq_rpe.data.sourcefiles import Entry
+from fairseq_rpe.questions.readers import REMEDY, Example, NoLabel, Row, Wanted, chosen, rows
 
 
 @dataclass(frozen=True)

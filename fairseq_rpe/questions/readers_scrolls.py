@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ..core import UserError, records
-from ..data.sourcefiles import Entry
-from .readers import REMEDY, Example, NoLabel, Row, Wanted, rows
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data.sourcefiles import Entry
+from fairseq_rpe.questions.readers import REMEDY, Example, NoLabel, Row, Wanted, rows
 
 _BREAK = "\n\n"
 # Each option begins a line; the article comes after the first empty line behind the last.

@@ -13,18 +13,19 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ..core import UserError, records
-from ..core.files import check_folder, file_digest
-from ..core.progress import Progress
-from ..core.records import Words
-from ..data.destination import Contents, make_once
-from ..data.encoders import UNK, load_decoder, load_encoder
-from ..data.folder import ANSWERS, SPLITS, describe_files, write_index
-from ..data.vocabulary import VOCABULARY_FILES, Given, given_vocabulary
-from . import metrics
-from .metrics import Scored
-from .prepared import ROWS, Prepared, SetInfo, SplitInfo, load, read_answers
-from .question import Question
+from fairseq_rpe.core import records
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.files import check_folder, file_digest
+from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.core.records import Words
+from fairseq_rpe.data.destination import Contents, make_once
+from fairseq_rpe.data.encoders import UNK, load_decoder, load_encoder
+from fairseq_rpe.data.folder import ANSWERS, SPLITS, describe_files, write_index
+from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, Given, given_vocabulary
+from fairseq_rpe.questions import metrics
+from fairseq_rpe.questions.metrics import Scored
+from fairseq_rpe.questions.prepared import ROWS, Prepared, SetInfo, SplitInfo, load, read_answers
+from fairseq_rpe.questions.question import Question
 
 # Raised when the same questions and options give other files than before.
 _FORMAT = 1

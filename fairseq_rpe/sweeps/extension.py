@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe import encodings, positions
-from fairseq_rpe.core import Positions, checkpoint_file
+from fairseq_rpe.core import checkpoint_file
 from fairseq_rpe.core.checkpoint_state import check_vocabulary
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.files import removed_if_refused, replace_with
+from fairseq_rpe.core.forms import Positions
 from fairseq_rpe.core.sizes import size_of
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings.model import build_for_model

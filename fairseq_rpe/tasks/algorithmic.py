@@ -11,9 +11,9 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import open_dict
 from torch import Tensor
 
-from ..algorithms import Algorithm, Example, build
-from ..core import UserError
-from .answer_rows import AnswerRows
+from fairseq_rpe.algorithms import Algorithm, Example, build
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.tasks.answer_rows import AnswerRows
 
 # no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
 

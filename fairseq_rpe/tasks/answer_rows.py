@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from fairseq.data import Dictionary, FairseqDataset, data_utils
 
-from ..core import UserError
+from fairseq_rpe.core.errors import UserError
 
 
 class AnswerRows(FairseqDataset):

@@ -15,14 +15,15 @@ from fairseq.logging import meters, metrics
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
-from ..core import UserError, checkpoint_state
-from ..modules.generation import check_fixed, greedy
-from ..questions import prepared
-from ..questions.layout import CUTS, check_cut
-from ..questions.metrics import check
-from ..questions.mixture import FORMS
-from ..questions.partial_scores import adds_up, part, whole
-from .question_rows import QuestionRows, group_of
+from fairseq_rpe.core import checkpoint_state
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.modules.generation import check_fixed, greedy
+from fairseq_rpe.questions import prepared
+from fairseq_rpe.questions.layout import CUTS, check_cut
+from fairseq_rpe.questions.metrics import check
+from fairseq_rpe.questions.mixture import FORMS
+from fairseq_rpe.questions.partial_scores import adds_up, part, whole
+from fairseq_rpe.tasks.question_rows import QuestionRows, group_of
 
 logger = logging.getLogger(__name__)
 _SUMS, _SCORE = "_answers_", "answers_"

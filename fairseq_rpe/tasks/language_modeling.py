@@ -14,8 +14,8 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from torch.nn import functional as F
 
-from ..core import UserError
-from ..data import folder as corpus
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.data import folder as corpus
 
 # no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
 

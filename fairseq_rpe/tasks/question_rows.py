@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from fairseq.data import Dictionary
 
-from ..core import UserError
-from ..questions.layout import check_room, fitted, room
-from ..questions.mixture import drawn, per_epoch, shares
-from ..questions.prepared import Row, Rows, SetInfo
-from .answer_rows import AnswerRows
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.questions.layout import check_room, fitted, room
+from fairseq_rpe.questions.mixture import drawn, per_epoch, shares
+from fairseq_rpe.questions.prepared import Row, Rows, SetInfo
+from fairseq_rpe.tasks.answer_rows import AnswerRows
 
 logger = logging.getLogger(__name__)
 _SIMILAR = 0.05  # rows whose lengths differ by less may change places, so that each epoch has other batches

@@ -10,9 +10,10 @@ import os
 import torch
 from torch import Tensor
 
-from ...core import Curve, Toeplitz, UserError
-from ..plan import Plan, by_distance, evenly_spaced
-from ..prune import check_pruning
+from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
+from fairseq_rpe.attention.prune import check_pruning
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.forms import Curve, Toeplitz
 
 WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
 
@@ -30,7 +31,10 @@ def triton(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) ->
     """
     if reason := refusal(q, k, v, plan, dropout):
         raise UserError(reason)
-    from .autograd import attend, pruned  # which need the package triton, which not everybody has
+    from fairseq_rpe.attention.triton.autograd import (
+        attend,
+        pruned,
+    )  # which need the package triton, which not everybody has
 
     if plan.prune:
         check_pruning(q, k, v, plan, dropout)

@@ -12,16 +12,16 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core import Curve
-from ...core.scores import columns
-from ..blocks import LOG2E
-from ..curve import dense_bias, pieces_of
-from ..double_backward import attention, differentiable, future
-from ..plan import Plan, by_distance, evenly_spaced
-from ..prune import BLOCK, left_out, level, norms, tail_bounds
-from .bias_gradient import bias_gradients
-from .tiles import CURVE, DISTANCE, MOST_APART, NONE, POSITIONS, TABLE_MARGIN
-from .tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
+from fairseq_rpe.attention.blocks import LOG2E
+from fairseq_rpe.attention.curve import dense_bias, pieces_of
+from fairseq_rpe.attention.double_backward import attention, differentiable, future
+from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
+from fairseq_rpe.attention.prune import BLOCK, left_out, level, norms, tail_bounds
+from fairseq_rpe.attention.triton.bias_gradient import bias_gradients
+from fairseq_rpe.attention.triton.tiles import CURVE, DISTANCE, MOST_APART, NONE, POSITIONS, TABLE_MARGIN
+from fairseq_rpe.attention.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
+from fairseq_rpe.core.forms import Curve
+from fairseq_rpe.core.scores import columns
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:

@@ -16,10 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import LOG2E
-from . import tuning
-from .tiles import CURVE, DISTANCE, INTERPRETED, LENGTHS, POSITIONS, on_curve, queries_of, query_gradients, query_rows
-from .tuning import run
+from fairseq_rpe.attention.blocks import LOG2E
+from fairseq_rpe.attention.triton import tuning
+from fairseq_rpe.attention.triton.tiles import (
+    CURVE,
+    DISTANCE,
+    INTERPRETED,
+    LENGTHS,
+    POSITIONS,
+    on_curve,
+    queries_of,
+    query_gradients,
+    query_rows,
+)
+from fairseq_rpe.attention.triton.tuning import run
 
 
 @triton.jit(do_not_specialize=LENGTHS[:3])

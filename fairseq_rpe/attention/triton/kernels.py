@@ -8,8 +8,18 @@ stands for is in ``tiles``. A program's walk has two parts, compiled apart: bloc
 import triton
 import triton.language as tl
 
-from ..prune import BLOCK
-from .tiles import LENGTHS, dot, load, logits, queries_of, query_gradients, query_rows, rounded, store
+from fairseq_rpe.attention.prune import BLOCK
+from fairseq_rpe.attention.triton.tiles import (
+    LENGTHS,
+    dot,
+    load,
+    logits,
+    queries_of,
+    query_gradients,
+    query_rows,
+    rounded,
+    store,
+)
 
 PRUNE_BLOCK = tl.constexpr(BLOCK)  # a multiple of all sizes of blocks here
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton
 
-from .kernels import forward, key_gradient, query_gradient
-from .tiles import INTERPRETED, NONE
+from fairseq_rpe.attention.triton.kernels import forward, key_gradient, query_gradient
+from fairseq_rpe.attention.triton.tiles import INTERPRETED, NONE
 
 Size = tuple[int, int, int, int]  # block of queries, block of keys, warps, stages of the pipeline
 FEW_QUERIES: list[Size] = [(16, 64, 4, 2), (16, 16, 4, 1)]
