@@ -104,7 +104,7 @@ def trained(n: int, checkpoint: Path, data: Path) -> tuple[Tensor, Tensor, Tenso
 
     log_to(None)  # before fairseq is imported
     from fairseq_rpe.evaluation import loading
-    from fairseq_rpe.evaluation.results import Overrides
+    from fairseq_rpe.evaluation.records import Overrides
 
     model, task = loading.load(checkpoint, Overrides(device="cpu"), data)
     heads: list[tuple[Tensor, ...]] = []

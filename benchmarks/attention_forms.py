@@ -45,7 +45,7 @@ RUNS = ((0.5, 7), (10.0, 3), (30.0, 2))  # seconds of a run: runs
 SETTLED = 0.1  # seconds; a shorter first call says more about memory and code being fetched
 START = 0.5  # seconds that a process for the memory takes before it runs anything
 # what a process for the memory finds loaded already
-PRELOADED = ["torch._inductor.compile_fx", "fairseq_rpe.positions", "fairseq_rpe.core.table", "matplotlib.figure"]
+PRELOADED = ["torch._inductor.compile_fx", "fairseq_rpe.positions", "fairseq_rpe.utils.table", "matplotlib.figure"]
 PRELOADED += ["fairseq_rpe.attention", "fairseq_rpe.figures.style", "matplotlib.ticker", "x_transformers"]
 Rows = list[dict[str, Any]]
 Key = tuple[str, str]

@@ -28,11 +28,11 @@ from torch.nn import functional as F
 
 from fairseq_rpe.analysis.speed import in_turns
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.attention.layer import carry_out, noted, plan_of
-from fairseq_rpe.attention.skewed import quick_block
+from fairseq_rpe.attention.forward import carry_out, noted, plan_of
+from fairseq_rpe.attention.relative_shift import quick_block
 from fairseq_rpe.core import Positions
-from fairseq_rpe.core.table import Cell, Row, Table
 from fairseq_rpe.encodings import build
+from fairseq_rpe.utils.table import Cell, Row, Table
 
 HEADS, WIDTH = 8, 64
 NONE = "no bias"

@@ -63,7 +63,7 @@ class Stack:
         self.qkv = torch.randn(layers, 3, 1, HEADS, 1, WIDTH)
 
     def grow(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        from fairseq_rpe.attention.room import followed
+        from fairseq_rpe.attention.kv_buffer import followed
 
         old, rooms = self.caches[layer], self.rooms[layer]
         found = [followed(room, x, new) for room, x, new in zip(rooms, old, (k, v), strict=True)]
@@ -78,7 +78,7 @@ class Stack:
     def encoded(self, spec: str) -> Step:
         """What the decoder does around attention, for one encoding per layer where that is its default."""
         from fairseq_rpe.attention import choose
-        from fairseq_rpe.attention.layer import carry_out, counted, plan_of, turned
+        from fairseq_rpe.attention.forward import carry_out, counted, plan_of, turned
         from fairseq_rpe.encodings import build
 
         made = [build(spec, HEADS, HEADS * WIDTH, 512).eval() for _ in self.caches]
@@ -168,7 +168,7 @@ class Transformers:
     """GPT-NeoX or BLOOM of the package transformers, that writes on."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        from fairseq_rpe.adapters import present  # noqa: F401  (before transformers)
+        from fairseq_rpe.adapters import _require_transformers  # noqa: F401
 
         # isort: split
         import transformers as hf

@@ -9,9 +9,9 @@ from typing import Any
 
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.core import UserError
-from fairseq_rpe.core.table import Row, Table, words
 from fairseq_rpe.figures.style import looks, save
 from fairseq_rpe.figures.timing import beside_each_other
+from fairseq_rpe.utils.table import Row, Table, words
 
 QUANTITIES = {"ratio": ("time", "ms", "milliseconds"), "peak_ratio": ("peak memory", "peak_mib", "MiB")}
 Rows = list[dict[str, Any]]

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.runs import processes
+from fairseq_rpe.utils.files import file_digest
 
 ENCODINGS = "sinusoidal kerple_log"
 VICTIMS = ("parent", "child", "all")

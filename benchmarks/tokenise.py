@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from fairseq_rpe.data.documents import Reader
 from fairseq_rpe.data.encoders import load_encoder
-from fairseq_rpe.data.preparation import KNOWN, choose
+from fairseq_rpe.data.prepare_options import KNOWN, choose
 from fairseq_rpe.data.sourcefiles import Entry, find_entries
 from fairseq_rpe.data.stream import SplitWriter, cut, encode_chunks, gather
 from fairseq_rpe.data.vocabulary import BpeLearner

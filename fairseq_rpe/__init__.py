@@ -10,13 +10,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fairseq_rpe.attention.plain import RelativeAttention, attend
+    from fairseq_rpe.attention.functional import RelativeAttention, attend
     from fairseq_rpe.encodings import build
 
 __version__ = "0.1.0"
 __all__ = ["RelativeAttention", "attend", "build"]
 
-_HOME = {"RelativeAttention": "attention.plain", "attend": "attention.plain", "build": "encodings"}
+_HOME = {"RelativeAttention": "attention.functional", "attend": "attention.functional", "build": "encodings"}
 
 if sys.modules.get("fairseq") is not None:
     from fairseq_rpe import models  # noqa: F401

@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-SCIENCE = {"core", "encodings", "positions", "algorithms", "attention"}
+SCIENCE = {"core", "utils", "encodings", "positions", "algorithms", "attention", "checkpoints"}
 GLUE = {"compat", "modules", "criterions", "tasks", "models"}
-_RUNS = {*SCIENCE, "analysis", "figures", "data", "questions", *GLUE}
+_RUNS = {*SCIENCE, "decoder", "analysis", "figures", "data", "questions", *GLUE}
 # room: the rooms that it may import beside itself
 ARROWS: dict[str, set[str]] = {
     "core": set(),
-    "encodings": {"core"},
-    "positions": {"core"},
-    "algorithms": {"core"},
-    "attention": {"core", "encodings"},
+    "utils": {"core"},
+    "checkpoints": {"core", "utils"},
+    "encodings": {"core", "utils", "checkpoints"},
+    "positions": {"core", "utils", "encodings"},
+    "algorithms": {"core", "utils"},
+    "attention": {"core", "utils", "encodings"},
     "analysis": SCIENCE,
-    "figures": {"core", "encodings", "analysis"},
-    "data": {"core"},
-    "questions": {"core", "data"},
-    "compat": {"core", "encodings"},
-    "modules": {*SCIENCE, "analysis", "figures"},
+    "decoder": SCIENCE,
+    "figures": {"core", "utils", "encodings", "analysis"},
+    "data": {"core", "utils"},
+    "questions": {"core", "utils", "data"},
+    "compat": {"core", "utils", "checkpoints", "encodings"},
+    "modules": {*SCIENCE, "decoder", "analysis", "figures"},
     "criterions": {*SCIENCE, "modules"},
-    "tasks": {*SCIENCE, "data", "questions", "modules"},
-    "models": {*SCIENCE, *GLUE},
+    "tasks": {*SCIENCE, "decoder", "data", "questions", "modules"},
+    "models": {*SCIENCE, "decoder", *GLUE},
     "runs": _RUNS,
     "evaluation": {*_RUNS, "runs"},
     "adapters": {*SCIENCE, "data", "modules", "evaluation"},

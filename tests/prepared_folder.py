@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fairseq_rpe.core.files import write_json
 from fairseq_rpe.data.folder import MADE_BY, MANIFEST, write_dictionary
 from fairseq_rpe.data.tokenizer import Tokenizer, train_tokenizer
-from fairseq_rpe.questions.prepared import Prepared
+from fairseq_rpe.questions.dataset import Prepared
+from fairseq_rpe.questions.dataset_writer import Asked, AskedSet, store
 from fairseq_rpe.questions.question import Question
-from fairseq_rpe.questions.storing import Asked, AskedSet, store
+from fairseq_rpe.utils.files import write_json
 
 LINES = ("The river rose in March. Old Tamsin mended the wheel.", "Who mended the wheel? Tamsin, said Bren.") * 4
 

@@ -14,7 +14,7 @@ import torch
 from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build, names
 from fairseq_rpe.encodings.base import Encoding
-from fairseq_rpe.encodings.doors import Doors
+from fairseq_rpe.encodings.interface import Doors
 
 # one spec for each branch of each registered encoding
 SPECS = {

@@ -14,12 +14,12 @@ from refusal import refusal
 
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolved
-from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.sweeps import carry, cells, recipes, tuned_cells
-from fairseq_rpe.sweeps.cells import Cell
-from fairseq_rpe.sweeps.request import Sweep
-from fairseq_rpe.sweeps.state import SweepFolder, slug
+from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep
+from fairseq_rpe.sweeps.grid import Cell
+from fairseq_rpe.sweeps.resolve import Sweep
+from fairseq_rpe.sweeps.sweep_record import SweepFolder, slug
+from fairseq_rpe.utils import files
 
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 QUIET = [*SMALL, "--disable-validation"]
@@ -49,8 +49,8 @@ def resolve_sweep(*argv: object) -> tuple[Sweep, list[Cell]]:
     """Resolve a command line of ``sweep``: returns the sweep and its runs."""
     args = parse(["sweep", "--device", "cpu", *map(str, argv)])
     sweep = resolved(Namespace(**{**vars(args), "extra": tuple(args.extra)}))
-    make = (tuned_cells if sweep.questions else cells).make
-    return sweep, make(sweep, carry.check_data(sweep, dry=True))
+    make = (fine_tuning_grid if sweep.questions else grid).make
+    return sweep, make(sweep, run_sweep.check_data(sweep, dry=True))
 
 
 def dry_run_lines(*argv: object) -> list[str]:

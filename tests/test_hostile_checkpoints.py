@@ -25,16 +25,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from in_process import fairseq
 
+from fairseq_rpe.checkpoints import checkpoint_file
+from fairseq_rpe.checkpoints.checkpoint import check_size
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.core import checkpoint_file
-from fairseq_rpe.core.checkpoint_state import check_size
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import append_json_line, write_json
-from fairseq_rpe.core.records import filled
 from fairseq_rpe.data.folder import digest
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import Request, plan
+from fairseq_rpe.utils.files import append_json_line, write_json
+from fairseq_rpe.utils.records import filled
 
 CANARY = "canary-5e1f"
 PAYLOAD = "EXECUTED"

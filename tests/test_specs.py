@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from specs import CAPABILITIES, capabilities, every_spec, representatives
 
 from fairseq_rpe import algorithms, core, encodings, positions
-from fairseq_rpe.core import Positions, UserError, block, canonical, configure, forms, parse
+from fairseq_rpe.core import Positions, UserError, block, canonical, configure, parse
+from fairseq_rpe.core import bias as bias_types
 from fairseq_rpe.encodings import Encoding, register
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
@@ -149,7 +150,7 @@ def test_slices_of_a_bias_concatenate_to_it(bias, data):
     torch.testing.assert_close(block(form, pos, cols=columns).expand(2, 3, -1, -1), whole[..., columns])
     parts = [block(core.part(form, some, keys), Positions(pos.q[:, some], pos.k[:, :keys], pos.step)) for some in rows]
     torch.testing.assert_close(torch.cat([one.expand(2, 3, -1, -1) for one in parts], 2), whole[..., :keys])
-    if (leaves := forms.leaves(form)) is not None:
-        doubled = forms.rebuilt(form, iter([2 * tensor for tensor, _ in leaves]))
-        again = forms.rebuilt(doubled, iter([tensor / 2 for tensor, _ in forms.leaves(doubled)]))
+    if (leaves := bias_types.leaves(form)) is not None:
+        doubled = bias_types.rebuilt(form, iter([2 * tensor for tensor, _ in leaves]))
+        again = bias_types.rebuilt(doubled, iter([tensor / 2 for tensor, _ in bias_types.leaves(doubled)]))
         assert torch.equal(block(again, pos).expand(2, 3, -1, -1), whole)

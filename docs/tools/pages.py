@@ -21,7 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # file of the repository -> page of the site
 REGISTERED = {"encodings": "Encodings", "positions": "Position transforms"}  # room -> heading of what it registers
 # names of the package itself, listed first in the room that has them
-FRONT = {"attention": {"attend": "attention.plain.attend", "RelativeAttention": "attention.plain.RelativeAttention"}}
+FRONT = {
+    "attention": {
+        "attend": "attention.functional.attend",
+        "RelativeAttention": "attention.functional.RelativeAttention",
+    }
+}
 LINK = re.compile(r"(?<=\]\()(\.\./|docs/)?([\w./-]+)")
 
 

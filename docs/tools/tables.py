@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from fairseq_rpe import algorithms, encodings, positions
+from fairseq_rpe.analysis.backend_support import matrix
 from fairseq_rpe.analysis.convergence import verdict
-from fairseq_rpe.analysis.served import matrix
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.core.registry import Description, Registry
 from fairseq_rpe.core.spec import Option, show
@@ -114,7 +114,7 @@ def of_model_flags() -> str:
 
     from fairseq_rpe.models.transformer_rpe_lm import TransformerRPELMConfig
     from fairseq_rpe.tasks.algorithmic import AlgorithmicConfig
-    from fairseq_rpe.tasks.answering import AnswersConfig
+    from fairseq_rpe.tasks.question_answering import AnswersConfig
 
     theirs = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
     rows = []
@@ -131,7 +131,7 @@ def of_model_flags() -> str:
 
 def of_architectures() -> str:
     """Sizes of the model, and what ``train`` and ``sweep`` take where no option says otherwise; imports fairseq."""
-    from fairseq_rpe.core.sizes import SIZES
+    from fairseq_rpe.checkpoints.model_sizes import SIZES
 
     head = ("`--arch`", "layers", "width", "heads", "width of the feed-forward part", "activation")
     sizes = table(head, ((code(name), *map(str, size)) for name, size in SIZES.items()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.adapters.interface import NAME, Adapter, check_type  # first: it finds the package
+from fairseq_rpe.adapters.attention_interface import NAME, Adapter, check_type  # first: it finds the package
 
 # isort: split
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.data.encoders import EOS
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextResult, draws_of, resumed
-from fairseq_rpe.evaluation.tally import check_scored, peak_mb, result_of, with_units
+from fairseq_rpe.evaluation.loss_aggregation import check_scored, peak_mb, result_of, with_units
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, TextKey, TextResult, draws_of, resumed
 from fairseq_rpe.modules.cross_entropy import target_losses
+from fairseq_rpe.utils.progress import Progress
 
 
 def evaluate(

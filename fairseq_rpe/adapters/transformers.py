@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fairseq_rpe.adapters.interface import (
+from fairseq_rpe.adapters.attention_interface import (
     NAME,
     TYPES,
     Adapter,
@@ -30,7 +30,7 @@ from fairseq_rpe.core.spec import canonical, parse
 from fairseq_rpe.encodings import Encoding, build, names, normalise
 from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.encodings.model_rotation import ModelRotation, complete
-from fairseq_rpe.modules.moves import Moves
+from fairseq_rpe.positions.position_transforms import Moves
 
 __all__ = ["TYPES", "evaluate", "restore", "use_encoding"]
 

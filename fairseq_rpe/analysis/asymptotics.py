@@ -11,7 +11,6 @@ from typing import Any
 import mpmath
 import sympy
 
-from fairseq_rpe.analysis.enclosures import Field, is_whole, iv, number
 from fairseq_rpe.analysis.expansions import (
     DEPTH,
     ONE,
@@ -28,6 +27,7 @@ from fairseq_rpe.analysis.expansions import (
     times,
 )
 from fairseq_rpe.analysis.formula import N
+from fairseq_rpe.analysis.intervals_mp import Field, is_whole, iv, number
 
 _FAR = sympy.Integer(24)  # exp of what falls faster than ln n is at most n^-24
 _LARGE = 10**4  # exponents and constants beyond these many digits are left alone

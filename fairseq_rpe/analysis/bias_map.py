@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.forms import Positions, block
+from fairseq_rpe.core.bias import Positions, block
 from fairseq_rpe.encodings import Encoding
 
 _CELLS = 256  # queries and keys shown at most: a panel has no more pixels than that

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.analysis.asymptotics import Scale
-from fairseq_rpe.analysis.enclosures import Undefined, enclose, ends, iv, sign
+from fairseq_rpe.analysis.certified_sums import Finite, Geometric, summed
+from fairseq_rpe.analysis.convergence_test import CONVERGES, DEPENDS, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
+from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons
 from fairseq_rpe.analysis.expansions import Later, Unknown
 from fairseq_rpe.analysis.formula import N, parse
-from fairseq_rpe.analysis.ranges import ranges
-from fairseq_rpe.analysis.receptive_field import check_epsilons
-from fairseq_rpe.analysis.summation import CONVERGES, DEPENDS, DIVERGES, ORDERS, STARTS, UNDECIDED, decide, show
-from fairseq_rpe.analysis.sums import Finite, Geometric, summed
-from fairseq_rpe.analysis.trf import Sum, Trf, trf
+from fairseq_rpe.analysis.intervals_float import ranges
+from fairseq_rpe.analysis.intervals_mp import Undefined, enclose, ends, iv, sign
+from fairseq_rpe.analysis.theoretical_receptive_field import Sum, Trf, trf
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.log_bias import LogWeight
 from fairseq_rpe.encodings import Encoding, build
 
 LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it

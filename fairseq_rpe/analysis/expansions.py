@@ -15,7 +15,7 @@ from typing import Any
 
 import sympy
 
-from fairseq_rpe.analysis.enclosures import intervals, iv, number, sign
+from fairseq_rpe.analysis.intervals_mp import intervals, iv, number, sign
 
 Monomial = tuple[sympy.Expr, ...]
 Coefficient = tuple[sympy.Expr, sympy.Expr]

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fairseq_rpe import encodings
 from fairseq_rpe.analysis.speed import DTYPES, check_backends
-from fairseq_rpe.attention import BACKENDS, Backend, remembered, samples
-from fairseq_rpe.attention.layer import carry_out, counted, noted, plan_of
+from fairseq_rpe.attention import BACKENDS, Backend, calibration_cache, calibration_inputs
+from fairseq_rpe.attention.forward import carry_out, counted, noted, plan_of
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.contract import ContractError, is_shipped
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions
 from fairseq_rpe.core.spec import parse
-from fairseq_rpe.core.table import Cell as Shown
-from fairseq_rpe.core.table import Row, Table
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.encodings.base import registry
+from fairseq_rpe.utils.table import Cell as Shown
+from fairseq_rpe.utils.table import Row, Table
 
 CASES = ("forward", "backward", "padded", "cached", "warped")
 PASSED, FAILED, REFUSED, NONE = "passed", "failed", "refused", "does not apply"
@@ -103,7 +103,7 @@ def _check_own(spec: str) -> None:
     """Raise the ContractError of a user's encoding; any other refusal is a result of the test."""
     try:
         if not is_shipped(registry.get(parse(spec)[0])):
-            encodings.build(spec, HEADS, HEADS * 32, FAR * samples.SIZE, SYMBOLS)
+            encodings.build(spec, HEADS, HEADS * 32, FAR * calibration_inputs.SIZE, SYMBOLS)
     except ContractError:
         raise
     except UserError:
@@ -113,15 +113,15 @@ def _check_own(spec: str) -> None:
 def size_for(device: str, backend: str) -> Size:
     """Odd, several blocks of every kernel; small where Triton's interpreter runs them."""
     if device == "cuda":
-        return Size(samples.SIZE, 64)
-    return Size(37 if backend == "triton" else samples.SIZE, 32)
+        return Size(calibration_inputs.SIZE, 64)
+    return Size(37 if backend == "triton" else calibration_inputs.SIZE, 32)
 
 
 def tested(device: str, backend: str, dtype: str, spec: str, first: bool) -> list[Cell]:
     """The cells of an encoding; whatever goes wrong is a failed one. ``first``: of its backend and dtype."""
     if backend == "flex" and first:
         torch._dynamo.reset()  # torch keeps so many compiled functions and then refuses more
-    size, tolerance, cells = size_for(device, backend), samples.TOLERANCE[DTYPES[dtype]], []
+    size, tolerance, cells = size_for(device, backend), calibration_inputs.TOLERANCE[DTYPES[dtype]], []
     for case in CASES:
         about = (spec, backend, dtype, case)
         torch.manual_seed(SEED)
@@ -187,7 +187,7 @@ def _compared(
     first = time.perf_counter() - start
     expected = list(calls(exact, BACKENDS["reference"], grads))
     plan = plan_of(encoding, positions, padding, backend)
-    error = samples.deviation(found, expected, samples.TOLERANCE[dtype], plan, given[2])
+    error = calibration_inputs.deviation(found, expected, calibration_inputs.TOLERANCE[dtype], plan, given[2])
     interpreted = device == "cpu" and backend is BACKENDS["triton"]  # which takes seconds, and compiles nothing
     seconds = first if interpreted else _seconds(lambda: list(calls(given, backend, grads)), device)
     return error, seconds / (STEPS if case == "cached" else 1)
@@ -271,7 +271,7 @@ def document(setting: Setting, cells: Sequence[Cell], about: dict[str, Any], com
     """What is written as JSON, to attach to a report; ``about``: the version and commit of this package."""
     return {
         **about,
-        "machine": remembered.machine(torch.device(setting.device)),
+        "machine": calibration_cache.machine(torch.device(setting.device)),
         "setting": {**asdict(setting), "batch": BATCH, "heads": HEADS},
         "complete": complete,
         "summary": summary(cells),

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from fairseq_rpe import encodings
 from fairseq_rpe.attention import BACKENDS, Backend
-from fairseq_rpe.attention.layer import carry_out, noted, plan_of
+from fairseq_rpe.attention.forward import carry_out, noted, plan_of
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions
-from fairseq_rpe.core.table import Cell, Row, Table
 from fairseq_rpe.encodings import Encoding
+from fairseq_rpe.utils.table import Cell, Row, Table
 
 LIMIT = "no bias"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,10 +1,11 @@
 """``auto`` earns its trust: every backend that takes a kind of call is checked, then the fastest is chosen.
 
-For each :class:`~fairseq_rpe.attention.kinds.Kind` of call, once: candidates are compared with the reference in
-float64, outputs and all gradients, on a small sample of the same kind; those that agree are timed on the call's own
+For each :class:`~fairseq_rpe.attention.call_signature.Kind` of call, once: candidates are compared with the reference
+in float64, outputs and all gradients, on a small sample of the same kind; those that agree are timed on the call's own
 shape, forward and, where gradients are wanted, backward; the fastest is taken, named in the log and remembered
-(:mod:`~fairseq_rpe.attention.remembered`). One that raises, deviates, gives NaN or runs out of memory is dropped with a
-warning, and training goes on. In deterministic mode nothing is timed: the first of a fixed order that agrees is taken.
+(:mod:`~fairseq_rpe.attention.calibration_cache`). One that raises, deviates, gives NaN or runs out of memory is dropped
+with a warning, and training goes on. In deterministic mode nothing is timed: the first of a fixed order that agrees is
+taken.
 The gradients are those of q, k, v and of a form's tables, numbers and pieces; what a function of positions reads is
 reached by plain autograd, whichever backend calls it.
 
@@ -31,12 +32,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fairseq_rpe.attention import remembered, samples
-from fairseq_rpe.attention.kinds import Kind, kind_of
+from fairseq_rpe.attention import calibration_cache, calibration_inputs
+from fairseq_rpe.attention.calibration_cache import Choice
+from fairseq_rpe.attention.call_signature import Kind, kind_of
 from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.attention.ranks import agreed, store_of_ranks
+from fairseq_rpe.attention.rank_consensus import agreed, store_of_ranks
 from fairseq_rpe.attention.reference import reference
-from fairseq_rpe.attention.remembered import Choice
 from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Calibrator:
         applies: Callable[[Tensor], bool] = on_gpu,
         seconds: Callable[[Callable[[], Any], torch.device], float] = stopwatch,
         limit: float = LIMIT,
-        machine: Callable[[torch.device], dict[str, str]] = remembered.machine,
+        machine: Callable[[torch.device], dict[str, str]] = calibration_cache.machine,
         store: Callable[[], Any] = store_of_ranks,
     ) -> None:
         self.candidates, self.plain, self.applies = dict(candidates), plain, applies
@@ -128,7 +129,7 @@ class Calibrator:
         """By memory, by another rank or by trial; never an error."""
         try:
             machine = self.machine(q.device)
-            key = f"{remembered.name_of(machine)}/{kind}"
+            key = f"{calibration_cache.name_of(machine)}/{kind}"
             decide = partial(self._decided, machine, kind, q, k, v, plan, dropout)
             found = agreed(key, decide, (2 * len(self.candidates) + 1) * self.limit, self.store())
         except Exception as error:
@@ -139,7 +140,7 @@ class Calibrator:
     def _decided(
         self, machine: dict[str, str], kind: Kind, q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float
     ) -> str | None:
-        known = remembered.recall(machine, str(kind))
+        known = calibration_cache.recall(machine, str(kind))
         if known is not None and known.backend in self.candidates:
             logger.info("attention backend: %s for %s%s", known.backend, kind, _ratios(known, "remembered"))
             return known.backend
@@ -150,7 +151,7 @@ class Calibrator:
             return None
         logger.info("attention backend: %s for %s%s", choice.backend, kind, _ratios(choice, "measured"))
         if lasting:
-            remembered.keep(machine, str(kind), choice)
+            calibration_cache.keep(machine, str(kind), choice)
         return choice.backend
 
     def _tried(
@@ -177,8 +178,8 @@ class Calibrator:
                 torch.cuda.empty_cache()
             return None
 
-        def prepared() -> tuple[samples.Call, list[Tensor]]:
-            call = samples.small(q, k, v, plan, dropout)
+        def prepared() -> tuple[calibration_inputs.Call, list[Tensor]]:
+            call = calibration_inputs.small(q, k, v, plan, dropout)
             return call, _repeatably(call.wide(), reference)
 
         call, expected = self._within(prepared, q.device, kind.training)
@@ -187,7 +188,7 @@ class Calibrator:
             if name not in self._hung and carried_out(name, partial(_checked, call, attend, expected, kind)):
                 good.append(name)
         if len(good) > 1 and not kind.deterministic:
-            copy = samples.whole(q, k, v, plan, dropout)
+            copy = calibration_inputs.whole(q, k, v, plan, dropout)
             times = {}
             for name in good:
                 work = partial(copy.carried_out, self.candidates[name])
@@ -231,24 +232,24 @@ class Calibrator:
         return found[0]
 
 
-def _checked(call: samples.Call, attend: Attend, expected: Sequence[Tensor], kind: Kind) -> bool:
+def _checked(call: calibration_inputs.Call, attend: Attend, expected: Sequence[Tensor], kind: Kind) -> bool:
     """True. Raises ArithmeticError: the candidate is wrong."""
     inputs = call.q, call.k, call.v
     before = [x.detach().clone() for x in inputs]
     found = _repeatably(call, attend)
-    tolerance = samples.TOLERANCE[torch.bfloat16 if kind.rounded else call.q.dtype]
+    tolerance = calibration_inputs.TOLERANCE[torch.bfloat16 if kind.rounded else call.q.dtype]
     if not all(torch.equal(x, y) for x, y in zip(before, inputs, strict=True)):
         for x, y in zip(inputs, before, strict=True):
             x.data.copy_(y)  # for those that come after
         raise ArithmeticError("writes into its inputs")
-    worst = samples.deviation(found, list(expected), tolerance, call.plan, call.v)
+    worst = calibration_inputs.deviation(found, list(expected), tolerance, call.plan, call.v)
     if not worst <= 1:
         off = f"deviates from the reference by {worst:.3g} times the tolerance"
         raise ArithmeticError("gives NaN" if math.isnan(worst) else off)
     return True
 
 
-def _repeatably(call: samples.Call, attend: Attend) -> list[Tensor]:
+def _repeatably(call: calibration_inputs.Call, attend: Attend) -> list[Tensor]:
     """With the same seed for dropout, whose mask all backends draw alike."""
     torch.default_generator.manual_seed(SEED)
     return call.carried_out(attend)

@@ -13,9 +13,7 @@ from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.core import scores
-from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import (
+from fairseq_rpe.core.bias import (
     ByKey,
     ByQuery,
     Content,
@@ -27,7 +25,9 @@ from fairseq_rpe.core.forms import (
     Sum,
     Toeplitz,
 )
-from fairseq_rpe.core.scores import Function
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.score_mod import Function
+from fairseq_rpe.core.score_mod import score_mod as bias_score_mod
 
 BLOCK = 128  # of a block mask
 WIDTHS = range(16, 257)
@@ -191,4 +191,4 @@ def _block_mask(
 
 def score_mod(plan: Plan, batch: int) -> Function | None:
     """What adds the bias of ``plan`` to a score, for ``batch`` rows; None where there is no bias."""
-    return scores.score_mod(plan.form, plan.positions, batch, plan.padding, plan.last_query)
+    return bias_score_mod(plan.form, plan.positions, batch, plan.padding, plan.last_query)

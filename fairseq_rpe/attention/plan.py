@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.nearby import Nearby, nearby
-from fairseq_rpe.core.forms import Content, Form, Positions, Reading, Toeplitz, block, part
-from fairseq_rpe.core.regions import Region
+from fairseq_rpe.attention.key_ranges import Nearby, nearby
+from fairseq_rpe.core.bias import Content, Form, Positions, Reading, Toeplitz, block, part
+from fairseq_rpe.core.rotation_regions import Region
 
 
 @dataclass(frozen=True)

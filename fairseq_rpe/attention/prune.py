@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.blocks import ToeplitzBias, flash
 from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.attention.toeplitz_attention import ToeplitzBias, flash
+from fairseq_rpe.core.bias import Toeplitz
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Toeplitz
 
 BLOCK = 256  # queries, and keys, that are decided about together
 # nats; a part of the largest score that the norms allow; and of the largest bias

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fairseq_rpe.attention.dropout import draw_seed, keep_block
 from fairseq_rpe.attention.plan import Plan
+from fairseq_rpe.core.bias import Reading, block, column_of
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Reading, block, column_of
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_rpe.attention.blocks import BlockAttention, ToeplitzBias, by_rows, fused
-from fairseq_rpe.attention.curve import CurveBias, pieces_of
+from fairseq_rpe.attention.content_bias import in_rows
+from fairseq_rpe.attention.dense_cpu import SHORT
 from fairseq_rpe.attention.dropout import ROWS, draw_seed, keep_block
 from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning, pruned
 from fairseq_rpe.attention.reference import weighted, weights
-from fairseq_rpe.attention.regional import regional
-from fairseq_rpe.attention.rows import in_rows
-from fairseq_rpe.attention.short import SHORT
-from fairseq_rpe.attention.skewed import quick_block, quick_read
+from fairseq_rpe.attention.region_attention import regional
+from fairseq_rpe.attention.relative_shift import quick_block, quick_read
+from fairseq_rpe.attention.scaled_distance_bias import CurveBias, pieces_of
+from fairseq_rpe.attention.toeplitz_attention import BlockAttention, ToeplitzBias, by_rows, fused
+from fairseq_rpe.core.bias import Curve, Form, Positions, Toeplitz, leaves
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Curve, Form, Positions, Toeplitz, leaves
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
 # query-key pairs in a block whose bias is made by a function: few enough for a CPU's cache, more elsewhere

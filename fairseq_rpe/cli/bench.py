@@ -5,11 +5,11 @@ import sys
 from dataclasses import astuple, fields
 from pathlib import Path
 
+from fairseq_rpe.checkpoints.model_sizes import SIZES
 from fairseq_rpe.cli.options import add_latex, add_rpe_module, add_width, heads, int_list, positive_int, width, words
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write
-from fairseq_rpe.core.sizes import SIZES
-from fairseq_rpe.core.table import csv_text, latex_text
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.table import csv_text, latex_text
 
 COLUMNS = ("encoding", "backend", "pass", "length", "milliseconds", "ratio", "least_ms", "most_ms")
 _FILES = ("bench.csv", "bench.md", "bench.png", "bench.pdf")
@@ -62,15 +62,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from fairseq_rpe.core.devices import chosen
     from fairseq_rpe.data.folder import check_output
+    from fairseq_rpe.utils.devices import chosen
 
     if args.out is not None:
         check_output(args.out, (*_FILES, _LATEX))
     elif args.latex or args.figure_width:
         raise UserError(f"{'--latex' if args.latex else '--width'} is for what --out holds: give --out DIR too")
     if args.model:
-        from fairseq_rpe.evaluation import inference as kind
+        from fairseq_rpe.evaluation import model_benchmark as kind
     else:
         from fairseq_rpe.analysis import speed as kind
     given = {name: getattr(args, name) for name in ("model", *_GIVEN) if getattr(args, name) is not None}

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, number_list, positive_int
-from fairseq_rpe.core.files import atomic_write
-from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.table import latex_text
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.table import latex_text
 
 _FIELDS, _CURVES, _QUANTISED, _LATEX = "erf.csv", "erf_curve.csv", "erf_quantised.csv", "erf.tex"
 _PNG, _PDF = "erf.png", "erf.pdf"
@@ -47,35 +47,39 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from fairseq_rpe.data.folder import check_output
-    from fairseq_rpe.evaluation import output_loss, receptive
+    from fairseq_rpe.evaluation import empirical_receptive_field, truncation_error
     from fairseq_rpe.evaluation.loading import find_subjects
-    from fairseq_rpe.figures import fields
+    from fairseq_rpe.figures import receptive_fields
     from fairseq_rpe.figures.style import drawn_at, save
 
     subjects = find_subjects(args.checkpoints, args.rpe_module)
-    request = filled(receptive.FieldRequest, args)
+    request = filled(empirical_receptive_field.FieldRequest, args)
     length, rows = request.sized(max(subject.train_length for subject in subjects))
     if args.delta:
         with drawn_at(args.figure_width):
-            return print(output_loss.report(request, subjects, length, rows, args.out, args.latex))
+            return print(truncation_error.report(request, subjects, length, rows, args.out, args.latex))
     names = (_FIELDS, _CURVES, _QUANTISED, _LATEX, _PNG, _PDF, _PAIR, _PAIR_PNG, _PAIR_PDF)
     check_output(args.out, names)
-    found = [receptive.measure(request, subject, length, rows) for subject in subjects]
-    table = receptive.table(found, args.epsilons)
+    found = [empirical_receptive_field.measure(request, subject, length, rows) for subject in subjects]
+    table = empirical_receptive_field.table(found, args.epsilons)
     print(table.markdown())
     print(f"Blocks of {length} tokens, {args.blocks} of {args.data}/{args.subset}, the last {rows} queries of each.")
     print("Cells: nearest keys, mean over queries; over heads the mean (least to most). Bias alone: as if q·k = 0.")
-    atomic_write(args.out / _FIELDS, receptive.fields_csv(found, args.epsilons))
-    atomic_write(args.out / _CURVES, receptive.curves_csv(found))
+    atomic_write(args.out / _FIELDS, empirical_receptive_field.fields_csv(found, args.epsilons))
+    atomic_write(args.out / _CURVES, empirical_receptive_field.curves_csv(found))
     if args.quantised:
-        atomic_write(args.out / _QUANTISED, receptive.quantised_csv(found))
-    atomic_write(args.out / _PAIR, receptive.pair_csv(found))
+        atomic_write(args.out / _QUANTISED, empirical_receptive_field.quantised_csv(found))
+    atomic_write(args.out / _PAIR, empirical_receptive_field.pair_csv(found))
     if args.latex:
         atomic_write(args.out / _LATEX, latex_text([table]))
     with drawn_at(args.figure_width):
-        figure = fields.empirical_quantised(found) if args.quantised else fields.empirical(found, args.epsilons)
+        figure = (
+            receptive_fields.empirical_quantised(found)
+            if args.quantised
+            else receptive_fields.empirical(found, args.epsilons)
+        )
         save(figure, args.out / _PNG, args.out / _PDF)
-        save(fields.paired(found), args.out / _PAIR_PNG, args.out / _PAIR_PDF)
+        save(receptive_fields.paired(found), args.out / _PAIR_PNG, args.out / _PAIR_PDF)
     print(f"table:  {args.out / _FIELDS}")
     print(f"figure: {args.out / _PNG}")
     print(f"ERF beside TRF, a curve for each checkpoint: {args.out / _PAIR_PNG}")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from fairseq_rpe.cli.options import add_checkpoint, add_no_cache, int_list, positive_int
 from fairseq_rpe.cli.printing import Column, ResultPrinter, add_json, decimals, seconds
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.utils.records import filled
 
 if TYPE_CHECKING:
-    from fairseq_rpe.evaluation.results import TextResult
+    from fairseq_rpe.evaluation.records import TextResult
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.evaluation.results import TextKey, TextRequest, TextResult, resumed
+    from fairseq_rpe.evaluation.records import TextKey, TextRequest, TextResult, resumed
 
     if args.lengths is None:
         from fairseq_rpe.evaluation.lengths import default_lengths

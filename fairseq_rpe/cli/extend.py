@@ -15,7 +15,7 @@ from fairseq_rpe.cli.options import (
     seed,
     spec,
 )
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.utils.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +54,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.reports.measured import write_report
+    from fairseq_rpe.reports.external_results import write_report
     from fairseq_rpe.runs.settings import Request
-    from fairseq_rpe.sweeps import extension
+    from fairseq_rpe.sweeps import context_extension
 
     asked = filled(Request, args, rpe=args.rpe or "", save_dir=args.out)
-    wanted = extension.resolve(asked, args.lengths, args.subset)
-    found = extension.carry_out(wanted)
+    wanted = context_extension.resolve(asked, args.lengths, args.subset)
+    found = context_extension.carry_out(wanted)
     title = f"{args.finetune_from}, from {wanted.original} to {args.tokens} tokens"
     drawn = {"width": args.figure_width, "latex": args.latex}
     print(write_report(found, args.out, wanted.original, title=title, **drawn).text)

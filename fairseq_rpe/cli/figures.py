@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, add_width, count_list, heads, positive_int, seed
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.utils.progress import Progress
 
 _LONGEST = 16_384
 
@@ -60,19 +60,19 @@ def run(args: argparse.Namespace) -> None:
 
     from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.figures.style import drawn_at
-    from fairseq_rpe.reports import drawing
-    from fairseq_rpe.sweeps.state import SweepFolder
+    from fairseq_rpe.reports import figure_gallery
+    from fairseq_rpe.sweeps.sweep_record import SweepFolder
 
     out = args.out or (Path("runs/figures") if args.sweep is None else args.sweep / "figures")
     if args.checkpoint is not None:
         with drawn_at(args.figure_width):
-            return print(drawing.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
+            return print(figure_gallery.draw_checkpoint(args.checkpoint, args.query or (), args.layers or (), out))
     check_output(out)
     shown = {"length": length, "seed": args.seed or 1, "head": args.head}
     if args.sweep is None:
-        gallery = drawing.of_specs(args.specs, args.heads or 8, **shown)
+        gallery = figure_gallery.of_specs(args.specs, args.heads or 8, **shown)
     else:
-        gallery = drawing.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
-    with Progress("figures", "kinds", len(drawing.FIGURES)) as bar, drawn_at(args.figure_width):
-        for line in drawing.draw(gallery, out, bar.update):
+        gallery = figure_gallery.of_sweep(SweepFolder(args.sweep), args.data, args.rpe_module, **shown)
+    with Progress("figures", "kinds", len(figure_gallery.FIGURES)) as bar, drawn_at(args.figure_width):
+        for line in figure_gallery.draw(gallery, out, bar.update):
             bar.say(line)

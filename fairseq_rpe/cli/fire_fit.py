@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, add_width, heads, positive_int, seed, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_file, check_replaced
+from fairseq_rpe.utils.files import atomic_write, check_file, check_replaced
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--width is for the figure: give --figure FILE too")
     import torch
 
+    from fairseq_rpe.analysis.fire_construction import paper_fits
     from fairseq_rpe.analysis.fire_fit import fit_fire
-    from fairseq_rpe.analysis.fire_paper import paper_fits
     from fairseq_rpe.encodings import build
 
     wide = args.width or 64 * args.heads
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
         atomic_write(args.out, json.dumps({**setting, **both}) + "\n")
         print(f"\nparameters: {args.out}")
     if args.figure is not None:
+        from fairseq_rpe.figures.fire_theorem import constructions
         from fairseq_rpe.figures.style import drawn_at, save
-        from fairseq_rpe.figures.theorem import constructions
 
         with drawn_at(args.figure_width):
             save(constructions(args.spec, encoding.profile(args.length), fits[0], papers), args.figure)

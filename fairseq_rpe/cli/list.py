@@ -5,7 +5,7 @@ import csv
 import sys
 
 from fairseq_rpe.cli.options import add_rpe_module, distances, heads, width
-from fairseq_rpe.core.files import PACKAGE
+from fairseq_rpe.utils.files import PACKAGE
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run_list(args: argparse.Namespace) -> None:
     from fairseq_rpe.core.spec import show
 
     if args.backends:
-        from fairseq_rpe.analysis.served import matrix
+        from fairseq_rpe.analysis.backend_support import matrix
 
         table, reasons = matrix(encodings.names())
         print(table.markdown(), *reasons, sep="\n")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fairseq_rpe.cli.options import positive_int, seed
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.utils.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -13,11 +13,11 @@ from typing import NoReturn
 
 from fairseq_rpe import __version__
 from fairseq_rpe.cli.options import make_ready
-from fairseq_rpe.core.child_processes import safe_path
-from fairseq_rpe.core.display import displayed
 from fairseq_rpe.core.errors import DEBUG, UserError, shown, told
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.runs import processes
+from fairseq_rpe.utils.child_processes import safe_path
+from fairseq_rpe.utils.safe_streams import displayed
 
 # name: module of this room, what the command does. ``add`` of the module adds its options and ``run`` carries it out;
 # in a module of several commands both names end with what follows the colon.
@@ -28,9 +28,9 @@ COMMANDS = {
         "prepare:_known",
         "make a corpus from WikiText-103, PG-19, code, Wikipedia, C4, arXiv or OpenWebText2",
     ),
-    "prepare-answers": ("prepare_answers", "make a folder of questions: SCROLLS, GLUE, SuperGLUE or your own"),
+    "prepare-answers": ("prepare_questions", "make a folder of questions: SCROLLS, GLUE, SuperGLUE or your own"),
     "prepare-gaps": (
-        "prepare_answers:_gaps",
+        "prepare_questions:_gaps",
         "make questions of any text: which name, seen long before, fills the gap",
     ),
     "train": ("train", "train one language model"),
@@ -38,8 +38,8 @@ COMMANDS = {
     "eval": ("eval", "evaluate a checkpoint at several lengths"),
     "sliding": ("sliding", "compare sliding-window with non-overlapping evaluation"),
     "longrope-search": ("longrope_search", "search the factors with which a checkpoint of rope reads longer text"),
-    "accuracy": ("accuracy", "count a checkpoint's exact answers to its algorithmic task, by number of items"),
-    "answer": ("answer", "have a checkpoint answer prepared questions, and score it as their papers do"),
+    "accuracy": ("eval_task", "count a checkpoint's exact answers to its algorithmic task, by number of items"),
+    "answer": ("eval_questions", "have a checkpoint answer prepared questions, and score it as their papers do"),
     "sweep": ("sweep", "train several encodings and evaluate each at several lengths"),
     "report": ("report", "write the table, figure and page of sweeps"),
     "figures": ("figures", "draw encodings side by side: heat maps, profiles, receptive fields, what was learned"),

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fairseq_rpe.checkpoints.model_sizes import SIZES
 from fairseq_rpe.core.errors import UserError, shown
-from fairseq_rpe.core.files import CACHE
-from fairseq_rpe.core.sizes import SIZES
 from fairseq_rpe.evaluation import log_to
 from fairseq_rpe.figures import WIDTHS
+from fairseq_rpe.utils.files import CACHE
 
 MOST = 10**9  # of whole numbers that have no limit of their own
 LESS_WARMUP = "at most a fifth of the updates"  # runs.defaults.WARMUP_SHARE, in words

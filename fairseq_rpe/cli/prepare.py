@@ -7,10 +7,18 @@ from typing import Any
 
 from fairseq_rpe.cli.options import integer
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_folder
 from fairseq_rpe.data.hub import sources
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import DIVISIONS, KNOWN, TOKENIZERS, PrepareOptions, choose, compare, gpt2_vocabulary
+from fairseq_rpe.data.prepare_options import (
+    DIVISIONS,
+    KNOWN,
+    TOKENIZERS,
+    PrepareOptions,
+    choose,
+    compare,
+    gpt2_vocabulary,
+)
+from fairseq_rpe.utils.files import check_folder
 
 _TWICE = "Does nothing if the corpus already exists, made from the same text with the same options."
 OVERWRITE = "replace what this command made in --dest with other settings; checkpoints may need its vocabulary"

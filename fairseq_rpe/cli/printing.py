@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq_rpe.core.table import rounded
+from fairseq_rpe.utils.table import rounded
 
 
 @dataclass(frozen=True)

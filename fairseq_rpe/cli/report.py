@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_latex, add_rpe_module, add_width, positive_float
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import check_file, check_folder
+from fairseq_rpe.utils.files import check_file, check_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.reports import beside, kept, page
+    from fairseq_rpe.reports import page, perplexity_vs_retrieval, report_files
     from fairseq_rpe.reports.write import check, write
-    from fairseq_rpe.sweeps.state import SweepFolder
+    from fairseq_rpe.sweeps.sweep_record import SweepFolder
 
     if args.out is not None:
         check_file("--out", args.out)
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("a sweep is named twice: leave one out")
     folders = [SweepFolder(path) for path in args.sweeps]
     for folder in folders:
-        files = kept.Places(folder, check(folder, args.delta)).files
+        files = report_files.Places(folder, check(folder, args.delta)).files
         check_folder(folder.path, flag="sweep")
         if args.out is not None and args.out.resolve() in [path.resolve() for path in files]:
             raise UserError(f"--out {args.out} is a file of the report on {folder.path}: name another one")
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     for folder in folders:
         sections.append(write(folder, args.delta, args.figure_width, args.latex))
         print(sections[-1].text)
-    for joint in beside.sections(folders):
+    for joint in perplexity_vs_retrieval.sections(folders):
         sections.append(joint)
         print(joint.text)
     if args.out is not None:

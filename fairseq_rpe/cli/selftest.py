@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_rpe_module, words
-from fairseq_rpe.core.files import write_json
+from fairseq_rpe.utils.files import write_json
 
 _FILE = "selftest.json"
 
@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
 
     from fairseq_rpe import __version__
     from fairseq_rpe.analysis import selftest
-    from fairseq_rpe.core.devices import chosen
-    from fairseq_rpe.core.files import PACKAGE
-    from fairseq_rpe.core.records import filled
     from fairseq_rpe.data.folder import check_output
     from fairseq_rpe.runs.environment import commit
+    from fairseq_rpe.utils.devices import chosen
+    from fairseq_rpe.utils.files import PACKAGE
+    from fairseq_rpe.utils.records import filled
 
     setting = filled(selftest.Setting, args, device=chosen(args.device))
     setting.check()

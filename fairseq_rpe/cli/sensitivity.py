@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_latex, add_width, positive_float, positive_int
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write
-from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.table import Cell, Row, Table, csv_text, latex_text, number
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.table import Cell, Row, Table, csv_text, latex_text, number
 
 LONGEST, WIDEST, BASES = 65_536, 4096, (1.01, 1e12)
 

@@ -5,9 +5,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from fairseq_rpe.cli.options import add_checkpoints, add_latex, add_width, int_list, positive_int, workers
-from fairseq_rpe.core.files import atomic_write
-from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.table import csv_text, latex_text
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.table import csv_text, latex_text
 
 _RESULTS, _CSV, _MARKDOWN, _LATEX = (f"sliding.{end}" for end in ("jsonl", "csv", "md", "tex"))
 _PNG, _PDF = "sliding.png", "sliding.pdf"

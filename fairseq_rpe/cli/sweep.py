@@ -8,15 +8,15 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_training, int_list, positive_int, processes, seed_list, words
 from fairseq_rpe.core.errors import UserError, need_fairseq
-from fairseq_rpe.core.files import check_folder, lock, read_json_lines
-from fairseq_rpe.core.records import filled
 from fairseq_rpe.data.folder import check_not_data
-from fairseq_rpe.reports import kept
+from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import check_no_run
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps import carry, cells, recipes, slurm, tuned_cells
-from fairseq_rpe.sweeps.request import Sweep, resolve
-from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.sweeps import fine_tuning_grid, grid, recipes, run_sweep, slurm
+from fairseq_rpe.sweeps.resolve import Sweep, resolve
+from fairseq_rpe.sweeps.sweep_record import SweepFolder
+from fairseq_rpe.utils.files import check_folder, lock, read_json_lines
+from fairseq_rpe.utils.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def resolved(args: argparse.Namespace) -> Sweep:
     base = filled(Request, args, rpe="", save_dir=args.out, data=None, seed=1)
     sweep = resolve(base, **{name: getattr(args, name) for name in own})
     if any(method.continues or method.rpe_eval for method in sweep.trained):
-        from fairseq_rpe.sweeps.methods import with_checkpoint_rotations
+        from fairseq_rpe.sweeps.preflight import with_checkpoint_rotations
 
         return with_checkpoint_rotations(sweep)
     return sweep
@@ -101,38 +101,38 @@ def run(args: argparse.Namespace) -> int:
     on_slurm = _on_slurm(args)
     check_not_data("--out", sweep.out)
     check_no_run("--out", sweep.out)
-    digest = carry.check_data(sweep, dry=args.launcher == "dry-run")
+    digest = run_sweep.check_data(sweep, dry=args.launcher == "dry-run")
     unseen: set[str] = set()
     if sweep.base.inspect_every:
-        from fairseq_rpe.sweeps import methods
+        from fairseq_rpe.sweeps import preflight
 
-        unseen = methods.without_bias(sweep)
-    made = (tuned_cells if sweep.questions else cells).make(sweep, digest, unseen)
-    carry.check_lengths(sweep, made)
+        unseen = preflight.without_bias(sweep)
+    made = (fine_tuning_grid if sweep.questions else grid).make(sweep, digest, unseen)
+    run_sweep.check_lengths(sweep, made)
     if args.launcher == "dry-run":
-        from fairseq_rpe.sweeps import methods
+        from fairseq_rpe.sweeps import preflight
 
-        methods.check(sweep, made, here=False)
-        print("\n".join(carry.commands(sweep, made, on_slurm)))
+        preflight.check(sweep, made, here=False)
+        print("\n".join(run_sweep.commands(sweep, made, on_slurm)))
         return 0
     if on_slurm is not None:
         slurm.check()
     check_folder(sweep.out)
     folder = SweepFolder(sweep.out)
     with lock(folder.lock, f"another sweep is running in {sweep.out}: wait for it, stop it or choose another --out"):
-        state = carry.state(sweep, made)
+        state = run_sweep.state(sweep, made)
         left = {cell: work for cell in made if (work := cell.work_left())}
-        for line in carry.left_out(made):
+        for line in run_sweep.left_out(made):
             print(line, file=sys.stderr)
         if left:
-            from fairseq_rpe.sweeps import methods
+            from fairseq_rpe.sweeps import preflight
 
             need_fairseq()
-            methods.check(sweep, made, here=on_slurm is None or sweep.base.device == "cpu")
-        folder.write(carry.noted(state, left))
-        failures = carry.carry_out(sweep, left, made, on_slurm)
+            preflight.check(sweep, made, here=on_slurm is None or sweep.base.device == "cpu")
+        folder.write(run_sweep.noted(state, left))
+        failures = run_sweep.carry_out(sweep, left, made, on_slurm)
         if any(read_json_lines(cell.folder.results) for cell in made):
-            text = None if left else kept.text(folder)
+            text = None if left else report_files.text(folder)
             if text is None:
                 from fairseq_rpe.reports.write import write
 

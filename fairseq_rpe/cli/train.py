@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fairseq_rpe.cli.options import add_training, address, by_arch, count, positive_int, seed, spec
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.records import filled
+from fairseq_rpe.utils.records import filled
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.core import checkpoint_file
+    from fairseq_rpe.checkpoints import checkpoint_file
     from fairseq_rpe.data.folder import check_not_data
     from fairseq_rpe.runs import launch, training_data
     from fairseq_rpe.runs.run_folder import CheckpointFolder, check_no_sweep
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     if CheckpointFolder(request.save_dir).finished(wanted):
         print(f"{request.save_dir} already holds the finished run of {wanted.updates} updates")
         return
-    from fairseq_rpe.runs import start
+    from fairseq_rpe.runs import train
 
-    start.check(request, wanted)
-    start.train(request, wanted, node)
+    train.check(request, wanted)
+    train.train(request, wanted, node)

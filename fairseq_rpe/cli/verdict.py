@@ -9,8 +9,8 @@ from typing import Any
 
 from fairseq_rpe.cli.options import add_rpe_module, heads, width
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write, check_replaced
-from fairseq_rpe.core.table import csv_text, latex_text
+from fairseq_rpe.utils.files import atomic_write, check_replaced
+from fairseq_rpe.utils.table import csv_text, latex_text
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,26 +52,26 @@ def epsilon(text: str) -> Fraction:
 
 
 def run(args: argparse.Namespace) -> None:
-    from fairseq_rpe.analysis import judgement
-    from fairseq_rpe.analysis.receptive_field import check_epsilons
+    from fairseq_rpe.analysis import verdict_tables
+    from fairseq_rpe.analysis.empirical_receptive_field import check_epsilons
 
-    epsilons = list(dict.fromkeys(args.epsilon or judgement.EPSILONS))
+    epsilons = list(dict.fromkeys(args.epsilon or verdict_tables.EPSILONS))
     check_epsilons(epsilons, "--epsilon")
     for flag, path, suffix in (("--csv", args.csv, ".csv"), ("--latex", args.latex, ".tex")):
         if path:
             check_replaced(flag, path, suffix)
-    sources = {title: judgement.judge(source) for title, source in asked(args).items()}
-    print("\n\n".join(judgement.table(title, rows, epsilons) for title, rows in sources.items()))
+    sources = {title: verdict_tables.judge(source) for title, source in asked(args).items()}
+    print("\n\n".join(verdict_tables.table(title, rows, epsilons) for title, rows in sources.items()))
     print(
         "\nf = ln b_n is the log-bias at distance n, B = Σ_{n>=0} b_n, TRF(ε) = inf{ j : Σ_{t<j} b_t > B(1-ε) }.\n"
         "Convergence is sufficient for length extrapolation, not necessary (arXiv 2307.10156, Theorems 0.3, 0.4)."
     )
     if args.csv:
-        head, *rows = judgement.verdict_cells(sources, epsilons)
+        head, *rows = verdict_tables.verdict_cells(sources, epsilons)
         atomic_write(args.csv, csv_text(head, rows))
         print(f"table: {args.csv}")
     if args.latex:
-        tables = [judgement.as_table(title, rows, epsilons) for title, rows in sources.items()]
+        tables = [verdict_tables.as_table(title, rows, epsilons) for title, rows in sources.items()]
         atomic_write(args.latex, latex_text(tables))
         print(f"LaTeX: {args.latex}")
 

@@ -6,10 +6,10 @@ They are process-global patches of fairseq's own modules (and ``sys.excepthook``
 from fairseq_rpe.compat import quick_start  # noqa: F401  (first)
 
 # isort: split
-from fairseq_rpe.compat import batches, board, excepthook, safe_loading, safe_saving  # noqa: F401
+from fairseq_rpe.compat import board, epoch_batches, excepthook, safe_loading, safe_saving  # noqa: F401
 from fairseq_rpe.compat.flags import overrides
 from fairseq_rpe.compat.guards import guard_eval_lm, guard_module
-from fairseq_rpe.compat.literals import evaluate_literal, literal_eval_only
+from fairseq_rpe.compat.safe_literals import evaluate_literal, literal_eval_only
 
 __all__ = ["apply", "evaluate_literal", "guard_module", "overrides"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fairseq.logging import progress_bar
 
-from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.compat.monkeypatch import replaces
 
 # what fairseq logs of its own work: rates, batch sizes, gradients, clocks and memory
 _HOUSEKEEPING = frozenset(

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.compat.monkeypatch import replaces
 from fairseq_rpe.core.errors import DEBUG, UserError, told
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from fairseq import options
 from fairseq.dataclass.configs import CommonConfig
 
-from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.compat.monkeypatch import replaces
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import load_module
 

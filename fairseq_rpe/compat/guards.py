@@ -10,7 +10,7 @@ import torch
 from fairseq import utils
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
-from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.compat.monkeypatch import replaces
 from fairseq_rpe.core.errors import UserError
 
 logger = logging.getLogger("fairseq_rpe.eval")

@@ -10,15 +10,15 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import utils
 from fairseq.models import BaseFairseqModel
 
+from fairseq_rpe.checkpoints import checkpoint, checkpoint_file
+from fairseq_rpe.checkpoints.checkpoint import State, same_kind
 from fairseq_rpe.compat.flags import overrides
-from fairseq_rpe.compat.literals import evaluate_literal, literal_eval_only
-from fairseq_rpe.compat.replacement import replaces
-from fairseq_rpe.core import checkpoint_file, checkpoint_state
-from fairseq_rpe.core.checkpoint_state import State, same_kind
+from fairseq_rpe.compat.monkeypatch import replaces
+from fairseq_rpe.compat.safe_literals import evaluate_literal, literal_eval_only
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.encodings.longer import check_trained, reads_longer
+from fairseq_rpe.encodings.from_checkpoint import restore
 from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
-from fairseq_rpe.encodings.trained import restore
+from fairseq_rpe.encodings.rope_extrapolation import check_trained, reads_longer
 
 
 @replaces(utils, "_broadcast_object_slow")
@@ -39,7 +39,7 @@ def safe_checkpoints(original: Any, path: str, arg_overrides: Any = None, *args:
     Loading is always weights-only here, what cannot be loaded is one line before anything is built, and a checkpoint
     never names a Python file to import. An encoding that replaces the checkpoint's has its rotation.
     """
-    saved = checkpoint_state.load(Path(path))
+    saved = checkpoint.load(Path(path))
     if arg_overrides and "rpe" in arg_overrides and "rpe" in saved.model:
         completed = complete_for_checkpoint(str(arg_overrides["rpe"]), str(saved.model["rpe"]))
         arg_overrides = {**arg_overrides, "rpe": completed}
@@ -64,7 +64,7 @@ def _check(state: State, changed: Mapping[str, object]) -> None:
         raise UserError(f"{state.path} is not a fairseq checkpoint: it holds no model")
     if state.history == ():
         raise UserError(f"{state.path} is not a fairseq checkpoint: its optimizer_history is empty")
-    checkpoint_state.check_size(state)
+    checkpoint.check_size(state)
     if "rpe" in state.model and "rpe" not in changed:
         restore(state)
     elif "rpe" in state.model and reads_longer(wanted := str(changed["rpe"])):

@@ -9,7 +9,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from fairseq_rpe.compat.replacement import replaces
+from fairseq_rpe.compat.monkeypatch import replaces
 from fairseq_rpe.core.errors import UserError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 _NAMES = {
     "errors": ("UserError",),
-    "forms": (
+    "bias": (
         *(
             "ByKey",
             "ByQuery",
@@ -24,8 +24,8 @@ _NAMES = {
         ),
         *("QueryKeyTableBias", "Reading", "Sum", "Toeplitz", "added", "block", "part"),
     ),
-    "log_weights": ("LogWeight", "exact"),
-    "regions": ("Region",),
+    "log_bias": ("LogWeight", "exact"),
+    "rotation_regions": ("Region",),
     "registry": ("Description", "Registry"),
     "spec": ("Option", "canonical", "configure", "option", "options_of", "parse"),
 }

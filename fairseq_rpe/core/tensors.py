@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.arguments import described
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of 16 bits or more
 

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import json_object
 from fairseq_rpe.data.sourcefiles import Entry, lines_of, opened, read_blocks, readable
+from fairseq_rpe.utils.files import json_object
 
 _PARQUET_ROWS = 64
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest, replace_with
-from fairseq_rpe.data.destination import scratch
+from fairseq_rpe.data.atomic_folder import scratch
+from fairseq_rpe.utils.files import file_digest, replace_with
 
 # Some hosts refuse Python's own name; an unpacked answer would not have the length that is told.
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; fairseq-rpe)", "Accept-Encoding": "identity"}

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, Literal, NoReturn
 
 import numpy as np
 
-from fairseq_rpe.core import files, records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest, naming, open_input, read_input, read_json
-from fairseq_rpe.core.records import Count
+from fairseq_rpe.utils import files, records
+from fairseq_rpe.utils.files import file_digest, naming, open_input, read_input, read_json
+from fairseq_rpe.utils.records import Count
 
 FAIRSEQ_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 EOS_ID = FAIRSEQ_SPECIALS.index("</s>")

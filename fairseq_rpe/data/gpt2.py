@@ -13,7 +13,7 @@ from pathlib import Path
 import regex
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import read_json
+from fairseq_rpe.utils.files import read_json
 
 # GPT-2's own, but that a newline is by itself: every line is cut as if it were alone.
 PATTERN = regex.compile(r"""\n|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+""")

@@ -11,15 +11,15 @@ from typing import Any
 from tqdm import tqdm
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.data.destination import make_once
-from fairseq_rpe.data.division import DividedDocuments, EmptySplit
+from fairseq_rpe.data.atomic_folder import make_once
 from fairseq_rpe.data.encoders import load_encoder
 from fairseq_rpe.data.folder import BINARIES, MADE_BY, SPLITS, describe_files, read_dictionary, write_dictionary
 from fairseq_rpe.data.gpt2 import dictionary_symbols
-from fairseq_rpe.data.preparation import PrepareOptions
+from fairseq_rpe.data.prepare_options import PrepareOptions
+from fairseq_rpe.data.splits import DividedDocuments, EmptySplit
 from fairseq_rpe.data.stream import Piece, SplitWriter, cut, encode_chunks, gather
 from fairseq_rpe.data.vocabulary import VOCABULARY_FILES, BpeLearner, Given, WordLearner, given_vocabulary
+from fairseq_rpe.utils.files import file_digest
 
 # Raised when the same sources and options give other files than before.
 _FORMAT = 1

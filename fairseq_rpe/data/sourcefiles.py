@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest
+from fairseq_rpe.utils.files import file_digest
 
 _BLOCK = 1 << 20
 # A JSON line has to be in memory as a whole; text files have no limit.

@@ -16,10 +16,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from fairseq_rpe.core.child_processes import safe_path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.encoders import BOS, EOS, UNK, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import read_manifest, read_split, write_index
+from fairseq_rpe.utils.child_processes import safe_path
 
 PIECE = 1 << 18  # characters
 _WAITING_PER_WORKER = 4

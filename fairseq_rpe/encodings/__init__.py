@@ -9,30 +9,29 @@ from pathlib import Path
 from fairseq_rpe.core.arguments import check_count, check_text, check_texts, described
 from fairseq_rpe.core.contract import call, is_shipped
 from fairseq_rpe.core.errors import UserError, enough_memory
-from fairseq_rpe.core.files import file_digest
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     absolute,
     alibi,
+    attention_sinks,
     bipe,
     clex,
-    complex,
+    complex_embedding,
     cope,
     dape,
     deberta,
     fire,
     floater,
-    forgetting,
+    forgetting_transformer,
     huang,
     kerple,
-    longer,
     longrope,
-    music,
+    music_transformer,
     rope,
+    rope_extrapolation,
     sandwich,
-    series,
+    series_bias,
     shaw,
-    sinks,
     t5,
     tisa,
     transformer_xl,
@@ -43,6 +42,7 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
 from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
 from fairseq_rpe.encodings.contract import check_contract
 from fairseq_rpe.encodings.kerple import positive
+from fairseq_rpe.utils.files import file_digest
 
 __all__ = [
     "Absolute",

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.log_weights import exact
+from fairseq_rpe.core.log_bias import exact
 from fairseq_rpe.encodings.base import DistanceBias, register
 
 

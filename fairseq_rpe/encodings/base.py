@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.arguments import check_count
+from fairseq_rpe.core.bias import Form, Pair, Pointwise, Positions, Toeplitz, block
 from fairseq_rpe.core.errors import UserError, enough_memory
-from fairseq_rpe.core.forms import Form, Pair, Pointwise, Positions, Toeplitz, block
-from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.log_bias import LogWeight
 from fairseq_rpe.core.registry import Registry
 from fairseq_rpe.core.tensors import check_embedded
-from fairseq_rpe.encodings.doors import Doors
+from fairseq_rpe.encodings.interface import Doors
 
 _WIDE = (torch.float32, torch.float64)
 _SMALL_TABLE = 1 << 16  # distances; a table of so many takes no time

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_rpe.core.bias import Form, Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Form, Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.core.tensors import check_embedded
 from fairseq_rpe.encodings.absolute import Sinusoidal

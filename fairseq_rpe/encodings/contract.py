@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_rpe.core.bias import Positions, block, column_of
 from fairseq_rpe.core.contract import FAR, check_names, is_shipped, refuse, untouched_random_state
-from fairseq_rpe.core.forms import Positions, block, column_of
-from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.log_bias import LogWeight
 from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairBias, Rotary
 from fairseq_rpe.encodings.contract_values import WIDE, Declined, Hooks, first_nonfinite
 

@@ -6,9 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.contract import ContractError, call, refuse
-from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import (
+from fairseq_rpe.core.bias import (
     ByKey,
     ByQuery,
     Dense,
@@ -22,7 +20,9 @@ from fairseq_rpe.core.forms import (
     Sum,
     Toeplitz,
 )
-from fairseq_rpe.core.regions import Region
+from fairseq_rpe.core.contract import ContractError, call, refuse
+from fairseq_rpe.core.errors import UserError
+from fairseq_rpe.core.rotation_regions import Region
 from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairBias
 
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep

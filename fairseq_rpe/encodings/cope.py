@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.forms import Positions
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 

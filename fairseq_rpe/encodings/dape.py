@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_rpe.core.bias import Positions, block
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions, block
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register, registry
 

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from fairseq_rpe.core.bias import ByKey, ByQuery, Form, Positions, Sum
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import ByKey, ByQuery, Form, Positions, Sum
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 

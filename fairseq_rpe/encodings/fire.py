@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.forms import Curve, Pair, Positions
-from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.bias import Curve, Pair, Positions
+from fairseq_rpe.core.log_bias import LogWeight
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import PairBias, register
-from fairseq_rpe.encodings.segments import Stage, is_piecewise_linear, straight_pieces
+from fairseq_rpe.encodings.piecewise_linear import Stage, is_piecewise_linear, straight_pieces
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,

@@ -6,8 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 from fairseq_rpe.encodings.ode import Solution, need_solver, overflow, solve

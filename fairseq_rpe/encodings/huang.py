@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fairseq_rpe.core.bias import ByKey, ByQuery, Form, Positions, QueryKeyTableBias, Sum
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import ByKey, ByQuery, Form, Positions, QueryKeyTableBias, Sum
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 from fairseq_rpe.encodings.rope import Rope, length_of

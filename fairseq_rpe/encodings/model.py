@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fairseq_rpe.core.checkpoint_state import same_kind
+from fairseq_rpe.checkpoints.checkpoint import same_kind
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.base import Encoding

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions
-from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.log_bias import LogWeight
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_weights import LogWeight, exact
+from fairseq_rpe.core.log_bias import LogWeight, exact
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 

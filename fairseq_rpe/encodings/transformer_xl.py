@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.forms import ByQuery, Dense, Form, Levels, Positions, Sum
+from fairseq_rpe.core.bias import ByQuery, Dense, Form, Levels, Positions, Sum
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, is_far, reach_of, register
 

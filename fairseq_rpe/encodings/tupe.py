@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_rpe.core.bias import Pair, Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Pair, Positions
-from fairseq_rpe.core.log_weights import LogWeight
+from fairseq_rpe.core.log_bias import LogWeight
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import PairBias, register
 from fairseq_rpe.encodings.t5 import bucket

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fairseq_rpe.core.files import check_file
+from fairseq_rpe.utils.files import check_file
 
 
 class _LogFile(logging.FileHandler):

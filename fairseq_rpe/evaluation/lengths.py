@@ -6,7 +6,7 @@ from pathlib import Path
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.evaluation.reach import longest_row
+from fairseq_rpe.evaluation.position_limits import longest_row
 from fairseq_rpe.runs import checkpoints
 
 TIMES = (1, 2, 4, 8, 16)  # training lengths

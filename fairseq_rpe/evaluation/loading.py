@@ -16,15 +16,15 @@ from fairseq.data import Dictionary
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.core import devices
-from fairseq_rpe.core.checkpoint_state import check_size
+from fairseq_rpe.checkpoints.checkpoint import check_size
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import load_module
-from fairseq_rpe.evaluation.results import Blocks, Overrides
+from fairseq_rpe.evaluation.records import Blocks, Overrides
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.runs.settings import IDENTITY
+from fairseq_rpe.utils import devices
 
 logger = logging.getLogger(__name__)
 _SETTINGS = ("rpe", "positions_eval", "compute_dtype", "attention_backend")  # of a checkpoint, that may be replaced

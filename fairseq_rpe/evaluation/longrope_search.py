@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fairseq_rpe.core import checkpoint_file, files
+from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.progress import Progress
-from fairseq_rpe.core.records import Count, Loss, Perplexity, filled
 from fairseq_rpe.core.spec import canonical
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.encodings import build
@@ -25,11 +23,14 @@ from fairseq_rpe.encodings.base import registry
 from fairseq_rpe.encodings.longrope import SEEDS, LongRope, seed_factors
 from fairseq_rpe.encodings.rope import Rope
 from fairseq_rpe.evaluation.loading import check_plain, load, one_line, read_stream
+from fairseq_rpe.evaluation.loss_aggregation import MOST_BITS, defined, too_large
 from fairseq_rpe.evaluation.perplexity import by_position
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, Overrides, Result, read
-from fairseq_rpe.evaluation.tally import MOST_BITS, defined, too_large
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, Overrides, Result, read
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
+from fairseq_rpe.utils import files
+from fairseq_rpe.utils.progress import Progress
+from fairseq_rpe.utils.records import Count, Loss, Perplexity, filled
 
 STEP = 100  # factors are whole hundredths
 STARTS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)

@@ -21,19 +21,19 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from torch import Tensor
 
-from fairseq_rpe.attention.layer import separated
-from fairseq_rpe.core import devices
+from fairseq_rpe.attention.forward import separated
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import PACKAGE
-from fairseq_rpe.core.progress import Progress
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import blocks_of, check_plain, load, one_line, separates_documents
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, TextKey, TextRequest, TextResult, context_of
-from fairseq_rpe.evaluation.tally import check_scored, peak_mb, result_of, with_units
+from fairseq_rpe.evaluation.loss_aggregation import check_scored, peak_mb, result_of, with_units
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, TextKey, TextRequest, TextResult, context_of
 from fairseq_rpe.modules.cross_entropy import target_losses
 from fairseq_rpe.runs import checkpoints
 from fairseq_rpe.runs.checkpoints import Checkpoint
 from fairseq_rpe.tasks.language_modeling import SeparateDocuments, load_document_blocks, read_document_ends
+from fairseq_rpe.utils import devices
+from fairseq_rpe.utils.files import PACKAGE
+from fairseq_rpe.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 ADAPTIVE = 512  # targets of an adaptive softmax whose scores are in memory at a time

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fairseq_rpe.encodings import load_module
-from fairseq_rpe.evaluation.question_results import QuestionRequest
-from fairseq_rpe.evaluation.results import AnswerRequest, TextRequest
+from fairseq_rpe.evaluation.question_records import QuestionRequest
+from fairseq_rpe.evaluation.records import AnswerRequest, TextRequest
 from fairseq_rpe.runs import checkpoints
 
 Request = TypeVar("Request", TextRequest, AnswerRequest, QuestionRequest)

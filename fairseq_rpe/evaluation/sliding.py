@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from fairseq_rpe.core import devices
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.records import Count, Loss, Perplexity, Positive, filled
-from fairseq_rpe.core.table import Row, Table, number
 from fairseq_rpe.data import folder as corpus
 from fairseq_rpe.evaluation.loading import Subject, load, read_stream
-from fairseq_rpe.evaluation.results import BATCH_TOKENS, Blocks, Overrides, Result, resumed
-from fairseq_rpe.evaluation.tally import MOST_BITS, too_large
-from fairseq_rpe.evaluation.windows import DocumentWindows, Windows, check_windows, score, why_not_cached
+from fairseq_rpe.evaluation.loss_aggregation import MOST_BITS, too_large
+from fairseq_rpe.evaluation.records import BATCH_TOKENS, Blocks, Overrides, Result, resumed
+from fairseq_rpe.evaluation.sliding_window_loss import DocumentWindows, Windows, check_windows, score, why_not_cached
 from fairseq_rpe.figures.timing import WindowMean
+from fairseq_rpe.utils import devices
+from fairseq_rpe.utils.files import file_digest
+from fairseq_rpe.utils.records import Count, Loss, Perplexity, Positive, filled
+from fairseq_rpe.utils.table import Row, Table, number
 
 PUBLISHED = 44.35  # sliding / non-overlapping, mean over the windows of Table 1; ALiBi without sliding is 1.00 there
 COLUMNS = ("encoding", "mode", "window", "stride", "tokens", "ppl", "loss_base2", "seconds", "relative")

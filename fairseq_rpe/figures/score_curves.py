@@ -8,7 +8,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fairseq_rpe.figures.ends import End, name_ends
+from fairseq_rpe.figures.line_labels import End, name_ends
 from fairseq_rpe.figures.method_maps import best_first, colour_bar, draw_map, map_panels, too_many
 from fairseq_rpe.figures.style import (
     TICK,

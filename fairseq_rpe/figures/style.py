@@ -19,9 +19,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from matplotlib.transforms import offset_copy
 
-from fairseq_rpe.core.files import replace_with
-from fairseq_rpe.core.table import spaced
 from fairseq_rpe.figures import WIDTHS
+from fairseq_rpe.utils.files import replace_with
+from fairseq_rpe.utils.table import spaced
 
 # Okabe and Ito's colours, told apart with any kind of colour vision, but for their yellow, too pale for a thin line;
 # three that are darker or greyer than all of these follow.

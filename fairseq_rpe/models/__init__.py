@@ -3,15 +3,15 @@
 from fairseq_rpe import compat
 from fairseq_rpe.criterions import answer_cross_entropy, lm_cross_entropy
 from fairseq_rpe.models import transformer_rpe_lm
-from fairseq_rpe.tasks import algorithmic, answering, language_modeling
+from fairseq_rpe.tasks import algorithmic, language_modeling, question_answering
 
 compat.apply()
 __all__ = [
     "algorithmic",
     "answer_cross_entropy",
-    "answering",
     "compat",
     "language_modeling",
     "lm_cross_entropy",
+    "question_answering",
     "transformer_rpe_lm",
 ]

@@ -13,13 +13,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.modules import AdaptiveInput
 from omegaconf import II
 
+from fairseq_rpe.checkpoints.model_sizes import ARCH_PREFIX, SIZES
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import vocabulary_digest
-from fairseq_rpe.core.sizes import ARCH_PREFIX, SIZES
 from fairseq_rpe.encodings import load_module
 from fairseq_rpe.encodings.model import build_for_model
 from fairseq_rpe.modules.decoder import COMPUTE, RPEDecoder
-from fairseq_rpe.modules.moves import Moves, check_moves
+from fairseq_rpe.positions.position_transforms import Moves, check_moves
+from fairseq_rpe.utils.files import vocabulary_digest
 
 logger = logging.getLogger(__name__)
 SHARES = ("auto", "model", "layer")
@@ -95,7 +95,9 @@ class TransformerRPELanguageModel(TransformerLanguageModel):
         embedding, backend = cls._embedding(args, task), str(args.attention_backend)
         decoder = RPEDecoder(cfg, task.target_dictionary, embedding, encodings, moves, backend, args.compute_dtype)
         if every := args.rpe_inspect_every:
-            from fairseq_rpe.modules.inspection import Inspector  # draws with matplotlib: most runs load nothing of it
+            from fairseq_rpe.modules.encoding_logger import (
+                Inspector,  # draws with matplotlib: most runs load nothing of it
+            )
 
             inspector = Inspector(str(args.rpe), every, str(args.rpe_tensorboard), args.rpe_train_length, rank)
             decoder.register_forward_pre_hook(inspector)

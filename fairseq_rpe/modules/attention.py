@@ -8,8 +8,8 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
 from fairseq_rpe.attention import Plan
-from fairseq_rpe.attention.layer import carry_out, noted, turned
-from fairseq_rpe.attention.room import followed
+from fairseq_rpe.attention.forward import carry_out, noted, turned
+from fairseq_rpe.attention.kv_buffer import followed
 
 NAMES = ("prev_key", "prev_value", "prev_notes")  # the last of encodings that take notes
 

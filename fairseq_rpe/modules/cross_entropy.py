@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.blocks import LOG2E
 from fairseq_rpe.attention.double_backward import differentiable
+from fairseq_rpe.attention.toeplitz_attention import LOG2E
 
 CHUNK = 256  # tokens whose logits are in memory at a time in training, all types each
 # Tokens (on a CPU for each thread) and types of a tile: what a core's cache holds, and 128 MiB on a GPU.

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_rpe.attention import Plan, check_eps, choose
-from fairseq_rpe.attention.layer import Tables, check_separable, counted, plan_of, separated
+from fairseq_rpe.attention.forward import Tables, check_separable, counted, plan_of, separated
+from fairseq_rpe.core.bias import Positions, Toeplitz
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Positions, Toeplitz
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.modules.attention import MovableCache, RPEDecoderLayer
-from fairseq_rpe.modules.moves import Moves
+from fairseq_rpe.positions.position_transforms import Moves
 
 Cache = dict[str, Any] | None  # keys and values of earlier tokens
 # what --compute-dtype names: the dtype of matrix products, parameters and residual stream stay in float32

@@ -6,7 +6,7 @@ Two slots use these, one for training and one for evaluation; every encoding tha
 from fairseq_rpe.core.arguments import check_count, check_text
 from fairseq_rpe.core.contract import call, is_shipped
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions import cape, interpolate, pose, randomized, shift, stretch, warp  # noqa: F401  (registers)
+from fairseq_rpe.positions import cape, clex_sampling, interpolate, pose, randomized, shift, warp  # noqa: F401  (registers)
 from fairseq_rpe.positions.base import Moved, Transform, freeze, freeze_rows, register, registry
 from fairseq_rpe.positions.contract import check_contract
 from fairseq_rpe.positions.warp import SKEWS

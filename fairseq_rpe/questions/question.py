@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import json_object, open_input
-from fairseq_rpe.core.records import Natural
 from fairseq_rpe.data.sourcefiles import lines_of
+from fairseq_rpe.utils import records
+from fairseq_rpe.utils.files import json_object, open_input
+from fairseq_rpe.utils.records import Natural
 
 _REMEDY = "correct it"
 

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from fairseq_rpe import __version__
 from fairseq_rpe.core.errors import UserError, shown
-from fairseq_rpe.core.files import PACKAGE, atomic_write
-from fairseq_rpe.core.table import Table
 from fairseq_rpe.figures.style import to_svg
+from fairseq_rpe.utils.files import PACKAGE, atomic_write
+from fairseq_rpe.utils.table import Table
 
 NOT_RECORDED = "not recorded"
 _GENERATOR = '<meta name="generator" content="fairseq_rpe '  # near the beginning of every page

@@ -17,11 +17,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from fairseq_rpe.reports.findings import ExactAnswers, Perplexities, asked, grouped
-from fairseq_rpe.reports.scored_answers import Scores
+from fairseq_rpe.reports.question_scores import Scores
+from fairseq_rpe.reports.sweep_results import ExactAnswers, Perplexities, asked, grouped
 from fairseq_rpe.runs.run_folder import RunRecord
 from fairseq_rpe.runs.settings import IDENTITY
-from fairseq_rpe.sweeps.state import Method, State, SweepFolder, slug
+from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder, slug
 
 _LEARNED = re.compile(r'"(?:train_)?rpe_(\w+?)_[lh]\d+": ')
 Chosen = dict[str, str | float]

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from functools import partial
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import atomic_write
-from fairseq_rpe.core.table import latex_text
 from fairseq_rpe.figures import style
-from fairseq_rpe.reports import definition, page, tensorboard
-from fairseq_rpe.reports.chapters import asked_questions, exact_match, literature, perplexities, training
-from fairseq_rpe.reports.definition import DELTA
-from fairseq_rpe.reports.findings import Perplexities
-from fairseq_rpe.reports.kept import Places
+from fairseq_rpe.reports import extrapolation_definition, page, tensorboard
+from fairseq_rpe.reports.chapters import asked_questions, exact_match, perplexities, published_comparison, training
+from fairseq_rpe.reports.extrapolation_definition import DELTA
 from fairseq_rpe.reports.page import Findings, Section
-from fairseq_rpe.reports.scored_answers import Scores, collect
-from fairseq_rpe.sweeps.state import State, SweepFolder
+from fairseq_rpe.reports.question_scores import Scores, collect
+from fairseq_rpe.reports.report_files import Places
+from fairseq_rpe.reports.sweep_results import Perplexities
+from fairseq_rpe.sweeps.sweep_record import State, SweepFolder
+from fairseq_rpe.utils.files import atomic_write
+from fairseq_rpe.utils.table import latex_text
 
 
 def check(folder: SweepFolder, delta: float | None) -> State:
@@ -44,14 +44,14 @@ def write(folder: SweepFolder, delta: float | None = None, width: str | None = N
     Raises:
         UserError: what :func:`check` refuses, or none of its runs is finished.
     """
-    state = literature.completed(check(folder, delta))
+    state = published_comparison.completed(check(folder, delta))
     found, at, runs = collect(folder, state), Places(folder, state), training.runs(folder, state)
     others = []
     build: Callable[[], Findings]
     if isinstance(found, Perplexities):
-        judged = definition.judge(found, definition.predict(folder, state))
-        others.append(definition.csv(judged, delta or DELTA))
-        theory = definition.blocks(judged, found.trained_at, delta or DELTA)
+        judged = extrapolation_definition.judge(found, extrapolation_definition.predict(folder, state))
+        others.append(extrapolation_definition.csv(judged, delta or DELTA))
+        theory = extrapolation_definition.blocks(judged, found.trained_at, delta or DELTA)
         build = partial(perplexities.findings, state, runs, found, theory)
     elif isinstance(found, Scores):
         build = partial(asked_questions.findings, state, runs, found)

@@ -4,13 +4,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_rpe.core import checkpoint_file, checkpoint_state
-from fairseq_rpe.core.checkpoint_state import State
+from fairseq_rpe.checkpoints import checkpoint, checkpoint_file
+from fairseq_rpe.checkpoints.checkpoint import State
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import replace_with
-from fairseq_rpe.encodings import Encoding, trained
+from fairseq_rpe.encodings import Encoding, from_checkpoint
 from fairseq_rpe.encodings.model_rotation import complete_for_checkpoint
 from fairseq_rpe.runs.run_folder import CheckpointFolder
+from fairseq_rpe.utils.files import replace_with
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Checkpoint(State):
         One of the user's own is to be registered before. Raises UserError: they are of another model, or damaged.
         """
         self.require_ours()
-        return trained.restore(self)
+        return from_checkpoint.restore(self)
 
 
 def load(path: Path) -> Checkpoint:
@@ -64,7 +64,7 @@ def load(path: Path) -> Checkpoint:
 
     Raises UserError: it is missing, damaged, not fairseq's, or holds what no training leaves behind.
     """
-    return Checkpoint(**vars(checkpoint_state.load(path)))
+    return Checkpoint(**vars(checkpoint.load(path)))
 
 
 def is_intact(path: Path) -> bool:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fairseq_rpe.checkpoints.model_sizes import ARCH_PREFIX, SIZES, full_name
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.sizes import ARCH_PREFIX, SIZES, full_name
 from fairseq_rpe.core.spec import nearest
 
 

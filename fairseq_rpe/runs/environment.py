@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 
 from fairseq_rpe import __version__
-from fairseq_rpe.core import devices
-from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes
 from fairseq_rpe.runs.run_folder import Start
+from fairseq_rpe.utils import devices
+from fairseq_rpe.utils.files import PACKAGE
 
 _FAIRSEQ = ("ve-fairseq", "fairseq")
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from fairseq_rpe import encodings
-from fairseq_rpe.core.checkpoint_state import check_size, check_vocabulary
+from fairseq_rpe.checkpoints.checkpoint import check_size, check_vocabulary
+from fairseq_rpe.checkpoints.model_sizes import full_name
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.sizes import full_name
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.encodings.model import build_for_model, load_weights
-from fairseq_rpe.runs import architecture, checkpoints
+from fairseq_rpe.runs import checkpoints, from_checkpoint
 from fairseq_rpe.runs.settings import Request
 
 _LENGTH = "--rpe-train-length"
@@ -52,7 +52,7 @@ def filled(asked: Request) -> Request:
     original = checkpoint.train_length()
     if not original:
         raise UserError(f"{path} does not say how long its training texts were: train it again")
-    own: dict[str, Any] = architecture.said(checkpoint)
+    own: dict[str, Any] = from_checkpoint.said(checkpoint)
     extra, said = asked.extra, {word.partition("=")[0] for word in asked.extra}
     needed = own.pop("extra")
     if not said & set(needed) and (asked.arch is None or full_name(asked.arch) == own["arch"]):

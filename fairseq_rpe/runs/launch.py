@@ -12,14 +12,14 @@ import sys
 from dataclasses import dataclass
 from typing import IO
 
-from fairseq_rpe.core import devices
-from fairseq_rpe.core.child_processes import interpreter, module_command
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import PACKAGE
 from fairseq_rpe.runs import processes, training_data
-from fairseq_rpe.runs.messages import Ending, Relay
+from fairseq_rpe.runs.child_output import Ending, Relay
+from fairseq_rpe.runs.progress_view import View
 from fairseq_rpe.runs.settings import PROGRESS, Plan, Request
-from fairseq_rpe.runs.view import View
+from fairseq_rpe.utils import devices
+from fairseq_rpe.utils.child_processes import interpreter, module_command
+from fairseq_rpe.utils.files import PACKAGE
 
 _FIRST_PORT, _PORTS = 20000, 10000
 # what SLURM is asked when the job has begun; the same that ``here`` finds out

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from fairseq_rpe import encodings
 from fairseq_rpe.attention import check_training, choose
-from fairseq_rpe.core import devices
+from fairseq_rpe.checkpoints.model_sizes import full_name, size_of
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.sizes import full_name, size_of
 from fairseq_rpe.data.folder import read_dictionary
 from fairseq_rpe.encodings import Encoding
-from fairseq_rpe.encodings.longer import check_trained, reads_longer
 from fairseq_rpe.encodings.model import build_for_model, load_weights
-from fairseq_rpe.modules.moves import Moves, check_moves
-from fairseq_rpe.runs.further import flag_values
+from fairseq_rpe.encodings.rope_extrapolation import check_trained, reads_longer
+from fairseq_rpe.positions.position_transforms import Moves, check_moves
+from fairseq_rpe.runs.reserved_flags import flag_values
 from fairseq_rpe.runs.settings import IDENTITY, Plan, Request
+from fairseq_rpe.utils import devices
 
 _LENGTH = "--rpe-train-length"
 _SIZES = ("--decoder-layers", "--decoder-embed-dim", "--decoder-attention-heads")

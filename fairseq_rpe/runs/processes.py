@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
-from fairseq_rpe.core.child_processes import SAFE_PATH
+from fairseq_rpe.utils.child_processes import SAFE_PATH
 
 _GRACE_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1

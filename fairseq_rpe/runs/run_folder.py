@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest, read_json, write_json
 from fairseq_rpe.runs.settings import Plan, Settings
+from fairseq_rpe.utils import records
+from fairseq_rpe.utils.files import file_digest, read_json, write_json
 
 SWEEP_RECORD = "sweep.json"  # in the folder of a sweep
 Which = Literal["last", "best"]  # of a run's checkpoints; the best one by its validations

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.core import records
+from fairseq_rpe.checkpoints.model_sizes import full_name, size_of
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import file_digest
-from fairseq_rpe.core.sizes import full_name, size_of
 from fairseq_rpe.runs.defaults import Defaults, check_arch, check_warmup, default_warmup, defaults_for
-from fairseq_rpe.runs.further import ALSO, LATER, check_extra
+from fairseq_rpe.runs.reserved_flags import ALSO, LATER, check_extra
+from fairseq_rpe.utils import records
+from fairseq_rpe.utils.files import file_digest
 
 IDENTITY = "identity"
 PROGRESS = "progress"  # the log format in which fairseq's words go to a file

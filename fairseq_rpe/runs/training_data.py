@@ -5,20 +5,20 @@ from pathlib import Path
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus
-from fairseq_rpe.questions import askable, prepared
+from fairseq_rpe.questions import dataset, length_check
 from fairseq_rpe.questions.mixture import shares
-from fairseq_rpe.runs.further import flag_values
+from fairseq_rpe.runs.reserved_flags import flag_values
 from fairseq_rpe.runs.settings import Plan, Request, plan
 
 
 def asks(data: Path | None) -> bool:
     """Whether what is trained on is a folder of questions."""
-    return data is not None and prepared.is_prepared(data)
+    return data is not None and dataset.is_prepared(data)
 
 
 def digest(data: Path) -> str:
     """Of all in a folder that decides numbers."""
-    return prepared.digest(data) if prepared.is_prepared(data) else corpus.digest(data)
+    return dataset.digest(data) if dataset.is_prepared(data) else corpus.digest(data)
 
 
 def checked(request: Request) -> Plan:
@@ -65,9 +65,9 @@ def check_questions(data: Path, tokens: int, extra: Sequence[str] = ()) -> None:
 
     Raises UserError: a question that fits nowhere, or a ``--mixture`` that is none of these sets.
     """
-    folder = prepared.load(data)
+    folder = dataset.load(data)
     for split in ("train", "valid"):
-        askable.check(folder, split, [tokens])
+        length_check.check(folder, split, [tokens])
     rows = {name: info.splits["train"].answers for name, info in folder.sets.items() if "train" in info.splits}
     if (mixture := flag_values(extra, ["--mixture"]).get("--mixture")) is not None:
         shares(mixture, rows)

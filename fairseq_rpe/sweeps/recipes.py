@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import PACKAGE
-from fairseq_rpe.core.records import Count, Counts, Words
 from fairseq_rpe.core.spec import nearest
 from fairseq_rpe.data import folder
-from fairseq_rpe.data.preparation import KNOWN
-from fairseq_rpe.evaluation.results import Blocks
-from fairseq_rpe.questions import known
+from fairseq_rpe.data.prepare_options import KNOWN
+from fairseq_rpe.evaluation.records import Blocks
+from fairseq_rpe.questions import benchmarks
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps.fine_tuned import Folder, Tuning
-from fairseq_rpe.sweeps.state import Asking, Further, Kind, Method, Published, Training, read_published
+from fairseq_rpe.sweeps.fine_tuning_config import Folder, Tuning
+from fairseq_rpe.sweeps.sweep_record import Asking, Further, Kind, Method, Published, Training, read_published
+from fairseq_rpe.utils import records
+from fairseq_rpe.utils.files import PACKAGE
+from fairseq_rpe.utils.records import Count, Counts, Words
 
 FOLDER = PACKAGE / "recipes"
 # in a method's specs, the training length of the scale, perhaps times a number
@@ -150,8 +150,8 @@ class Recipe:
     def scale(self, name: str) -> Scale:
         """The settings of one scale."""
         if name not in self.scales:
-            known = ", ".join(self.scales)
-            raise UserError(f"recipe '{self.name}' has no scale '{name}'{nearest(name, self.scales)}; it has: {known}")
+            scales = ", ".join(self.scales)
+            raise UserError(f"recipe '{self.name}' has no scale '{name}'{nearest(name, self.scales)}; it has: {scales}")
         return self.scales[name]
 
     def choose(self, names: tuple[str, ...]) -> list[Method]:
@@ -270,10 +270,10 @@ def _check_prepared(scales: Mapping[str, Scale], source: str) -> None:
                 )
             sets = itertools.takewhile(lambda word: not word.startswith("-"), words)
             for one in sets if command == "prepare-answers" else ():
-                if one not in known.names():
+                if one not in benchmarks.names():
                     raise UserError(
                         f"{source}: questions '{name}' of scale '{size}' are of an unknown set '{one}'"
-                        f"{nearest(one, known.names())}; known: {', '.join(known.names())}"
+                        f"{nearest(one, benchmarks.names())}; known: {', '.join(benchmarks.names())}"
                     )
 
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_rpe.core.child_processes import interpreter
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock
 from fairseq_rpe.runs import processes
-from fairseq_rpe.runs.messages import last_error
-from fairseq_rpe.sweeps import local
-from fairseq_rpe.sweeps.cells import TRAINING, Cell, Stage
-from fairseq_rpe.sweeps.request import Sweep
+from fairseq_rpe.runs.child_output import last_error
+from fairseq_rpe.sweeps import local_executor
+from fairseq_rpe.sweeps.grid import TRAINING, Cell, Stage
+from fairseq_rpe.sweeps.resolve import Sweep
+from fairseq_rpe.utils.child_processes import interpreter
+from fairseq_rpe.utils.files import lock
 
 if TYPE_CHECKING:
     import submitit
@@ -146,7 +146,7 @@ class Job:
                 return
             with lock(cell.folder.lock, f"another job is busy with {cell.name}"):
                 stages = cell.work_left()
-                for line in local.execute({cell: stages}, [cell], _PLACE) if stages else []:
+                for line in local_executor.execute({cell: stages}, [cell], _PLACE) if stages else []:
                     print(f"error: {line}", file=sys.stderr)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -166,7 +166,7 @@ def _train_along(cell: Cell) -> None:
     stages = [stage for stage in cell.work_left() if stage.name == TRAINING]
     if stages:
         log = cell.folder.path / f"train-node{os.environ['SLURM_NODEID']}.log"
-        local.execute({cell: [Stage(TRAINING, stages[0].command, log)]}, [cell], _PLACE)
+        local_executor.execute({cell: [Stage(TRAINING, stages[0].command, log)]}, [cell], _PLACE)
 
 
 def _is_busy(cell: Cell) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_rpe.algorithms import Algorithm, Example, build
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.tasks.answer_rows import AnswerRows
+from fairseq_rpe.tasks.collate import AnswerRows
 
 # no `X | None` and no postponed annotations here: fairseq's parser reads these annotations at run time
 

@@ -17,9 +17,9 @@ from specs import representatives
 from fairseq_rpe import build
 from fairseq_rpe.data import folder
 from fairseq_rpe.encodings.rope import Rope
+from fairseq_rpe.evaluation.loss_aggregation import buckets
 from fairseq_rpe.evaluation.perplexity import batches, by_position
-from fairseq_rpe.evaluation.results import TextRequest, read
-from fairseq_rpe.evaluation.tally import buckets
+from fairseq_rpe.evaluation.records import TextRequest, read
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("the package transformers is not installed", allow_module_level=True)

@@ -21,7 +21,7 @@ import fairseq_rpe.models  # noqa: F401  (registers)
 from fairseq_rpe.algorithms import SPLITS, build, describe, names, normalise
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
-from fairseq_rpe.modules.generation import continued
+from fairseq_rpe.decoder.generation import continued
 from fairseq_rpe.positions import build as build_positions
 from fairseq_rpe.positions import freeze
 from fairseq_rpe.positions.base import EXACT

@@ -11,11 +11,11 @@ import pytest
 import torch
 from conftest import error_of, run_here
 
+from fairseq_rpe.analysis.fire_construction import paper_fits
 from fairseq_rpe.analysis.fire_fit import LONGEST, fit_fire
-from fairseq_rpe.analysis.fire_paper import paper_fits
 from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build
-from fairseq_rpe.figures.theorem import constructions
+from fairseq_rpe.figures.fire_theorem import constructions
 
 FITTED = ["t5_bias", "t5_bias:buckets=64,init_std=1", "alibi", "kerple_log", "kerple_log:p=2,a=0.3", "kerple_power"]
 FITTED += ["kerple_power:p=2,a=1", "kerple_power:p=0.5,a=0.1", "sandwich", "sandwich:form=evo,dim=32"]

@@ -14,11 +14,11 @@ from flint import acb
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fairseq_rpe.analysis.analytic import Boxes, ball, interval, precisely
-from fairseq_rpe.analysis.enclosures import Undefined, enclose, ends, is_whole, iv, number, precision, sign
 from fairseq_rpe.analysis.formula import N, parse
-from fairseq_rpe.analysis.ranges import ranges
-from fairseq_rpe.analysis.remainders import _integral
+from fairseq_rpe.analysis.intervals_complex import Boxes, ball, interval, precisely
+from fairseq_rpe.analysis.intervals_float import ranges
+from fairseq_rpe.analysis.intervals_mp import Undefined, enclose, ends, is_whole, iv, number, precision, sign
+from fairseq_rpe.analysis.tail_bounds import _integral
 
 LEAVES = st.sampled_from(["n", "1", "2", "0.3", "7", "pi", "e", "n"])
 ONE = ("-({})", "exp({})", "log({})", "sin({})", "cos({})", "tanh({})", "atan({})", "abs({})", "sqrt({})")

@@ -7,9 +7,9 @@ import torch
 from conftest import run_here
 from specs import SPECS
 
-from fairseq_rpe.analysis.served import matrix, served
+from fairseq_rpe.analysis.backend_support import matrix, served
 from fairseq_rpe.attention import BACKENDS, choose
-from fairseq_rpe.attention.layer import carry_out, plan_of
+from fairseq_rpe.attention.forward import carry_out, plan_of
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build, names
 

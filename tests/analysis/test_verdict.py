@@ -15,17 +15,18 @@ from conftest import error_of, p_of_heads, run_here, save_checkpoint
 from specs import ALL_SPECS, SPECS
 
 from fairseq_rpe import encodings
-from fairseq_rpe.analysis import judgement
+from fairseq_rpe.analysis import verdict_tables
 from fairseq_rpe.analysis.asymptotics import Scale
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDECIDED, verdict, verdict_of_formula
 from fairseq_rpe.analysis.expansions import ONE, Expansion, Unknown, exactly, level, times
 from fairseq_rpe.analysis.formula import N, parse
-from fairseq_rpe.analysis.ranges import ranges
-from fairseq_rpe.core import LogWeight, UserError, files
+from fairseq_rpe.analysis.intervals_float import ranges
+from fairseq_rpe.core import LogWeight, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
-from fairseq_rpe.figures.fields import theoretical
+from fairseq_rpe.figures.receptive_fields import theoretical
 from fairseq_rpe.figures.style import looks
+from fairseq_rpe.utils import files
 
 EXPECTED = dict.fromkeys("alibi type1 type2 window kerple_power lm_infinite streaming_llm".split(), CONVERGES)
 EXPECTED |= dict.fromkeys(
@@ -405,10 +406,10 @@ def test_trf_command(tmp_path, monkeypatch):
 
 def test_curves_have_one_colour_per_encoding():
     specs = ["alibi", "type1:form=paper"]
-    rows = {spec: judgement.judge([encodings.build(spec, 8, 512)]) for spec in specs}
-    curves = {spec: judgement.fields(found).curves for spec, found in rows.items()}
+    rows = {spec: verdict_tables.judge([encodings.build(spec, 8, 512)]) for spec in specs}
+    curves = {spec: verdict_tables.fields(found).curves for spec, found in rows.items()}
     assert [len(found) for found in curves.values()] == [8, 1]  # heads that are alike are one curve
-    assert len(judgement.field_cells(rows)) == 1 + 16 * len(judgement.GRID)
+    assert len(verdict_tables.field_cells(rows)) == 1 + 16 * len(verdict_tables.GRID)
     (axes,) = theoretical(curves).axes
     assert axes.get_xscale() == axes.get_yscale() == "log" and "keys" in axes.get_ylabel()
     assert {line.get_color() for line in axes.lines} == {looks(specs)[spec].colour for spec in specs}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fairseq_rpe.attention import BACKENDS, Plan
-from fairseq_rpe.attention.layer import carry_out, noted, plan_of, separated
+from fairseq_rpe.attention.forward import carry_out, noted, plan_of, separated
 from fairseq_rpe.core import Form, Positions, Toeplitz
 from fairseq_rpe.encodings import Encoding, build
 

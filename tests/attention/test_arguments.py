@@ -11,7 +11,7 @@ import torch
 
 from fairseq_rpe import RelativeAttention, attend, build, encodings, positions
 from fairseq_rpe.attention import choose
-from fairseq_rpe.attention.plain import Cache
+from fairseq_rpe.attention.functional import Cache
 from fairseq_rpe.core import Positions, UserError
 
 H, D, B, N = 2, 8, 2, 5

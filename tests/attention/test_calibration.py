@@ -12,10 +12,19 @@ import pytest
 import torch
 from conftest import DEVICE, make_model
 
-from fairseq_rpe.attention import BACKENDS, Plan, calibration, reference, remembered, samples, sdpa, select
+from fairseq_rpe.attention import (
+    BACKENDS,
+    Plan,
+    backends,
+    calibration,
+    calibration_cache,
+    calibration_inputs,
+    reference,
+    sdpa,
+)
 from fairseq_rpe.attention.calibration import Calibrator
-from fairseq_rpe.attention.kinds import kind_of
-from fairseq_rpe.attention.ranks import agreed, store_of_ranks
+from fairseq_rpe.attention.call_signature import kind_of
+from fairseq_rpe.attention.rank_consensus import agreed, store_of_ranks
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
@@ -27,7 +36,7 @@ MACHINE = {"device": "Stand-in 3000", "torch": "1"}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
-    monkeypatch.setenv(remembered.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(calibration_cache.CACHE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -198,12 +207,12 @@ def test_the_kernels_themselves_pass_the_check(monkeypatch, caplog):
         store=lambda: None,
     )
     assert asked.choice(*call("fire", n=11, padded=True)) == "triton" and caplog.text == ""
-    [kept] = [remembered.recall(MACHINE, str(kind)) for _, kind in asked._known]
+    [kept] = [calibration_cache.recall(MACHINE, str(kind)) for _, kind in asked._known]
     assert kept.ratios == {"triton": 1.0, "sdpa": 1.0} and kept.dropped == {}
 
 
 def test_pruning_may_be_off_by_its_bound_alone(caplog, monkeypatch):
-    monkeypatch.setattr(samples, "PRUNED_SIZE", 701)
+    monkeypatch.setattr(calibration_inputs, "PRUNED_SIZE", 701)
 
     def near(table):
         return table.index_fill(1, torch.arange(128, table.shape[1]), float("-inf"))
@@ -243,14 +252,14 @@ def test_a_choice_is_remembered_by_machine(caplog, cache, monkeypatch):
     newer = calibrator(raises, machine=lambda device: {**MACHINE, "torch": "2"})
     assert newer.choice(*call()) == "sdpa"
     assert len(list(cache.glob("*.json"))) == 2
-    monkeypatch.setenv(remembered.CACHE, "off")
+    monkeypatch.setenv(calibration_cache.CACHE, "off")
     assert calibrator(raises).choice(*call()) == "sdpa"
-    monkeypatch.delenv(remembered.CACHE)
+    monkeypatch.delenv(calibration_cache.CACHE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "xdg"))
-    assert remembered.folder() == cache / "xdg/fairseq_rpe"
+    assert calibration_cache.folder() == cache / "xdg/fairseq_rpe"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(cache))
-    assert remembered.folder() == cache / ".cache/fairseq_rpe"
+    assert calibration_cache.folder() == cache / ".cache/fairseq_rpe"
 
 
 @pytest.mark.parametrize(
@@ -320,9 +329,9 @@ def test_nothing_is_measured_in_a_backward_pass_or_while_compiling(monkeypatch):
 
 
 def test_auto_measures_nothing_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(select.calibrator, "_settled", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(backends.calibrator, "_settled", lambda *args: pytest.fail("measured"))
     given = call("alibi")
-    torch.testing.assert_close(select.auto(*given), sdpa(*given))
+    torch.testing.assert_close(backends.auto(*given), sdpa(*given))
 
 
 @pytest.mark.parametrize("rpe", ["alibi", "fire"])
@@ -353,7 +362,7 @@ def test_a_model_gives_the_same_loss_and_gradients(rpe, task, monkeypatch):
     for fast, wanted in ((counted, {"fast"}), (nan, set()), (fails_later, {"failed"})):
         used.clear()
         made = calibrator(fast, machine=lambda device, name=fast.__name__: {"device": name})
-        monkeypatch.setattr(select, "calibrator", made)
+        monkeypatch.setattr(backends, "calibrator", made)
         monkeypatch.setitem(BACKENDS, "fast", BACKENDS["sdpa"].__class__(fast))
         for a, b in zip(expected, losses("auto"), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -392,7 +401,7 @@ sys.path.insert(0, "tests/attention")
 rank, place = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
 from test_calibration import call, calibrator, clock, good
-from fairseq_rpe.attention.ranks import store_of_ranks
+from fairseq_rpe.attention.rank_consensus import store_of_ranks
 settings = {"store": store_of_ranks, "seconds": clock(good=(0.5, 2.0)[rank])}
 made = calibrator(good, **settings)
 both = made.choice(*call(grads=False))

@@ -9,11 +9,11 @@ from calls import assert_same
 from test_sdpa import outcome
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import Plan, curve, reference, sdpa
-from fairseq_rpe.attention.curve import CurveBias, last_row
+from fairseq_rpe.attention import Plan, reference, scaled_distance_bias, sdpa
+from fairseq_rpe.attention.scaled_distance_bias import CurveBias, last_row
 from fairseq_rpe.core import Curve, Dense, Pair, Positions, block
 from fairseq_rpe.encodings import build
-from fairseq_rpe.encodings.segments import straight_pieces
+from fairseq_rpe.encodings.piecewise_linear import straight_pieces
 
 SPECS = [
     "fire",
@@ -71,7 +71,7 @@ def test_kinks_of_a_network_by_hand():
 @pytest.mark.parametrize("spec", SPECS)
 def test_attention_and_every_gradient(spec, dropout, monkeypatch):
     """Bent networks, several blocks and groups, a length above and below L; float32 against the plain way."""
-    monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.blocks"), "GROUP_ELEMENTS", 150_000)
+    monkeypatch.setattr(importlib.import_module("fairseq_rpe.attention.toeplitz_attention"), "GROUP_ELEMENTS", 150_000)
     monkeypatch.setattr("calls.lively", lambda spec, *_, **__: trained(spec, 3))
     spec += ("," if ":" in spec else ":") + "init_L=100"
     found = [outcome(x, spec, 523, heads=4, width=16, dropout=dropout) for x in ("reference", "sdpa")]
@@ -150,8 +150,8 @@ def test_bands_of_a_block(spec, start, bands):
 def test_runs_that_are_close_are_one():
     mixed = torch.zeros(80, dtype=torch.bool)
     mixed[[3, 4, 10, 60]] = True
-    assert curve._runs(mixed) == [(3, 11), (60, 61)]
-    assert curve._runs(mixed[:3]) == []
+    assert scaled_distance_bias._runs(mixed) == [(3, 11), (60, 61)]
+    assert scaled_distance_bias._runs(mixed[:3]) == []
 
 
 def test_the_last_row_of_a_curve():

@@ -15,9 +15,9 @@ from specs import representatives
 
 from fairseq_rpe import RelativeAttention, attend
 from fairseq_rpe.attention import BACKENDS
-from fairseq_rpe.attention.kinds import kind_of
-from fairseq_rpe.attention.layer import plan_of, separated
-from fairseq_rpe.attention.samples import small
+from fairseq_rpe.attention.calibration_inputs import small
+from fairseq_rpe.attention.call_signature import kind_of
+from fairseq_rpe.attention.forward import plan_of, separated
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
 

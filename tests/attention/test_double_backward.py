@@ -10,7 +10,7 @@ from specs import representatives
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_rpe import attend, build
-from fairseq_rpe.attention import rows
+from fairseq_rpe.attention import content_bias
 from fairseq_rpe.core import UserError
 from fairseq_rpe.modules.cross_entropy import CHUNK, linear_cross_entropy
 
@@ -52,7 +52,7 @@ def test_of_short_texts(spec):
 @pytest.mark.parametrize("spec", KINDS)
 def test_of_longer_texts(spec, n, constant, monkeypatch):
     """In blocks: of a bias of the distance, of a curve, of scores that depend on the tokens, of regions."""
-    monkeypatch.setattr(rows, "ELEMENTS", 1 << 12)
+    monkeypatch.setattr(content_bias, "ELEMENTS", 1 << 12)
     assert_same(second(spec, n, "reference", constant=constant), second(spec, n, constant=constant), 1e-8)
 
 

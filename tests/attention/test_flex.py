@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from fairseq_rpe.attention import BACKENDS, Plan, check_training, reference
 from fairseq_rpe.attention import flex as backend
 from fairseq_rpe.attention.flex import KEPT_MASKS, _block_mask, _causal_mask, _mask, flex, score_mod
-from fairseq_rpe.attention.layer import plan_of, separated
+from fairseq_rpe.attention.forward import plan_of, separated
 from fairseq_rpe.core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz, block
 from fairseq_rpe.encodings import DistanceBias, build
 from fairseq_rpe.encodings.alibi import Alibi

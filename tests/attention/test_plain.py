@@ -18,10 +18,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fairseq_rpe
 from fairseq_rpe import RelativeAttention, attend, build
-from fairseq_rpe.attention import Plan, plain, reference
-from fairseq_rpe.attention.layer import counted
+from fairseq_rpe.attention import Plan, functional, reference
+from fairseq_rpe.attention.forward import counted
 from fairseq_rpe.core import Positions
-from fairseq_rpe.encodings import Encoding, masks
+from fairseq_rpe.encodings import Encoding, export
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
@@ -256,7 +256,7 @@ def test_the_package_names_them_and_loads_them_late():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_examples():
-    for module in (plain, masks):
+    for module in (functional, export):
         failed, tried = doctest.testmod(module)
         assert tried and not failed
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

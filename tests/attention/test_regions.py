@@ -13,12 +13,12 @@ from test_sdpa import compare, outcome
 
 from fairseq_rpe import attend, build
 from fairseq_rpe.analysis.speed import Setting, measure
-from fairseq_rpe.attention import BACKENDS, Plan, nearby, reference, regional, sdpa
+from fairseq_rpe.attention import BACKENDS, Plan, key_ranges, reference, region_attention, sdpa
 from fairseq_rpe.attention.calibration import Calibrator
-from fairseq_rpe.attention.layer import carry_out, plan_of
-from fairseq_rpe.attention.nearby import ROWS
+from fairseq_rpe.attention.forward import carry_out, plan_of
+from fairseq_rpe.attention.key_ranges import ROWS
 from fairseq_rpe.core import Positions, Region, UserError
-from fairseq_rpe.evaluation.windows import Windows, score, why_not_cached
+from fairseq_rpe.evaluation.sliding_window_loss import Windows, score, why_not_cached
 
 H, D = 2, 16
 SPECS = [
@@ -92,13 +92,13 @@ def test_a_query_that_no_region_lets_see_a_key_gives_nothing(least):
 
 def spied(monkeypatch) -> list[int]:
     """Pairs of each call of torch's kernel."""
-    seen, plain = [], regional.flash
+    seen, plain = [], region_attention.flash
 
     def flash(q, k, *args, **named):
         seen.append(q.shape[2] * k.shape[2])
         return plain(q, k, *args, **named)
 
-    monkeypatch.setattr(regional, "flash", flash)
+    monkeypatch.setattr(region_attention, "flash", flash)
     return seen
 
 
@@ -131,7 +131,7 @@ def test_no_pair_is_worked_on_twice_but_at_the_edges(monkeypatch):
 
 
 def test_layers_share_what_follows_from_positions(monkeypatch, task):
-    calls, plain = [], nearby.nearby
+    calls, plain = [], key_ranges.nearby
     monkeypatch.setattr("fairseq_rpe.attention.plan.nearby", lambda *a: calls.append(1) or plain(*a))
     model = make_model(task, "self_extend:group=2,window=4")
     logits(model, tokens(1, 20))

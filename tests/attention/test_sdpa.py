@@ -22,9 +22,9 @@ from calls import (
 from specs import capabilities, representatives
 from torch.nn import functional as F
 
-from fairseq_rpe.attention import BACKENDS, Plan, auto, blocks, choose, reference, rows, sdpa
+from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, content_bias, reference, sdpa, toeplitz_attention
 from fairseq_rpe.attention.dropout import ROWS, keep_block
-from fairseq_rpe.attention.layer import counted
+from fairseq_rpe.attention.forward import counted
 from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
 from fairseq_rpe.encodings import build
 
@@ -67,7 +67,7 @@ CALLS = {
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 queries, with dropout 128, of what depends on pairs or tokens."""
-    monkeypatch.setattr(rows, "ELEMENTS", 1)
+    monkeypatch.setattr(content_bias, "ELEMENTS", 1)
     monkeypatch.setattr(SDPA, "PAIR_ELEMENTS", 1)
 
 
@@ -183,14 +183,14 @@ def test_changed_scores():
 @pytest.mark.parametrize("spec", ["alibi", "kerple_log"])
 def test_far_keys_apart(spec, dtype, tolerance, monkeypatch):
     """1101 tokens in parts of 512 rows: the keys before a part are one call, those in it a few; the last not full."""
-    calls, plain = [], blocks.flash
+    calls, plain = [], toeplitz_attention.flash
 
     def flash(q, k, *args, **named):
         calls.append((q.shape[2], k.shape[2]))
         return plain(q, k, *args, **named)
 
-    monkeypatch.setattr(blocks, "flash", flash)
-    monkeypatch.setattr(blocks, "FAR_ROWS", 512)
+    monkeypatch.setattr(toeplitz_attention, "flash", flash)
+    monkeypatch.setattr(toeplitz_attention, "FAR_ROWS", 512)
     compare(spec, tolerance, n=1101, dtype=dtype)
     near = [(256, 256), (256, 512)]
     assert sorted(set(calls)) == sorted({*near, (512, 512), (77, 77), (77, 1024)})
@@ -198,7 +198,7 @@ def test_far_keys_apart(spec, dtype, tolerance, monkeypatch):
 
 def test_far_keys_that_a_table_hides(monkeypatch):
     """No query sees further than 100 tokens, nor distances 3 and 5: queries that see nothing of the far keys."""
-    monkeypatch.setattr(blocks, "FAR_ROWS", 512)
+    monkeypatch.setattr(toeplitz_attention, "FAR_ROWS", 512)
 
     def holes(device):
         made, _ = table(1101)(device)

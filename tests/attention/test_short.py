@@ -7,10 +7,10 @@ import torch
 from calls import INPUTS, assert_same, table
 from test_sdpa import compare, outcome
 
-from fairseq_rpe.attention import sdpa, short
-from fairseq_rpe.attention.diagonals import along_diagonals, diagonal_sums
-from fairseq_rpe.attention.layer import plan_of
-from fairseq_rpe.attention.skewed import quick_block, skewed, unskewed
+from fairseq_rpe.attention import dense_cpu, sdpa
+from fairseq_rpe.attention.forward import plan_of
+from fairseq_rpe.attention.relative_shift import quick_block, skewed, unskewed
+from fairseq_rpe.attention.toeplitz_views import along_diagonals, diagonal_sums
 from fairseq_rpe.core import ByKey, ByQuery, Positions, Sum, Toeplitz, block
 from fairseq_rpe.encodings import build
 
@@ -23,7 +23,7 @@ SIZES = {"heads": H, "width": D}
 def test_short_texts(spec, dropout, monkeypatch):
     """Groups of several rows of the batch, of one row, and of single heads; the longest short text and the next."""
     for elements, lengths in ((1 << 18, (2, 61, 128, 129)), (5 * 61**2, (61,)), (1, (61, 128))):
-        monkeypatch.setattr(short, "ELEMENTS", elements)
+        monkeypatch.setattr(dense_cpu, "ELEMENTS", elements)
         for n in lengths:
             compare(spec, n=n, dropout=dropout, rows=3, **SIZES)
     a, b = (outcome(x, spec, 61, dtype=torch.bfloat16, dropout=dropout, **SIZES) for x in ("reference", "sdpa"))

@@ -11,7 +11,7 @@ from conftest import DEVICE
 pytest.importorskip("triton", reason="needs the package triton")
 
 from fairseq_rpe.attention import Plan, reference
-from fairseq_rpe.attention.curve import pieces_of
+from fairseq_rpe.attention.scaled_distance_bias import pieces_of
 from fairseq_rpe.attention.triton import refusal, triton, tuning
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build

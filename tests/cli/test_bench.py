@@ -11,7 +11,7 @@ from fairseq_rpe.analysis import speed
 from fairseq_rpe.attention import BACKENDS
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core import UserError
-from fairseq_rpe.evaluation import inference
+from fairseq_rpe.evaluation import model_benchmark
 from fairseq_rpe.figures.timing import of_models
 
 SMALL = ["--heads", "2", "--head-width", "32", "--repeats", "1", "--device", "cpu"]
@@ -130,11 +130,13 @@ def test_whole_models_are_timed_and_fire_shared_is_among_them(tmp_path, capsys):
 def test_models_are_the_real_ones_with_one_set_of_weights(monkeypatch):
     """Each way reads with its own encoding, shared or one a layer, and the rest of the weights is in memory once."""
     seen, made = [], []
-    build = inference._model
-    monkeypatch.setattr(inference, "_read", lambda model, tokens: seen.append((id(model), tuple(tokens.shape))))
-    monkeypatch.setattr(inference, "_model", lambda *args: made.append(build(*args)) or made[-1])
-    setting = inference.Setting("cpu", "tiny", ["rope", "fire"], backends=["auto", "sdpa"], batch=3, vocabulary=20)
-    found, left_out = inference.measure(setting, 8)
+    build = model_benchmark._model
+    monkeypatch.setattr(model_benchmark, "_read", lambda model, tokens: seen.append((id(model), tuple(tokens.shape))))
+    monkeypatch.setattr(model_benchmark, "_model", lambda *args: made.append(build(*args)) or made[-1])
+    setting = model_benchmark.Setting(
+        "cpu", "tiny", ["rope", "fire"], backends=["auto", "sdpa"], batch=3, vocabulary=20
+    )
+    found, left_out = model_benchmark.measure(setting, 8)
     assert not left_out and [(t.encoding, t.backend) for t in found] == [
         (name, backend) for name in ("rope", "fire", "fire (shared)") for backend in ("auto", "sdpa")
     ]

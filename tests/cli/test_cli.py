@@ -21,11 +21,11 @@ from sweep_commands import SMALL
 from fairseq_rpe import encodings
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.cli.options import by_arch, make_ready, words
-from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
+from fairseq_rpe.utils import files
 
 LAST = "checkpoint_last.pt"
 RUN = ["--rpe", "kerple_log", "--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]

@@ -13,8 +13,8 @@ import fake_slurm
 import pytest
 from conftest import PACKAGE, run, run_here
 
-from fairseq_rpe.core import child_processes, devices
 from fairseq_rpe.runs import processes
+from fairseq_rpe.utils import child_processes, devices
 
 SCRIPTS = PACKAGE.parent / "scripts"
 # of the standard library and of what is installed: whatever starts first imports some of them
@@ -98,7 +98,7 @@ def test_two_modules_alone_name_the_interpreter():
     """Every other Python process starts with a command of ``child_processes``, whose import path is safe."""
     code = {path: re.sub("#.*", "", path.read_text()) for path in PACKAGE.rglob("*.py")}
     naming = {path.relative_to(PACKAGE).as_posix() for path, text in code.items() if "sys.executable" in text}
-    assert naming == {"core/child_processes.py", "core/devices.py"}
+    assert naming == {"utils/child_processes.py", "utils/devices.py"}
 
 
 def test_workers_of_prepare(hostile, tmp_path):
@@ -144,11 +144,11 @@ def test_children_use_the_package_of_their_parent_wherever_it_lies(hostile, tmp_
     shutil.copy(hostile / "json.py", copy)
     program.write_text(
         f"import json, subprocess, sys\nsys.path.insert(0, {str(copy)!r})\n"
-        "from fairseq_rpe.core.child_processes import module_command\n"
+        "from fairseq_rpe.utils.child_processes import module_command\n"
         "subprocess.run(module_command('fairseq_rpe.cli.main', 'user-dir'), check=True)"
     )
     assert run(sys.executable, program).stdout == f"{copy}/fairseq_rpe\n"
-    words = ["-P", copy / "fairseq_rpe/core/run_module.py", "-u", "-m", "fairseq_rpe.cli.main", "user-dir"]
+    words = ["-P", copy / "fairseq_rpe/utils/run_module.py", "-u", "-m", "fairseq_rpe.cli.main", "user-dir"]
     assert run(sys.executable, *words).stdout == f"{copy}/fairseq_rpe\n"
     assert imported(hostile) == ""
 

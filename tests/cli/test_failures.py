@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from conftest import error_of, run, run_here
 
+from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.cli.main import main
-from fairseq_rpe.core import checkpoint_file, errors, files
-from fairseq_rpe.evaluation import results
+from fairseq_rpe.core import errors
+from fairseq_rpe.evaluation import records
 from fairseq_rpe.figures import style
-from fairseq_rpe.runs import messages, processes
-from fairseq_rpe.runs.further import OURS
+from fairseq_rpe.runs import child_output, processes
+from fairseq_rpe.runs.reserved_flags import OURS
+from fairseq_rpe.utils import files
 
 SMALL = ["--rpe", "alibi", "--tokens", "32", "--updates", "2", "--batch-sentences", "4", "--device", "cpu"]
 
@@ -189,9 +191,9 @@ def test_a_result_that_cannot_be_stored_is_given_first(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space", str(path))
 
     monkeypatch.setattr(files, "append_json_line", full)
-    key = results.TextKey(checkpoint="c", subset="test", length=8)
-    found = results.TextResult(**vars(key), tokens=1, loss_base2=1.0, ppl=2.0)
-    given = results.resumed(results.TextResult, tmp_path / "out", [key], lambda missing: lambda key: found)
+    key = records.TextKey(checkpoint="c", subset="test", length=8)
+    found = records.TextResult(**vars(key), tokens=1, loss_base2=1.0, ppl=2.0)
+    given = records.resumed(records.TextResult, tmp_path / "out", [key], lambda missing: lambda key: found)
     assert next(given) == found
     with pytest.raises(OSError):
         next(given)
@@ -239,21 +241,21 @@ def test_a_failing_trainer_is_one_line(corpus, tmp_path):
     assert "usage" not in done.stdout + done.stderr and not (tmp_path / "r").exists()
 
 
-def relayed(script: str, capsys, code: int = 0) -> tuple[messages.Ending, str, str]:
+def relayed(script: str, capsys, code: int = 0) -> tuple[child_output.Ending, str, str]:
     child = processes.spawn([sys.executable, "-c", script], {}, subprocess.PIPE, (), subprocess.PIPE)
-    relay = messages.Relay(child)
+    relay = child_output.Relay(child)
     assert processes.wait(child) == code
     return relay.finish(code), *capsys.readouterr()
 
 
 def test_a_child_s_words_are_passed_on_and_its_last_ones_become_one_line(capsys, monkeypatch):
     says = "import sys; print('ä', flush=True); print('note', file=sys.stderr)"
-    assert relayed(says, capsys) == (messages.Ending(0, "", False), "ä\n", "note\n")
+    assert relayed(says, capsys) == (child_output.Ending(0, "", False), "ä\n", "note\n")
     traceback, why = f"{says}; raise ValueError('bad shape')", "fairseq-train failed: ValueError: bad shape"
     ending, out, err = relayed(traceback, capsys, code=1)
     assert (ending.why, out, err) == (f"{why}; run again with --debug for the traceback", "ä\n", "note\n")
     ours = f"{says}; sys.exit('error: unknown encoding')"
-    assert relayed(ours, capsys, code=1) == (messages.Ending(1, "unknown encoding", False), "ä\n", "note\n")
+    assert relayed(ours, capsys, code=1) == (child_output.Ending(1, "unknown encoding", False), "ä\n", "note\n")
     survived = f"{says}; print('error: of no weight', file=sys.stderr)"
     assert relayed(survived, capsys)[2] == "note\nerror: of no weight\n"
     killed = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"

@@ -20,10 +20,10 @@ from fairseq_rpe.analysis import rope_raw, sensitivity, total_difference
 from fairseq_rpe.analysis.index_warping import Setting, table, trend, wave
 from fairseq_rpe.analysis.sensitivity import interpolated, total_differences, warped
 from fairseq_rpe.cli.main import build_parser
-from fairseq_rpe.core.records import filled
 from fairseq_rpe.figures import warping
 from fairseq_rpe.figures.style import PALETTE
 from fairseq_rpe.positions import build
+from fairseq_rpe.utils.records import filled
 
 FIGURES, PLAIN = warping.FIGURES, Setting()
 ATTENTION = "figure-1-attention-over-distance"

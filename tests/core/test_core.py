@@ -14,7 +14,7 @@ from refusal import refused
 from fairseq_rpe import core
 from fairseq_rpe.cli.printing import decimals
 from fairseq_rpe.core import Dense, Pair, Positions, Registry, Toeplitz, block, configure, option, parse
-from fairseq_rpe.core.table import Cell, Row, Table, number, spread
+from fairseq_rpe.utils.table import Cell, Row, Table, number, spread
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
-from fairseq_rpe.core import files, records
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.records import Count, Natural, Positive, Share, Unbounded
+from fairseq_rpe.utils import files, records
+from fairseq_rpe.utils.records import Count, Natural, Positive, Share, Unbounded
 
 GOOD = '{"name": "a", "tokens": 7, "ppl": 2.5}\n'
 steady = settings(max_examples=80, deadline=None, derandomize=True)
 APPEND = """
 import pathlib, sys
-from fairseq_rpe.core.files import append_json_line
+from fairseq_rpe.utils.files import append_json_line
 for number in range(50):
     append_json_line(pathlib.Path(sys.argv[1]), {"writer": sys.argv[2], "number": number, "filler": "x" * 300})
 """

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from fairseq_rpe.core import progress
-from fairseq_rpe.core.progress import Progress
+from fairseq_rpe.utils import progress
+from fairseq_rpe.utils.progress import Progress
 
 
 @pytest.fixture

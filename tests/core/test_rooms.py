@@ -75,7 +75,7 @@ def test_parsed_arguments_stay_in_the_command_line():
     texts = {name: path.read_text(encoding="utf-8") for name, path in HOUSE.files.items()}
     found = [name for name, text in texts.items() if "argparse" in text and HOUSE.room(name) != "cli"]
     # fairseq's own parsers get flags of ours, and its checkpoints hold parsed arguments
-    assert found == ["compat.flags", "compat.safe_loading", "core.checkpoint_file", "core.checkpoint_state"]
+    assert found == ["checkpoints.checkpoint", "checkpoints.checkpoint_file", "compat.flags", "compat.safe_loading"]
 
 
 def test_records_cross_the_rooms_that_carry_things_out():
@@ -83,7 +83,7 @@ def test_records_cross_the_rooms_that_carry_things_out():
     assert [one for one in HOUSE.signatures_with("dict[str, Any]") if one.startswith(rooms)] == []
 
 
-WITHOUT = 'assert not {"matplotlib", "fairseq_rpe.modules.inspection", "fairseq_rpe.analysis"} & set(sys.modules)'
+WITHOUT = 'assert not {"matplotlib", "fairseq_rpe.modules.encoding_logger", "fairseq_rpe.analysis"} & set(sys.modules)'
 
 
 def test_models_load_no_figures():

@@ -16,7 +16,7 @@ from test_tokenizer import NASTY
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import SPLITS
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import PrepareOptions
+from fairseq_rpe.data.prepare_options import PrepareOptions
 from fairseq_rpe.data.stream import decode_documents
 
 WORDS = [a + b + c for a in ("", "st", "m", "th", "un") for b in ("a", "ie", "o") for c in ("n", "ck", "ring", "lt")]

@@ -20,7 +20,8 @@ from test_tokenizer import NASTY
 
 from fairseq_rpe.cli.main import main
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.data import division, documents, pipeline, sourcefiles, vocabulary
+from fairseq_rpe.data import documents, pipeline, sourcefiles, vocabulary
+from fairseq_rpe.data import splits as splitting
 from fairseq_rpe.data.encoders import EOS, Encoder, load_decoder, load_encoder
 from fairseq_rpe.data.folder import (
     MADE_BY,
@@ -221,7 +222,7 @@ def test_a_document_keeps_its_split_whatever_else_there_is(
     folder, splits = tmp_path_factory.mktemp("rows"), []
     for name, chosen in (("few", numbers), ("all", list(dict.fromkeys([*more, *numbers[::-1]])))):
         rows = write_rows(folder / f"{name}.jsonl", [f"document {number}\n" for number in chosen])
-        found = list(division.DividedDocuments(options(folder / "corpus", rows, seed=seed)))
+        found = list(splitting.DividedDocuments(options(folder / "corpus", rows, seed=seed)))
         assert len(found) == len({document.digest for _, document in found}) == len(chosen)
         splits.append({document.digest: split for split, document in found})
     assert splits[0].items() <= splits[1].items() and set(splits[1].values()) <= set(SPLITS)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock
 from fairseq_rpe.data.download import download
+from fairseq_rpe.utils.files import lock
 
 CONTENT = b"".join(number.to_bytes(4, "big") for number in range(50_000))
 OTHER = CONTENT[::-1]

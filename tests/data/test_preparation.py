@@ -19,14 +19,14 @@ from conftest import error_of, run_here
 from preparing import TEXTS, contents, everything, fill, finished, ignored, options, refused, write_rows, write_texts
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.files import lock
 from fairseq_rpe.data import vocabulary
 from fairseq_rpe.data.folder import read_manifest
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import PrepareOptions
+from fairseq_rpe.data.prepare_options import PrepareOptions
 from fairseq_rpe.data.stream import SplitWriter
 from fairseq_rpe.data.tokenizer import Tokenizer
 from fairseq_rpe.data.vocabulary import BpeLearner
+from fairseq_rpe.utils.files import lock
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
@@ -169,7 +169,7 @@ def test_a_failure_removes_folders_above_and_names_its_cause(rows: Path, tmp_pat
     def limited(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/somewhere/else")
 
-    monkeypatch.setattr("fairseq_rpe.data.destination.write_json", limited)
+    monkeypatch.setattr("fairseq_rpe.data.atomic_folder.write_json", limited)
     assert refused(quick(tmp_path / "new" / "corpus", rows)) == "too many files are open: raise ulimit -n"
 
 

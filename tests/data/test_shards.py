@@ -24,7 +24,7 @@ from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import SPLITS, read_manifest
 from fairseq_rpe.data.hub import sources
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, compare
+from fairseq_rpe.data.prepare_options import KNOWN, PrepareOptions, compare
 from fairseq_rpe.data.stream import decode_documents
 
 Captured = pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ from test_tokenizer import CODE, NASTY
 from fairseq_rpe.data import pipeline
 from fairseq_rpe.data.folder import BINARIES, SPLITS, digest, read_manifest, read_split, read_units
 from fairseq_rpe.data.pipeline import prepare
-from fairseq_rpe.data.preparation import KNOWN, PrepareOptions, choose
+from fairseq_rpe.data.prepare_options import KNOWN, PrepareOptions, choose
 from fairseq_rpe.data.stream import cut, decode_documents, gather
 from fairseq_rpe.data.tokenizer import Tokenizer
 

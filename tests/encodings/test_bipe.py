@@ -16,7 +16,7 @@ from fairseq_rpe.analysis.convergence import DEPENDS, DIVERGES, verdict
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.bipe import count, ids_of
-from fairseq_rpe.evaluation.windows import why_not_cached
+from fairseq_rpe.evaluation.sliding_window_loss import why_not_cached
 from fairseq_rpe.runs import checkpoints
 
 SYMBOLS = ["<s>", "<pad>", "</s>", "<unk>", ".", "a", "b", "Ġ.", "St."]

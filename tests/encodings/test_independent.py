@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fairseq_rpe import attend
-from fairseq_rpe.attention.skewed import quick_block
+from fairseq_rpe.attention.relative_shift import quick_block
 from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.alibi import alibi_slopes
@@ -22,7 +22,7 @@ def library(name: str) -> ModuleType:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     if package == "transformers":
-        importlib.import_module("fairseq_rpe.adapters.present")  # for its way with torchaudio
+        importlib.import_module("fairseq_rpe.adapters._require_transformers")  # for its way with torchaudio
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:

@@ -15,7 +15,7 @@ from refusal import refused
 
 from fairseq_rpe import attend, build
 from fairseq_rpe.core import parse
-from fairseq_rpe.encodings.longer import check_trained
+from fairseq_rpe.encodings.rope_extrapolation import check_trained
 
 H, D = 2, 8
 BASE = 10000.0

@@ -10,8 +10,8 @@ import torch
 from numeric import exact, softmax, vectors
 
 from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, verdict
-from fairseq_rpe.attention.layer import carry_out, noted, plan_of
-from fairseq_rpe.attention.select import BACKENDS
+from fairseq_rpe.attention.backends import BACKENDS
+from fairseq_rpe.attention.forward import carry_out, noted, plan_of
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.alibi import alibi_slopes

@@ -11,7 +11,7 @@ from numeric import exact, scores, vectors
 from specs import SPECS
 
 from fairseq_rpe.attention import Plan, reference, sdpa
-from fairseq_rpe.attention.layer import carry_out
+from fairseq_rpe.attention.forward import carry_out
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 

@@ -12,7 +12,7 @@ from numeric import exact, scores, turned, vectors
 from refusal import refused
 
 from fairseq_rpe.attention import choose
-from fairseq_rpe.attention.layer import plan_of
+from fairseq_rpe.attention.forward import plan_of
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.positions import build as build_positions

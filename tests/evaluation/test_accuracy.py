@@ -19,9 +19,9 @@ from fairseq_rpe import positions
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.cli.main import build_parser
 from fairseq_rpe.cli.sweep import resolved
-from fairseq_rpe.core import files
-from fairseq_rpe.evaluation.answers import interpolated
-from fairseq_rpe.sweeps import cells
+from fairseq_rpe.evaluation.exact_match import interpolated
+from fairseq_rpe.sweeps import grid
+from fairseq_rpe.utils import files
 
 SMALL = ["--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
@@ -270,7 +270,7 @@ def test_a_table_is_printed(checkpoint):
 
 def test_progress_is_a_line_a_minute_and_counts_every_token_that_is_written(checkpoint, monkeypatch):
     """With no minute to wait for, a line after each token."""
-    from fairseq_rpe.core import progress
+    from fairseq_rpe.utils import progress
 
     command = ("accuracy", checkpoint, "--lengths", "2,5", "--device", "cpu", "--json")
     plain = run_here(*command)
@@ -326,14 +326,14 @@ def test_table_is_the_mean_over_the_numbers_of_items(swept):
 
     text = (out / "accuracy.md").read_text()
     assert text in said
-    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert cells[0] == ["task", "method", "trained", "beyond", "all", "published"]
-    assert set("".join(cells[1])) <= set("-:")
-    assert cells[2:] == [
+    grid = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert grid[0] == ["task", "method", "trained", "beyond", "all", "published"]
+    assert set("".join(grid[1])) <= set("-:")
+    assert grid[2:] == [
         [TASK, name, mean(name, 2, M), mean(name, M + 1, LONGEST), mean(name, 2, LONGEST), known]
         for name, known in (("plain", ""), ("squeezed", "12.3"))
     ]
-    assert float(cells[2][2]) > 0 and cells[2][2] != cells[2][4]
+    assert float(grid[2][2]) > 0 and grid[2][2] != grid[2][4]
     assert f"{TASK}: 2 … {M} items in training, up to {LONGEST} here" in text and "Published: made up" in text
 
 
@@ -360,9 +360,9 @@ def test_lost_results_are_measured_again_without_training(swept, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(swept[0], out)
 
-    def work_left() -> list[cells.Stage]:
+    def work_left() -> list[grid.Stage]:
         args = build_parser("sweep").parse_args(sweep_command(out, swept[1]))
-        (cell,) = cells.make(resolved(args), None)
+        (cell,) = grid.make(resolved(args), None)
         assert cell.rows == 2 * (LONGEST - 1)
         return cell.work_left()
 

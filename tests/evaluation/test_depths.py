@@ -12,10 +12,10 @@ from conftest import run_here
 from measuring import refusal, rows_of, without_seconds
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.core import files
-from fairseq_rpe.evaluation import answers
-from fairseq_rpe.sweeps import costs
-from fairseq_rpe.sweeps.state import Method, SweepFolder
+from fairseq_rpe.evaluation import exact_match
+from fairseq_rpe.sweeps import cost_estimate
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
+from fairseq_rpe.utils import files
 
 TASK = "passkey:items=40,times=2,least=36,train=100,valid=10,test=3,depths=3,digits=2"
 GRID = [(n, depth) for n in (40, 80) for depth in (0.0, 0.5, 1.0)]
@@ -73,11 +73,11 @@ def test_right_answers_are_counted_at_their_depth(checkpoint, monkeypatch):
             keys.append([*(row[at : at + 2] if at < len(row) / 2 else [words.index("0")] * 2), 2])
         return torch.tensor(keys)
 
-    monkeypatch.setattr(answers, "continued", half)
+    monkeypatch.setattr(exact_match, "continued", half)
     rows = rows_of("accuracy", checkpoint, "--lengths", 80, "--depths", "0,0.2,1")
     assert [row["right"] for row in rows] == [3, 3, 0] and batches == [3, 3, 3]
     # however many there may be, long prompts are answered a few together
-    monkeypatch.setattr(answers, "_PAIRS", 2 * 80**2)
+    monkeypatch.setattr(exact_match, "_PAIRS", 2 * 80**2)
     batches.clear()
     assert [row["right"] for row in rows_of("accuracy", checkpoint, "--lengths", 80, "--depths", 0)] == [3]
     assert batches == [2, 1]
@@ -99,5 +99,5 @@ def test_a_sweep_refuses_lengths_that_the_task_lacks_and_counts_the_tokens_of_a_
     assert "has test examples of 31 to 80 tokens, not 99: leave it out of --lengths" in said
     task = build(TASK)
     assert task.share("test") == 3 and task.share("train") == 100 / 5
-    key = answers.AnswerKey(checkpoint="", algorithm=TASK, split="test", length=80, depth=0.5)
-    assert costs._answers(key) == pytest.approx(3 * 80 * (1 + 80 / 2000))
+    key = exact_match.AnswerKey(checkpoint="", algorithm=TASK, split="test", length=80, depth=0.5)
+    assert cost_estimate._answers(key) == pytest.approx(3 * 80 * (1 + 80 / 2000))

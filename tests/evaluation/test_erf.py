@@ -11,15 +11,15 @@ from conftest import VOCABULARY, make_model, run_here
 from measuring import make_sensitive, refusal
 from torch.nn import functional as F
 
-from fairseq_rpe.analysis.receptive_field import n_emp, quantised, thinned
-from fairseq_rpe.analysis.truncation import losses, window_sizes
+from fairseq_rpe.analysis.empirical_receptive_field import n_emp, quantised, thinned
+from fairseq_rpe.analysis.truncation_error import losses, window_sizes
 from fairseq_rpe.attention.reference import reference
 from fairseq_rpe.core import UserError
-from fairseq_rpe.evaluation import probe
+from fairseq_rpe.evaluation import attention_probe
+from fairseq_rpe.evaluation.attention_probe import Field, LayerField, bias_alone
+from fairseq_rpe.evaluation.empirical_receptive_field import FieldRequest, through
 from fairseq_rpe.evaluation.loading import Subject
-from fairseq_rpe.evaluation.output_loss import COLUMNS, Truncation
-from fairseq_rpe.evaluation.probe import Field, LayerField, bias_alone
-from fairseq_rpe.evaluation.receptive import FieldRequest, through
+from fairseq_rpe.evaluation.truncation_error import COLUMNS, Truncation
 
 LENGTH, ROWS, EPSILONS = 23, 9, (0.5, 0.1, 0.01)
 
@@ -78,7 +78,7 @@ def test_field_is_that_of_the_whole_softmax_matrix(task, blocks, rpe):
 def test_rows_in_pieces_give_the_same(task, blocks, monkeypatch):
     model = make_model(task, "type1")
     whole = field_of(model, blocks)
-    monkeypatch.setattr(probe, "ROWS", 4)
+    monkeypatch.setattr(attention_probe, "ROWS", 4)
     for a, b in zip(whole.layers, field_of(model, blocks).layers, strict=True):
         assert a.rows == b.rows and torch.allclose(a.mass, b.mass, atol=1e-7)
         assert torch.allclose(a.mean, b.mean, atol=0.04)
@@ -114,7 +114,7 @@ def test_thinned_curves_keep_the_first_and_the_last_distance():
 
 
 def test_bias_alone_is_the_series_ended_at_each_row(task, monkeypatch):
-    monkeypatch.setattr(probe, "ROWS", 4)
+    monkeypatch.setattr(attention_probe, "ROWS", 4)
     model = make_model(task, "alibi")
     fields = bias_alone(model.decoder, LENGTH, ROWS, EPSILONS)
     for h in range(4):
@@ -177,7 +177,7 @@ def test_blocks_and_pieces_of_rows_add_up(task, blocks, monkeypatch):
     most, means = [0, 2, 4], [1, 3]
     assert torch.equal(both[:, most], torch.maximum(two, one)[:, most])
     assert torch.allclose(both[:, means], (2 * two + one)[:, means] / 3)
-    monkeypatch.setattr(probe, "ROWS", 4)
+    monkeypatch.setattr(attention_probe, "ROWS", 4)
     assert torch.allclose(of(blocks[:2], blocks[2:]), both, rtol=1e-9)
 
 

@@ -20,17 +20,19 @@ from hypothesis import strategies as st
 from measuring import PAD, bits, losses_by_position, make_sensitive, refusal, rows_of, write_text
 from torch.nn import functional as F
 
-from fairseq_rpe.core import UserError, records
+from fairseq_rpe.core import UserError
 from fairseq_rpe.data import folder as corpus_files
 from fairseq_rpe.data.folder import MADE_BY
-from fairseq_rpe.evaluation import loading, perplexity, results
+from fairseq_rpe.evaluation import loading, perplexity
+from fairseq_rpe.evaluation import records as results
 from fairseq_rpe.evaluation.lengths import default_lengths
+from fairseq_rpe.evaluation.loss_aggregation import result_of
 from fairseq_rpe.evaluation.perplexity import by_position, target_losses
-from fairseq_rpe.evaluation.results import TextKey, TextRequest
-from fairseq_rpe.evaluation.tally import result_of
+from fairseq_rpe.evaluation.records import TextKey, TextRequest
 from fairseq_rpe.modules import cross_entropy
 from fairseq_rpe.modules.decoder import RPEDecoder
 from fairseq_rpe.runs import checkpoints
+from fairseq_rpe.utils import records
 
 TRAINED = 32  # tokens of a block in the training of the checkpoints here
 RANDOM = ("--positions", "randomized:max=2000")

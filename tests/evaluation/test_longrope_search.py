@@ -12,13 +12,13 @@ from measuring import refusal
 from prepared_folder import make_folder
 from torch.nn import functional as F
 
-from fairseq_rpe.core import files
 from fairseq_rpe.core.spec import parse
 from fairseq_rpe.encodings import build, normalise
 from fairseq_rpe.evaluation import longrope_search
 from fairseq_rpe.evaluation.loading import load, read_stream
 from fairseq_rpe.evaluation.longrope_search import STARTS, Candidate, Space, evolve
-from fairseq_rpe.evaluation.results import Overrides
+from fairseq_rpe.evaluation.records import Overrides
+from fairseq_rpe.utils import files
 
 SMALL = ("--population", 5, "--iterations", 2, "--samples", 2, "--device", "cpu")
 SPACE = Space(4.0)

@@ -14,13 +14,14 @@ from conftest import TRAIN_FLAGS, run_here
 from measuring import EOS, PAD, refusal, rows_of, without_seconds
 from prepared_folder import asked_set, make_folder, make_sets, questions, vocabulary
 
-from fairseq_rpe.core import UserError, files
-from fairseq_rpe.evaluation import questioning
-from fairseq_rpe.evaluation.distances import bands
-from fairseq_rpe.questions import askable, prepared
-from fairseq_rpe.questions.layout import fitted
+from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation import question_answering
+from fairseq_rpe.evaluation.score_by_distance import bands
+from fairseq_rpe.questions import dataset, length_check
 from fairseq_rpe.questions.metrics import Scored, score
+from fairseq_rpe.questions.prompt import fitted
 from fairseq_rpe.questions.question import Question
+from fairseq_rpe.utils import files
 
 WRITTEN = 16  # tokens of an answer in prepared_folder
 WEATHER = [
@@ -86,7 +87,7 @@ def model(checkpoint, data):
 
 def read_by_model(data: Path, name: str, length: int, written: int = WRITTEN, cut: str = "end"):
     """Of each question of a set: its row, what is read of it, and how many tokens are left out."""
-    rows = prepared.load(data).split("valid")
+    rows = dataset.load(data).split("valid")
     found = []
     for row in rows:
         if row.set == name:
@@ -105,14 +106,14 @@ def log_probs(model, row):
 def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, monkeypatch):
     """And scores those of the answers."""
     written: dict[tuple[int, ...], list[int]] = {}
-    real = questioning.greedy
+    real = question_answering.greedy
 
     def kept(model, prompts, *rest):
         found = real(model, prompts, *rest)
         written.update({tuple(map(int, prompt)): tokens for prompt, tokens in zip(prompts, found, strict=True)})
         return found
 
-    monkeypatch.setattr(questioning, "greedy", kept)
+    monkeypatch.setattr(question_answering, "greedy", kept)
     out, texts = tmp_path / "rows.jsonl", tmp_path / "texts"
     flags = ["--lengths", "80,180", "--sets", "mill", "--out", out, "--predictions", texts]
     lines = rows_of("answer", checkpoint, data, *flags)
@@ -136,7 +137,7 @@ def test_answers_are_those_of_full_passes(data, checkpoint, model, tmp_path, mon
         assert cut[-1] == (sum(lost > 0 for _, _, lost in asked), sum(lost for _, _, lost in asked))
         assert line["empty"] == sum(not text for text in given.values())
         known = {"encoding": "fire", "suite": "own", "subset": "valid", "transform": "identity", "by": "generation"}
-        known |= {"cut": "end", "checkpoint": files.file_digest(checkpoint), "data": prepared.digest(data)}
+        known |= {"cut": "end", "checkpoint": files.file_digest(checkpoint), "data": dataset.digest(data)}
         assert known.items() <= line.items() and line["beam"] == 1 and "length_penalty" not in line
     assert 11 > cut[0][0] > cut[1][0] > 0
 
@@ -180,19 +181,19 @@ def test_batches_change_nothing(data, checkpoint, tmp_path, monkeypatch):
     found = []
     for sizes in ((3, 256**3, 1 << 15), (256, 60**2 * 2, 1 << 15), (256, 256**3, 200), (1, 1, 1)):
         for name, size in zip(("_ROWS", "_PAIRS", "_TOKENS"), sizes, strict=True):
-            monkeypatch.setattr(questioning, name, size)
+            monkeypatch.setattr(question_answering, name, size)
         found.append(without_seconds(rows_of("answer", checkpoint, data, "--lengths", "90")))
     assert all(one == found[0] for one in found) and [row["set"] for row in found[0]] == ["mill", "weather"]
 
 
 @pytest.mark.parametrize(("by", "rows"), [("generation", 3), ("likelihood", 6)])  # two choices each
 def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, by, rows):
-    monkeypatch.setattr(questioning, "_ROWS", rows)
+    monkeypatch.setattr(question_answering, "_ROWS", rows)
     flags = [checkpoint, data, "--lengths", "56,90", "--by", by, "--sets", "weather", "--predictions", tmp_path / "p"]
     whole = rows_of("answer", *flags, "--out", tmp_path / "whole.jsonl")
     texts = written_at(tmp_path / "p", "weather-90").read_bytes()
     written_at(tmp_path / "p", "weather-90").unlink()
-    out, real, asked = tmp_path / "rows.jsonl", questioning._answers, []
+    out, real, asked = tmp_path / "rows.jsonl", question_answering._answers, []
 
     def stopped(model, key, rows, info, batch, tick):
         asked.append((key.length, *batch.ids))
@@ -200,7 +201,7 @@ def test_a_stop_loses_a_batch_at_most(data, checkpoint, tmp_path, monkeypatch, b
             raise KeyboardInterrupt
         return real(model, key, rows, info, batch, tick)
 
-    monkeypatch.setattr(questioning, "_answers", stopped)
+    monkeypatch.setattr(question_answering, "_answers", stopped)
     done = run_here("answer", *flags, "--out", out, "--device", "cpu", "--json", ok=False)
     assert done.returncode == 130 and len(done.stdout.splitlines()) == 1 == len(files.read_json_lines(out))
     (kept,) = tmp_path.glob("rows.jsonl.weather-90-*.partial")
@@ -232,7 +233,7 @@ def test_a_result_that_could_not_be_kept_is_not_forgotten(data, checkpoint, tmp_
     done = run_here(*words, "--device", "cpu", "--json", ok=False)
     assert done.returncode == 2 and len(done.stdout.splitlines()) == 1 and "no space left" in done.stderr
     monkeypatch.setattr(files, "append_json_line", real)
-    monkeypatch.setattr(questioning, "_answers", None)
+    monkeypatch.setattr(question_answering, "_answers", None)
     rows = rows_of(*words)
     assert without_seconds(rows) == without_seconds([json.loads(done.stdout)])
     assert [p.name for p in tmp_path.iterdir()] == [out.name]
@@ -325,7 +326,7 @@ def test_a_choice_that_is_longer_than_answers_needs_its_own_room(tmp_path):
     rows = folder.split("valid")
     [row] = rows
     read, choice = rows.lengths(row)[0], max(int(rows.sizes[item]) for item in row.choices)
-    askable.check(folder, "valid", [read + choice])  # answers of at most six tokens are written
-    askable.check(folder, "valid", [read + choice + 1], compared=True)
+    length_check.check(folder, "valid", [read + choice])  # answers of at most six tokens are written
+    length_check.check(folder, "valid", [read + choice + 1], compared=True)
     with pytest.raises(UserError, match=f"question 'q' of long takes {read} tokens .* where {read - 1} may be read"):
-        askable.check(folder, "valid", [read + choice], compared=True)
+        length_check.check(folder, "valid", [read + choice], compared=True)

@@ -8,7 +8,7 @@ import pytest
 from conftest import run
 
 from fairseq_rpe import positions
-from fairseq_rpe.evaluation.reach import is_random, longest_row
+from fairseq_rpe.evaluation.position_limits import is_random, longest_row
 from fairseq_rpe.positions import registry
 
 SPECS = [*positions.names(), "randomized:times=3", "randomized:max=77,per=row", "randomized:max=none,times=2"]
@@ -27,4 +27,4 @@ def test_nothing_is_known_of_others(spec):
 
 
 def test_without_torch():
-    run(sys.executable, "-c", "import sys, fairseq_rpe.evaluation.reach; sys.exit('torch' in sys.modules)")
+    run(sys.executable, "-c", "import sys, fairseq_rpe.evaluation.position_limits; sys.exit('torch' in sys.modules)")

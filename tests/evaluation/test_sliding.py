@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from measuring import EOS, losses_by_position, refusal, rows_of
 
 from fairseq_rpe.core import UserError
-from fairseq_rpe.evaluation import loading, sliding, windows
-from fairseq_rpe.evaluation.windows import DocumentWindows, Windows, score, why_not_cached
+from fairseq_rpe.evaluation import loading, sliding, sliding_window_loss
+from fairseq_rpe.evaluation.sliding_window_loss import DocumentWindows, Windows, score, why_not_cached
 
 TOKENS = 47
 SIZE = st.integers(1, 40)
@@ -95,7 +95,7 @@ def test_the_cache_gives_the_same_where_it_is_allowed(task, stream, monkeypatch,
     assert why_not_cached(model, window, stride) is None
     wanted = brute_force(model, stream, window, stride)
     for segments in (1, 3):
-        monkeypatch.setattr(windows, "SEGMENTS", segments)
+        monkeypatch.setattr(sliding_window_loss, "SEGMENTS", segments)
         nats, _ = score(model, Windows(stream, window, stride, rows=8), cached=True)
         assert nats == pytest.approx(wanted, rel=1e-5)
 
@@ -115,7 +115,7 @@ def test_the_cache_is_refused_where_it_would_be_wrong(task, stream, monkeypatch,
     with pytest.raises(UserError, match=reason):
         score(model, parts, cached=True)
     if stride < window:
-        monkeypatch.setattr(windows, "why_not_cached", lambda *_: None)
+        monkeypatch.setattr(sliding_window_loss, "why_not_cached", lambda *_: None)
         wrong, _ = score(model, parts, cached=True)
         assert wrong != pytest.approx(brute_force(model, stream, window, stride), rel=1e-5)
 

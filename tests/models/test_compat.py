@@ -21,9 +21,10 @@ from refusal import refused
 
 import fairseq_rpe.models  # noqa: F401  (applies the repairs)
 from fairseq_rpe import compat
+from fairseq_rpe.checkpoints import checkpoint_file
 from fairseq_rpe.compat import quick_start
 from fairseq_rpe.compat.guards import guard_workers
-from fairseq_rpe.core import UserError, checkpoint_file
+from fairseq_rpe.core import UserError
 
 PAYLOAD = "touched"
 RESUMED = """

@@ -11,8 +11,8 @@ from conftest import make_model
 from specs import representatives
 from test_model import PAD, logits, tokens
 
-from fairseq_rpe.attention import Plan, reference, room, sdpa
-from fairseq_rpe.attention.room import Room, followed
+from fairseq_rpe.attention import Plan, kv_buffer, reference, sdpa
+from fairseq_rpe.attention.kv_buffer import Room, followed
 from fairseq_rpe.core import Positions
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.rope import Rope
@@ -41,7 +41,7 @@ def fed(model, x, state, chunks=CHUNKS, start=0):
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
-    monkeypatch.setattr(room, "SPARE", 3)
+    monkeypatch.setattr(kv_buffer, "SPARE", 3)
 
 
 @pytest.mark.parametrize("spec", representatives("rotates", "settle", "adds_bias", "scores", "remap", "changes_values"))

@@ -9,7 +9,7 @@ from specs import ALL_SPECS, CONTENT_SPECS
 from test_decoding import CHUNKS, fed
 from test_model import PAD, tokens
 
-from fairseq_rpe.attention import room
+from fairseq_rpe.attention import kv_buffer
 from fairseq_rpe.encodings import build
 
 READERS = ["bipe:ends=</s>+w1+w2+w3+w4", "bipe:inter=alibi,factor=2,ends=w1+w2+w3+w4,intra=sinusoidal", "complex"]
@@ -35,7 +35,7 @@ def lively(task, spec: str, **changes):
 @pytest.mark.parametrize("spec", SPECS)
 def test_decoding_equals_the_full_pass(task, spec, monkeypatch):
     """Half of a text in chunks, then other beams, then the rest; some rows begin with padding."""
-    monkeypatch.setattr(room, "SPARE", 3)
+    monkeypatch.setattr(kv_buffer, "SPARE", 3)
     model = lively(task, spec)
     x, order = tokens(4, 23), torch.tensor([2, 1, 1, 0])
     x[1, :4], x[-1, :-2] = PAD, PAD

@@ -14,8 +14,8 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from refusal import refused
 from test_model import FIRST, PAD, logits
 
-from fairseq_rpe.modules.beams import beam
-from fairseq_rpe.modules.generation import Writing, continued, greedy, likelihoods, padded, settled
+from fairseq_rpe.decoder.beam_search import beam
+from fairseq_rpe.decoder.generation import Writing, continued, greedy, likelihoods, padded, settled
 
 EOS = 2
 SPECS = ["alibi", "rope", "fire", "shaw:clip=5", "cope:max_positions=5", "forgetting", "sinusoidal"]

@@ -12,8 +12,8 @@ from test_fairseq_cli import all_scored, evaluate, evaluation, refusal, train
 from test_model import PAD, logits, tokens
 
 from fairseq_rpe.core import Positions
-from fairseq_rpe.modules.moves import Moves
 from fairseq_rpe.positions import names
+from fairseq_rpe.positions.position_transforms import Moves
 
 TRANSFORMS = {
     "identity": "identity",

@@ -21,14 +21,14 @@ from refusal import refusal, refused
 from training import train
 
 import fairseq_rpe.models  # noqa: F401  (registers)
-from fairseq_rpe.attention.layer import counted
+from fairseq_rpe.attention.forward import counted
 from fairseq_rpe.criterions.answer_cross_entropy import AnswerCrossEntropy
 from fairseq_rpe.data.folder import ANSWERS as MANIFEST
 from fairseq_rpe.data.folder import count_tokens
-from fairseq_rpe.questions import prepared
+from fairseq_rpe.questions import dataset
 from fairseq_rpe.questions.question import Question
-from fairseq_rpe.runs.view import Summary
-from fairseq_rpe.tasks.answering import AnswersConfig, AnswersTask
+from fairseq_rpe.runs.progress_view import Summary
+from fairseq_rpe.tasks.question_answering import AnswersConfig, AnswersTask
 
 PAD, EOS = 1, 2
 
@@ -66,7 +66,7 @@ def several(tmp_path_factory) -> Path:
 
 
 def test_a_row_is_question_answer_and_end(made):
-    data, folder = rows_of(made, length=512), prepared.load(made)
+    data, folder = rows_of(made, length=512), dataset.load(made)
     rows = folder.split("train")
     assert len(data) == sum(len(row.answers) for row in rows) > len(rows)
     at = 0

@@ -10,11 +10,11 @@ from prepared_folder import vocabulary
 from refusal import refused
 
 from fairseq_rpe.data.encoders import load_encoder
-from fairseq_rpe.questions import gaps
-from fairseq_rpe.questions.exchange import Exchange
-from fairseq_rpe.questions.gap_folder import GapOptions, make_gaps
-from fairseq_rpe.questions.gaps import BINS, BLANK, Gap, Passages
-from fairseq_rpe.questions.planted import PLANTED, plant
+from fairseq_rpe.questions import cloze
+from fairseq_rpe.questions.cloze import BINS, BLANK, Gap, Passages
+from fairseq_rpe.questions.cloze_dataset import GapOptions, make_gaps
+from fairseq_rpe.questions.name_permutation import Exchange
+from fairseq_rpe.questions.needle import PLANTED, plant
 
 NAMES = ("Tamsin", "Bren", "Ula", "Ivo", "Sela", "Nils", "Oda", "Quill", "Orrin", "Marten", "Petra", "Hob")
 SENTENCES = (
@@ -116,7 +116,7 @@ def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
     for gap in found:
         passage = text[gap.begin : gap.end]
         length = sum(len(encode(part)) for part in (gap.prompt, passage, gap.cue))
-        assert 256 - gaps.ANSWER_TOKENS - 2 <= length <= 256 - gaps.ANSWER_TOKENS
+        assert 256 - cloze.ANSWER_TOKENS - 2 <= length <= 256 - cloze.ANSWER_TOKENS
         assert BLANK not in passage and passage == passage.strip()
         assert bool(gap.prompt) == (where != "last") and (len(gap.cue) < 10) == (where == "first")
         assert gap.cue.endswith(end) and gap.cue.startswith("\n\n")
@@ -139,10 +139,10 @@ def test_every_question_is_as_it_is_said_to_be(vocab, sentence, where, form):
         others = [name for name in lasts if name not in asked and name != answer]
         assert sum(lasts[n] > lasts[answer] or counts[n] >= counts[answer] for n in others) >= 3
         guesses = dict(gap.guesses)
-        assert guesses.pop(gaps.RANDOM) in {*others, answer}
+        assert guesses.pop(cloze.RANDOM) in {*others, answer}
         assert guesses == {
-            gaps.RECENT: max({*others, answer}, key=lasts.__getitem__),
-            gaps.FREQUENT: max({*others, answer}, key=lambda n: (counts[n], lasts[n])),
+            cloze.RECENT: max({*others, answer}, key=lasts.__getitem__),
+            cloze.FREQUENT: max({*others, answer}, key=lambda n: (counts[n], lasts[n])),
         }
 
 
@@ -164,7 +164,7 @@ def test_a_folder_has_as_many_of_each_distance_and_says_what_a_guess_gets(texts,
         for row, text, place, end in found:
             words = re.findall(r"[ \n]*[^ \n]+", text[:end])
             back = len(encode("".join(words[len(words) - row.distance :])))
-            bins[BINS * back // (256 - gaps.ANSWER_TOKENS - len(rows.tokens(row.cue)))] += 1
+            bins[BINS * back // (256 - cloze.ANSWER_TOKENS - len(rows.tokens(row.cue)))] += 1
             assert text[place:].startswith(rows.text(row.answers[0]))
             assert " ".join(rows.text(row.document).split()) in " ".join(text.split())
         assert bins == [wanted // BINS] * BINS
@@ -179,7 +179,7 @@ def test_exchanged_names_are_others_for_each_question(texts, vocab, tmp_path, se
     for split in SPLITS:
         rows, found = read(texts, prepared, split)
         for row, text, place, end in found:
-            assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - gaps.ANSWER_TOKENS
+            assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - cloze.ANSWER_TOKENS
             new = rows.text(row.document).split()
             old = text[:end].split()[-len(new) :]
             named = {(a, b) for a, b in zip(old, new, strict=True) if a != b}
@@ -205,7 +205,7 @@ def test_a_planted_sentence_is_the_only_one_with_the_answer(texts, vocab, tmp_pa
     prepared = make(texts, vocab, tmp_path / "gaps", sentence="planted", form="completion")
     for split, wanted in WANTED.items():
         rows, found = read(texts, prepared, split)
-        bins, right = [0] * BINS, {gaps.RECENT: 0, gaps.RANDOM: 0}
+        bins, right = [0] * BINS, {cloze.RECENT: 0, cloze.RANDOM: 0}
         for row, text, place, end in found:
             shown, answer = rows.text(row.document), rows.text(row.answers[0])
             before, after = shown.split(f"{PLANTED} {answer}. ")
@@ -215,14 +215,14 @@ def test_a_planted_sentence_is_the_only_one_with_the_answer(texts, vocab, tmp_pa
             assert rows.text(row.cue) == f"\n\n{PLANTED}" and row.prompt is None
             named = {rows.text(item) for item in row.choices}
             assert named == {name for name in NAMES if name in shown} and answer in NAMES
-            room = 256 - 2 * gaps.ANSWER_TOKENS - 2 * len(rows.tokens(row.cue))
-            assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - gaps.ANSWER_TOKENS
+            room = 256 - 2 * cloze.ANSWER_TOKENS - 2 * len(rows.tokens(row.cue))
+            assert len(rows.tokens(row.document)) + len(rows.tokens(row.cue)) <= 256 - cloze.ANSWER_TOKENS
             words = re.findall(r"[ \n]*[^ \n]+", text[place:end])
             bins[BINS * len(encode("".join(words[1:]))) // room] += 1
             for guess in right:
                 right[guess] += row.guesses[guess] in row.answers
                 assert rows.text(row.guesses[guess]) in named
-            assert rows.text(row.guesses[gaps.RECENT]) == max(named, key=shown.rfind)
+            assert rows.text(row.guesses[cloze.RECENT]) == max(named, key=shown.rfind)
             answers.add(answer)
         assert bins == [wanted // BINS] * BINS
         assert prepared.sets["gaps"].splits[split].guesses == {k: 100 * n / wanted for k, n in right.items()}
@@ -234,7 +234,7 @@ def test_a_name_within_another_word_is_not_that_name():
     gap = Gap(0, len(passage), 0, "", "", "", ("Ann", "Tom"), (), 9, {}, 0)
     planted, read = plant(gap, passage, {"Ann", "Tom", "Maria"}, "1")
     assert planted.answer == "Maria" and read == f"{PLANTED} Maria. {passage}"
-    assert planted.guesses[gaps.RECENT] == "Tom"
+    assert planted.guesses[cloze.RECENT] == "Tom"
 
 
 def test_passages_of_training_from_the_shortest_on(texts, vocab, tmp_path):
@@ -260,7 +260,7 @@ def test_too_few_names_to_exchange():
 def test_contexts_longer_than_in_training(texts, vocab, tmp_path):
     prepared = make(texts, vocab, tmp_path / "gaps", valid_tokens=512, questions=16, sentence="earlier")
     longest = {split: info.longest for split, info in prepared.sets["gaps"].splits.items()}
-    short, long = 256 - gaps.ANSWER_TOKENS, 512 - gaps.ANSWER_TOKENS
+    short, long = 256 - cloze.ANSWER_TOKENS, 512 - cloze.ANSWER_TOKENS
     assert longest["train"] <= short < longest["valid"] <= long >= longest["test"]
     assert max(row.distance for row in prepared.split("test")) > 256
     assert prepared.sets["gaps"].title == "which name fills the gap, in 256 and 512 tokens"

@@ -5,11 +5,11 @@ from conftest import run_here
 from refusal import refused
 from test_gaps import SPLITS, make, story, write_stories
 
-from fairseq_rpe.core import files
-from fairseq_rpe.data.division import DividedDocuments
 from fairseq_rpe.data.folder import MADE_BY, MANIFEST, read_dictionary, read_split
-from fairseq_rpe.data.preparation import PrepareOptions
-from fairseq_rpe.questions.held_out import Division, HeldOut
+from fairseq_rpe.data.prepare_options import PrepareOptions
+from fairseq_rpe.data.splits import DividedDocuments
+from fairseq_rpe.questions.heldout_documents import Division, HeldOut
+from fairseq_rpe.utils import files
 
 MANY = {"train": {"documents": 900}, "valid": {"documents": 101}}
 ALL, OTHER, GIVEN = {"all": "x"}, {"all": "y"}, {"train": "a", "valid": "b", "test": "c"}

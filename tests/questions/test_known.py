@@ -13,7 +13,7 @@ import pytest
 from fake_hub import FakeHub
 from refusal import refused
 
-from fairseq_rpe.questions import known, metrics
+from fairseq_rpe.questions import benchmarks, metrics
 from fairseq_rpe.questions.question import Question
 
 # Of each set: the metric that FIRE prints, and the examples of training and validation as the papers and the hub have
@@ -33,7 +33,7 @@ MILL, FERRY = published.MILL, published.FERRY
 
 
 def questions_of(name: str, source: Path, split: str, skipped: Counter[str] | None = None) -> list[Question]:
-    found = known.load(name)
+    found = benchmarks.load(name)
     return [one for one, _ in found.questions(split, found.find(source, split), check_counts=False, skipped=skipped)]
 
 
@@ -44,18 +44,18 @@ def unpacked(path: Path, folder: Path) -> Path:
 
 
 def test_what_a_set_says_of_itself():
-    assert known.names() == sorted(SETS)
+    assert benchmarks.names() == sorted(SETS)
     for name, row in SETS.items():
-        one = known.load(name)
-        assert (one.suite, one.published, *(str(one.counts[split]) for split in known.SPLITS)) == row
+        one = benchmarks.load(name)
+        assert (one.suite, one.published, *(str(one.counts[split]) for split in benchmarks.SPLITS)) == row
         assert len(one.counts) == 2
-        assert one.reader in known._READERS and one.places.home.startswith("https://")
+        assert one.reader in benchmarks._READERS and one.places.home.startswith("https://")
         assert {*one.metrics, one.published} <= set(metrics.names())
         assert one.published in one.metrics or name == "cola"
         # a class is never cut, be it spelled letter by letter
         assert all(len(choice) < one.answer_tokens for choice in one.choices)
     with refused(r"unknown set 'sst-2' \(did you mean 'sst2'\?\); known: boolq, cb"):
-        known.load("sst-2")
+        benchmarks.load("sst-2")
 
 
 def test_references_of_one_id_are_one_question(tmp_path):
@@ -99,14 +99,14 @@ def test_the_rest_of_scrolls(tmp_path):
 @pytest.mark.parametrize("name", SHORT)
 def test_prompts_are_t5s_and_the_hub_has_the_same_questions(name, tmp_path):
     authors, hub = published.write(name, tmp_path / "authors"), published.write_hub(name, tmp_path / "hub")
-    for split in known.SPLITS:
+    for split in benchmarks.SPLITS:
         found = questions_of(name, authors, split)
         assert found == questions_of(name, hub, split) and len(found) >= 3
     train = questions_of(name, authors, "train")
     typed = published.ROWS[name]["asked"]
     found = [train[row["place"]] for row in typed]
     assert typed and ["|".join([o.prompt, o.document, o.cue, *o.answers]) for o in found] == [r["text"] for r in typed]
-    assert name == "record" or {one.choices for one in train} == {known.load(name).choices}
+    assert name == "record" or {one.choices for one in train} == {benchmarks.load(name).choices}
 
 
 def test_ids_are_the_hubs_numbers(tmp_path):
@@ -115,7 +115,7 @@ def test_ids_are_the_hubs_numbers(tmp_path):
     found = questions_of("qqp", published.write("qqp", tmp_path), "train", skipped)
     assert [one.id for one in found] == ["0", "3", "4", "5"] and skipped == {"too few columns": 2}
     source = published.write("mrpc", tmp_path)
-    ids = [[one.id for one in questions_of("mrpc", source, split)] for split in known.SPLITS]
+    ids = [[one.id for one in questions_of("mrpc", source, split)] for split in benchmarks.SPLITS]
     assert ids == [["0", "2", "4", "6"], ["1", "3", "5"]]
     assert questions_of("mrpc", source / "msr_paraphrase_train.txt", "valid") == questions_of("mrpc", source, "valid")
 
@@ -185,7 +185,7 @@ def test_an_archive_of_many_sets(tmp_path):
                 archive.write(path, f"glue_data/{path.parent.name}/{path.name}")
     assert questions_of("qnli", tmp_path / "GLUE.zip", "valid") == questions_of("qnli", tmp_path / "QNLI", "valid")
     with refused(r"QNLI/train.tsv and .*RTE/train.tsv are each a train file of sst2: name"):
-        known.load("sst2").find(tmp_path / "GLUE.zip", "train")
+        benchmarks.load("sst2").find(tmp_path / "GLUE.zip", "train")
 
 
 @pytest.fixture
@@ -212,25 +212,25 @@ def hub(tmp_path, monkeypatch):
     ],
 )
 def test_the_hub(name, file, hub, tmp_path):
-    one, source = known.load(name), published.write(name, tmp_path / "authors")
+    one, source = benchmarks.load(name), published.write(name, tmp_path / "authors")
     found = [question for question, _ in one.questions("valid", one.find(None, "valid"), check_counts=False)]
     assert found == questions_of(name, source, "valid") and hub.downloaded == [file]
 
 
 def test_the_hub_lacks_a_set(hub):
     with refused("hub:aps/super_glue/wic has no parquet, .*: get its files some other way"):
-        known.load("wic").find(None, "train")
+        benchmarks.load("wic").find(None, "train")
     hub.files["nyu-mll/glue", None] = {"rte/other.parquet": b""}
     with refused("hub:nyu-mll/glue/rte has no train file of rte: give what https://.*/RTE.zip"):
-        known.load("rte").find(None, "train")
+        benchmarks.load("rte").find(None, "train")
     hub.cache.mkdir()
     with zipfile.ZipFile(hub.cache / "other.zip", "w") as archive:
         archive.writestr("qmsum/readme.txt", "nothing")
     hub.files["my/own", None] = {"qmsum.zip": (hub.cache / "other.zip").read_bytes()}
     with refused("hub:my/own/qmsum.zip has no train file of qmsum: give what https://"):
-        known.load("qmsum").find("hub:my/own/qmsum.zip", "train")
+        benchmarks.load("qmsum").find("hub:my/own/qmsum.zip", "train")
     with refused("hub:nonsense.zip is not a file of the hub: use hub:OWNER/NAME/FILE"):
-        known.load("qmsum").find("hub:nonsense.zip", "train")
+        benchmarks.load("qmsum").find("hub:nonsense.zip", "train")
 
 
 def test_the_hubs_own_library_has_the_errors_that_are_awaited():
@@ -250,14 +250,14 @@ def tsv(folder: Path, *rows: str) -> Path:
 
 
 def test_other_splits_are_refused():
-    one = known.load("cola")
+    one = benchmarks.load("cola")
     with refused("cola test has no labels that are public, so .*: use train or valid"):
         one.find(None, "test")
     with refused("cola has no split 'dev': use train or valid"):
         list(one.questions("dev", []))
 
 
-@pytest.mark.parametrize("name", known.names())
+@pytest.mark.parametrize("name", benchmarks.names())
 def test_files_without_labels_are_refused(name, tmp_path):
     """The test split under the name of the training split, from the authors and from the hub."""
     sources = [published.write(name, tmp_path / "authors")]
@@ -375,27 +375,27 @@ def test_damaged_and_missing_files(tmp_path):
         questions_of("sst2", tmp_path, "train")
     (tmp_path / "wic.zip").write_bytes(b"PK")
     with refused("wic.zip is cut short or damaged"):
-        known.load("wic").find(tmp_path, "train")
+        benchmarks.load("wic").find(tmp_path, "train")
     with refused(r"no/where does not exist: name the folder or zip archive of wic"):
-        known.load("wic").find("no/where", "train")
+        benchmarks.load("wic").find("no/where", "train")
     with refused(
         r"no valid file of mnli \(dev_matched.tsv or validation_matched-\*.parquet or .*\): get it from https"
     ):
-        known.load("mnli").find(tmp_path, "valid")
+        benchmarks.load("mnli").find(tmp_path, "valid")
     with refused(r"WiC.zip has no train file of rte \(train.tsv or"):
-        known.load("rte").find(published.write("wic", tmp_path), "train")
+        benchmarks.load("rte").find(published.write("wic", tmp_path), "train")
     place = published.write("mrpc", tmp_path)
     (place / "mrpc_dev_ids.tsv").write_text("1\n")
     with refused("mrpc_dev_ids.tsv line 1 is no pair of numbers"):
         questions_of("mrpc", place, "train")
     (place / "mrpc_dev_ids.tsv").unlink()
     with refused("msr_paraphrase_train.txt lacks mrpc_dev_ids.tsv beside it"):
-        known.load("mrpc").find(place, "train")
+        benchmarks.load("mrpc").find(place, "train")
 
 
 @pytest.mark.parametrize(("name", "count"), [("narrative_qa", 6), ("multirc", 5)])
 def test_the_number_of_examples_is_checked(name, count, tmp_path):
     """Of SCROLLS the rows, not the questions."""
-    one, source = known.load(name), published.write(name, tmp_path)
+    one, source = benchmarks.load(name), published.write(name, tmp_path)
     with refused(f"{name} train has {count} examples instead of the published {one.counts['train']}: get a whole copy"):
         list(one.questions("train", one.find(source, "train")))

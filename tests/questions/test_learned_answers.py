@@ -11,7 +11,7 @@ from conftest import run_here
 from prepared_folder import asked_set, make_sets, questions, vocabulary
 from training import train
 
-from fairseq_rpe.questions import known, prepared
+from fairseq_rpe.questions import benchmarks, dataset
 
 FORMS = {"boolq": "choices", "qmsum": "a generated answer", "narrative_qa": "several answers", "stsb": "pairs"}
 FORMS |= {"multirc": "a passage of several questions"}
@@ -48,7 +48,7 @@ def vocab(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FORMS else pytest.mark.release) for name in known.names()]
+    "name", [pytest.param(name, marks=() if name in FORMS else pytest.mark.release) for name in benchmarks.names()]
 )
 def test_from_the_published_file_to_a_score(name, vocab, tmp_path):
     shipped, folder = published.write(name, tmp_path / "shipped"), tmp_path / "made"
@@ -56,7 +56,7 @@ def test_from_the_published_file_to_a_score(name, vocab, tmp_path):
     run_here("prepare-answers", name, "--from", shipped, "--no-counts", *few, "--vocab-from", vocab, "--dest", folder)
     checkpoint = train(folder, tmp_path / "run", tokens_per_sample=LENGTH, max_tokens=LENGTH)
     (result,) = answered(checkpoint, folder, LENGTH, "--predictions", tmp_path / "written")
-    made, one = prepared.load(folder), known.load(name)
+    made, one = dataset.load(folder), benchmarks.load(name)
     rows = made.split("valid")
     assert result["questions"] == len(rows) == made.sets[name].splits["valid"].questions >= 3
     assert set(result["metrics"]) == {*one.metrics, one.published}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from fairseq_rpe.questions.layout import fitted, room
 from fairseq_rpe.questions.metrics import Scored, names, score
 from fairseq_rpe.questions.mixture import drawn, per_epoch, shares
-from fairseq_rpe.questions.partial_scores import adds_up, part, whole
+from fairseq_rpe.questions.prompt import fitted, room
+from fairseq_rpe.questions.streaming_metrics import adds_up, part, whole
 
 ROWS = {"cola": 8000, "wnli": 600, "cb": 200}
 

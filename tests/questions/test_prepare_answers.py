@@ -9,8 +9,8 @@ from prepared_folder import vocabulary
 from refusal import refusal, refused
 from test_gaps import NAMES, write_stories
 
-from fairseq_rpe.questions import known
-from fairseq_rpe.questions.prepared import load
+from fairseq_rpe.questions import benchmarks
+from fairseq_rpe.questions.dataset import load
 from fairseq_rpe.questions.question import Question, read
 
 GOOD = {"id": "a", "prompt": "Who mended the wheel?\n\n", "document": "Tamsin did.", "answers": ["Tamsin", "she"]}
@@ -25,7 +25,7 @@ def vocab(tmp_path_factory):
 def shipped(tmp_path_factory):
     """All known sets as their authors ship them, in one folder."""
     folder = tmp_path_factory.mktemp("shipped")
-    for name in known.names():
+    for name in benchmarks.names():
         published.write(name, folder)
     return folder
 
@@ -75,13 +75,13 @@ def test_questions_that_cannot_be_read(tmp_path, row, words):
 
 def test_all_known_sets_in_one_folder(shipped, vocab, tmp_path):
     dest = tmp_path / "all"
-    words = (*known.names(), "--from", shipped, "--no-counts", "--vocab-from", vocab, "--dest", dest)
+    words = (*benchmarks.names(), "--from", shipped, "--no-counts", "--vocab-from", vocab, "--dest", dest)
     said = prepare(*words)
     assert "qqp train: left out" in said
     prepared = load(dest)
-    assert list(prepared.sets) == known.names() and prepared.splits == ("train", "valid")
+    assert list(prepared.sets) == benchmarks.names() and prepared.splits == ("train", "valid")
     for name, info in prepared.sets.items():
-        one = known.load(name)
+        one = benchmarks.load(name)
         found = (info.suite, info.title, info.metrics, info.published, info.answer_tokens)
         assert found == (one.suite, one.title, one.metrics, one.published, one.answer_tokens)
         assert f"| {name} valid" in said
@@ -89,8 +89,8 @@ def test_all_known_sets_in_one_folder(shipped, vocab, tmp_path):
         rows = prepared.split(split)
         expected = [
             (name, question)
-            for name in known.names()
-            for question, _ in known.load(name).questions(split, known.load(name).find(shipped, split), False)
+            for name in benchmarks.names()
+            for question, _ in benchmarks.load(name).questions(split, benchmarks.load(name).find(shipped, split), False)
         ]
         assert len(rows) == len(expected)
         for row, (name, question) in zip(rows, expected, strict=True):

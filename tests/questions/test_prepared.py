@@ -8,7 +8,7 @@ from prepared_folder import asked_set, make_folder, make_sets, questions, vocabu
 from refusal import refused
 
 from fairseq_rpe.data.folder import check_folder, describe_files, read_split
-from fairseq_rpe.questions.prepared import digest, is_prepared, load
+from fairseq_rpe.questions.dataset import digest, is_prepared, load
 from fairseq_rpe.questions.question import Question
 
 
@@ -154,7 +154,7 @@ def test_a_failure_leaves_nothing(tmp_path, asked, words):
 
 
 def test_a_text_that_does_not_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("fairseq_rpe.questions.storing.load_decoder", lambda *_: lambda ids: b"Who")
+    monkeypatch.setattr("fairseq_rpe.questions.dataset_writer.load_decoder", lambda *_: lambda ids: b"Who")
     with refused("train.jsonl: the tokenizer of --vocab-from cannot give .* the prompt of 'q0'"):
         make_folder(tmp_path / "new" / "made", None, vocabulary(tmp_path / "v"))
     assert not (tmp_path / "new").exists()

@@ -11,13 +11,13 @@ import pytest
 from conftest import run_here
 from matplotlib.figure import Figure
 
-from fairseq_rpe.core import files
-from fairseq_rpe.sweeps.state import Method
+from fairseq_rpe.sweeps.sweep_record import Method
+from fairseq_rpe.utils import files
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 LOG = """\
 2026 | INFO | fairseq.tasks.language_modeling | dictionary: 4096 types
-2026 | INFO | fairseq_rpe.attention.select | attention backend: sdpa
+2026 | INFO | fairseq_rpe.attention.backends | attention backend: sdpa
 2026 | INFO | fairseq_cli.train | num. shared model params: 1,445,376 (num. trained: 1,445,376)
 2026 | INFO | fairseq_cli.train | training on 1 devices (GPUs/TPUs)
 2026 | INFO | fairseq.data.data_utils | loaded 294,072 examples from: data-bin/stdlib/train

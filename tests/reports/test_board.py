@@ -26,18 +26,18 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
-from fairseq_rpe.analysis import bias_map, history
-from fairseq_rpe.core import files
+from fairseq_rpe.analysis import bias_history, bias_map
 from fairseq_rpe.encodings import build
-from fairseq_rpe.evaluation.results import AnswerResult, TextResult
+from fairseq_rpe.evaluation.records import AnswerResult, TextResult
 from fairseq_rpe.figures import biases
-from fairseq_rpe.modules import inspection
-from fairseq_rpe.modules.inspection import Inspector
-from fairseq_rpe.reports import drawing
+from fairseq_rpe.modules import encoding_logger
+from fairseq_rpe.modules.encoding_logger import Inspector
+from fairseq_rpe.reports import figure_gallery
 from fairseq_rpe.reports import tensorboard as evaluations
-from fairseq_rpe.reports.findings import ExactAnswers, Finding, Perplexities
+from fairseq_rpe.reports.sweep_results import ExactAnswers, Finding, Perplexities
 from fairseq_rpe.runs import log
-from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings, slug
+from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder, SweepSettings, slug
+from fairseq_rpe.utils import files
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64"]
@@ -85,7 +85,7 @@ def learned(checkpoints: Path):
 def draw_small(patch: pytest.MonkeyPatch) -> None:
     """Leave pictures of training empty: drawing takes most of the time of an inspection."""
     for name in ("of_heads", "maps_of_heads"):
-        patch.setattr(inspection, name, lambda *_: Figure((1, 1)))
+        patch.setattr(encoding_logger, name, lambda *_: Figure((1, 1)))
 
 
 def hparams_of(folder: Path) -> dict[str, str | float]:
@@ -131,13 +131,13 @@ def test_learned_parameters_and_pictures_are_those_of_the_model_at_every_look(sw
 
 
 def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, monkeypatch):
-    looks = history.read(swept / "tensorboard/kerple_log-seed1/encodings")
+    looks = bias_history.read(swept / "tensorboard/kerple_log-seed1/encodings")
     assert [look["step"] for look in looks] == STEPS and looks[0]["distances"] == list(range(32))
     profile = learned(swept / "runs/kerple_log-seed1/checkpoints").profile(32)
     assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), profile)
     assert looks[0]["bias"] != looks[-1]["bias"]
     drawn: dict[str, Figure] = {}
-    monkeypatch.setattr(drawing, "save", lambda figure, *paths: drawn.update({paths[0].name: figure}))
+    monkeypatch.setattr(figure_gallery, "save", lambda figure, *paths: drawn.update({paths[0].name: figure}))
     run_here("figures", "--sweep", swept, "--data", corpus, "--length", "16", "--out", tmp_path)
     assert {"erf.png", "erf_trf.png", "training-kerple_log-seed1.png"} <= set(drawn)
     assert "training-alibi-seed1.png" not in drawn  # nothing in it is learned
@@ -149,12 +149,12 @@ def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, mo
 
 def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
     profile = build("alibi", 2, 8).profile(700)
-    first = history.History(tmp_path, 0, 700)
+    first = bias_history.History(tmp_path, 0, 700)
     for step in (0, 10, 20):
         first.add(step, {"model": profile * (step + 1)})
-    again = history.History(tmp_path, 10, 700)
+    again = bias_history.History(tmp_path, 10, 700)
     again.add(10, {"model": profile})
-    looks = history.read(tmp_path)
+    looks = bias_history.read(tmp_path)
     assert [look["step"] for look in looks] == [0, 10]
     at = looks[1]["distances"]
     assert len(at) == 64 and (at[0], at[-1]) == (0, 699) and at == sorted(set(at))

@@ -13,13 +13,13 @@ from refusal import refused
 from fairseq_rpe.analysis.convergence import CONVERGES, DIVERGES, UNDECIDED
 from fairseq_rpe.analysis.extrapolation import agreeing, deviation
 from fairseq_rpe.data.folder import unigram_ppl
-from fairseq_rpe.evaluation.results import Buckets, TextResult
-from fairseq_rpe.reports import definition
-from fairseq_rpe.reports.definition import NONE, Prediction
-from fairseq_rpe.reports.findings import Finding, Perplexities
+from fairseq_rpe.evaluation.records import Buckets, TextResult
+from fairseq_rpe.reports import extrapolation_definition
+from fairseq_rpe.reports.extrapolation_definition import NONE, Prediction
 from fairseq_rpe.reports.page import markdown
+from fairseq_rpe.reports.sweep_results import Finding, Perplexities
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.state import Method, State, SweepFolder, SweepSettings
+from fairseq_rpe.sweeps.sweep_record import Method, State, SweepFolder, SweepSettings
 
 PPL = {
     "flat": {64: 50.0, 128: 49.5, 256: 49.0},  # -2 % at the end
@@ -46,7 +46,7 @@ def found(ppl):
 
 
 def judged(names=tuple(PPL)):
-    return definition.judge(found({name: PPL[name] for name in names}), SAID)
+    return extrapolation_definition.judge(found({name: PPL[name] for name in names}), SAID)
 
 
 def cells(table):
@@ -86,17 +86,17 @@ def test_published_methods_improve_by_a_tenth_and_divergent_series_do_not():
     [(0.05, "1: flat", "1: better", True), (0.1, "2: flat, better", "0", True), (0.03, "1: flat", "1: better", False)],
 )
 def test_two_by_two_counts_improvements_as_the_definition_does(limit, stays, leaves, slow_stays):
-    table = cells(definition.observed(judged(), limit, one_sided=False))
+    table = cells(extrapolation_definition.observed(judged(), limit, one_sided=False))
     assert table["converges"] == [stays, leaves]
     assert table["diverges"] == (["1: slow", "1: steep"] if slow_stays else ["0", "2: slow, steep"])
     assert table["no prediction"] == ["1: moved", "0"]
-    free = cells(definition.observed(judged(), limit, one_sided=True))
+    free = cells(extrapolation_definition.observed(judged(), limit, one_sided=True))
     assert free["converges"] == ["2: flat, better", "0"]
 
 
 def test_text_names_the_deltas_at_which_theory_and_observation_agree():
     def said(names=tuple(PPL)):
-        return markdown(definition.blocks(judged(names), 64, 0.05))
+        return markdown(extrapolation_definition.blocks(judged(names), 64, 0.05))
 
     text = said()
     assert "There is no δ" in text  # better deviates by 0.08, slow only by 0.04
@@ -106,7 +106,7 @@ def test_text_names_the_deltas_at_which_theory_and_observation_agree():
     same = said(("flat", "steep"))
     assert "agree for every method if 0.020 < δ ≤ 0.200" in same and "One-sided, the table is the same" in same
     assert "Only one kind of series" in said(("flat", "better"))
-    assert definition.blocks([], 64, 0.05) == []
+    assert extrapolation_definition.blocks([], 64, 0.05) == []
 
 
 def test_borders_that_are_close_are_told_apart():
@@ -116,13 +116,13 @@ def test_borders_that_are_close_are_told_apart():
         (2.0, 3.0, 3.0000000000000004, "if 0.5 < δ ≤ 0.5000000000000002."),
     ):
         ppl = {"flat": {64: start, 128: low}, "slow": {64: start, 128: high}}
-        assert definition.where(definition.judge(found(ppl), SAID), False).endswith(words)
+        assert extrapolation_definition.where(extrapolation_definition.judge(found(ppl), SAID), False).endswith(words)
 
 
 def test_undecided_is_its_own_row_and_csv_has_signed_and_absolute_deviation():
-    odd = definition.judge(found({"odd": {64: 10.0, 128: 9.0}}), {"odd": Prediction(UNDECIDED, 0, 4)})
-    assert cells(definition.observed(odd, 0.05, False))["undecided"] == ["0", "1: odd"]
-    [line] = csv.DictReader(io.StringIO(definition.csv(odd, 0.05)))
+    odd = extrapolation_definition.judge(found({"odd": {64: 10.0, 128: 9.0}}), {"odd": Prediction(UNDECIDED, 0, 4)})
+    assert cells(extrapolation_definition.observed(odd, 0.05, False))["undecided"] == ["0", "1: odd"]
+    [line] = csv.DictReader(io.StringIO(extrapolation_definition.csv(odd, 0.05)))
     assert float(line["largest_deviation"]) == pytest.approx(0.1)
     assert float(line["end_deviation"]) == pytest.approx(-0.1)
     assert line["worst_rise"] == "0.0" and (line["extrapolates"], line["extrapolates_one_sided"]) == ("no", "yes")
@@ -147,7 +147,7 @@ def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
     save_checkpoint(folder("moved", 1), "alibi")
     (folder("alien", 1) / "checkpoints").mkdir(parents=True)
     (folder("alien", 1) / "checkpoints" / "checkpoint_last.pt").write_bytes(b"")
-    said = definition.predict(sweep, state)
+    said = extrapolation_definition.predict(sweep, state)
     counts = {"far": (CONVERGES, 8, 8), "near": (DIVERGES, 0, 8), "mixed": (DIVERGES, 6, 8)}
     counts |= {"t5_bias": (DIVERGES, 0, 4), "moved": (NONE, 0, 0), "alien": (NONE, 0, 0)}
     assert {name: (p.verdict, p.converging, p.heads) for name, p in said.items()} == counts
@@ -155,7 +155,7 @@ def test_predictions_come_from_the_parameters_that_were_learned(tmp_path):
 
 
 def test_methods_without_the_training_length_or_without_more_are_left_out():
-    assert definition.judge(found({"flat": {128: 1.0, 256: 1.0}, "slow": {64: 1.0}}), SAID) == []
+    assert extrapolation_definition.judge(found({"flat": {128: 1.0, 256: 1.0}, "slow": {64: 1.0}}), SAID) == []
 
 
 def under(ppl, unigram=None, loss=None):
@@ -176,20 +176,20 @@ def under(ppl, unigram=None, loss=None):
 )
 def test_no_verdict_on_a_model_that_does_not_use_its_context(model, why):
     rows = [Finding("young", 1, one) for one in model] + [Finding("young", 2, one) for one in under(500.0, 812.0)]
-    [one] = definition.judge(Perplexities(rows, 64), {"young": Prediction(CONVERGES, 4, 4)})
+    [one] = extrapolation_definition.judge(Perplexities(rows, 64), {"young": Prediction(CONVERGES, 4, 4)})
     assert one.answers(0.05) == (["no verdict"] * 2 if why else ["yes", "yes"])
-    text = markdown(definition.blocks([one], 64, 0.05))
-    assert (definition.NO_VERDICT in text) is bool(why) and why in text
+    text = markdown(extrapolation_definition.blocks([one], 64, 0.05))
+    assert (extrapolation_definition.NO_VERDICT in text) is bool(why) and why in text
     assert ("Predicted (rows)" in text or "| converges" in text) is not bool(why)
-    [line] = csv.DictReader(io.StringIO(definition.csv([one], 0.05)))
+    [line] = csv.DictReader(io.StringIO(extrapolation_definition.csv([one], 0.05)))
     assert line["extrapolates"] == ("no verdict" if why else "yes")
 
 
 def test_deviations_show_the_spread_of_seeds():
     values = [(1, 64, 10.0), (1, 128, 11.0), (2, 64, 10.0), (2, 128, 9.0)]
     rows = [Finding("a", seed, result(n, p)) for seed, n, p in values]
-    judged = definition.judge(Perplexities(rows, 64), {"a": Prediction(CONVERGES, 4, 4)})
-    shown = cells(definition.deviations(judged, 0.05))["a"]
+    judged = extrapolation_definition.judge(Perplexities(rows, 64), {"a": Prediction(CONVERGES, 4, 4)})
+    shown = cells(extrapolation_definition.deviations(judged, 0.05))["a"]
     assert shown[1:4] == ["0.100 (0.100 to 0.100)", "0.050 (0.000 to 0.100)", "+0.000 (-0.100 to +0.100)"]
     assert not judged[0].found.extrapolates(0.05)  # neither of them does, and the table says so
     assert judged[0].found.extrapolates(0.06, one_sided=True)
@@ -197,9 +197,11 @@ def test_deviations_show_the_spread_of_seeds():
 
 def test_models_without_a_verdict_are_named_in_one_sentence():
     rows = [Finding(name, 1, one) for name in ("young", "fresh") for one in under(1600.0, 812.0)]
-    judged = definition.judge(Perplexities(rows, 64), dict.fromkeys(("young", "fresh"), Prediction(CONVERGES, 4, 4)))
-    text = markdown(definition.blocks(judged, 64, 0.05))
-    assert text.count(definition.NO_VERDICT) == 1
+    judged = extrapolation_definition.judge(
+        Perplexities(rows, 64), dict.fromkeys(("young", "fresh"), Prediction(CONVERGES, 4, 4))
+    )
+    text = markdown(extrapolation_definition.blocks(judged, 64, 0.05))
+    assert text.count(extrapolation_definition.NO_VERDICT) == 1
     assert "young (perplexity 1600.0, where" in text and "fresh (perplexity 1600.0, where" in text
 
 

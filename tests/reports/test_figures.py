@@ -23,10 +23,10 @@ from fairseq_rpe.analysis.speed import LIMIT, Timing
 from fairseq_rpe.encodings import build
 from fairseq_rpe.figures import biases as drawings
 from fairseq_rpe.figures import style, sweep_curves, timing
-from fairseq_rpe.figures.ends import spread
+from fairseq_rpe.figures.line_labels import spread
 from fairseq_rpe.figures.method_maps import MOST_LINES
-from fairseq_rpe.reports import drawing
-from fairseq_rpe.sweeps.state import Method
+from fairseq_rpe.reports import figure_gallery
+from fairseq_rpe.sweeps.sweep_record import Method
 
 
 def panels(figure):
@@ -293,7 +293,7 @@ def test_what_is_compared_is_told_apart_also_without_colours():
 def saved(monkeypatch) -> list[str]:
     """The names of the files that are written; drawing them takes long, and other tests read them."""
     names: list[str] = []
-    monkeypatch.setattr(drawing, "save", lambda figure, *paths: names.extend(path.name for path in paths))
+    monkeypatch.setattr(figure_gallery, "save", lambda figure, *paths: names.extend(path.name for path in paths))
     return names
 
 
@@ -368,7 +368,7 @@ def stir(encoding):
 
 def of_checkpoint(path, queries=(), layers=()):
     """Of each panel its title and its lines: (key positions, values) of each head."""
-    figure = drawing.of_checkpoint(path, queries, layers)
+    figure = figure_gallery.of_checkpoint(path, queries, layers)
     return {axes.get_title(): [line.get_data() for line in axes.lines] for axes in panels(figure)}
 
 
@@ -435,7 +435,7 @@ def test_a_folder_of_questions_is_refused_before_anything_is_drawn(sweep, capsys
     (sweep / "asked").mkdir()
     (sweep / "asked" / "answers.json").write_text("{}")
     before = sorted(sweep.rglob("*"))
-    monkeypatch.setattr(drawing, "draw", None)
+    monkeypatch.setattr(figure_gallery, "draw", None)
     argv = ["figures", "--sweep", str(sweep), "--seed", "3", "--data", str(sweep / "asked")]
     said = error_of(capsys, *argv)
     assert f"{sweep / 'asked'} holds questions, which are not one text: name a folder of fairseq-rpe prepare" in said

@@ -10,11 +10,11 @@ import pytest
 from conftest import run_here
 from pages import skip_drawing
 
-from fairseq_rpe.core import files
-from fairseq_rpe.figures.depths import heat_maps
-from fairseq_rpe.reports import kept
+from fairseq_rpe.figures.needle_heatmaps import heat_maps
+from fairseq_rpe.reports import report_files
 from fairseq_rpe.runs.run_folder import RunFolder
-from fairseq_rpe.sweeps.state import Method, SweepFolder
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder
+from fairseq_rpe.utils import files
 
 TASK = "passkey:items=64,times=4,test=20,depths=3"
 # by length, the right answers of 20 at the depths 0, ½ and 1
@@ -72,7 +72,7 @@ def lines_of(text: str, name: str) -> list[list[str]]:
 
 
 def test_report_of_a_task_with_depths(sought):
-    assert kept.text(SweepFolder(sought)) is None
+    assert report_files.text(SweepFolder(sought)) is None
     said = run_here("report", sought).stdout
     assert f"heat map:    {sought / 'depths.png'}" in said and (sought / "depths.pdf").exists()
     text = (sought / "accuracy.md").read_text()
@@ -93,9 +93,9 @@ def test_report_of_a_task_with_depths(sought):
     assert rows == [(*of, d, r) for *of, counts in expected for d, r in zip((0, 0.5, 1), counts, strict=True)]
     page = (sought / "report.html").read_text()
     assert "Found at every depth?" in page and "alibi: up to 128 tokens" in page and "number of tokens" in page
-    assert kept.text(SweepFolder(sought)) == said.removesuffix("\n")
+    assert report_files.text(SweepFolder(sought)) == said.removesuffix("\n")
     (sought / "depths.png").unlink()
-    assert kept.text(SweepFolder(sought)) is None
+    assert report_files.text(SweepFolder(sought)) is None
 
 
 def test_perplexity_beside_retrieval(read, sought, tmp_path):

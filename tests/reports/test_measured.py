@@ -10,8 +10,8 @@ from pages import skip_drawing
 from refusal import refused
 
 from fairseq_rpe import build
-from fairseq_rpe.evaluation.results import TextResult
-from fairseq_rpe.reports.measured import write_report
+from fairseq_rpe.evaluation.records import TextResult
+from fairseq_rpe.reports.external_results import write_report
 
 
 @pytest.fixture(autouse=True)

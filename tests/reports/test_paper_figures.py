@@ -14,11 +14,21 @@ from matplotlib.text import Text
 from specs import SPECS
 
 from fairseq_rpe.analysis.bias_map import bias_map
-from fairseq_rpe.analysis.receptive_field import quantised
+from fairseq_rpe.analysis.empirical_receptive_field import quantised
 from fairseq_rpe.analysis.speed import Timing
 from fairseq_rpe.cli.main import COMMANDS, build_parser
 from fairseq_rpe.encodings import build
-from fairseq_rpe.figures import WIDTHS, biases, fields, method_maps, score_curves, style, sweep_curves, timing, warping
+from fairseq_rpe.figures import (
+    WIDTHS,
+    biases,
+    method_maps,
+    receptive_fields,
+    score_curves,
+    style,
+    sweep_curves,
+    timing,
+    warping,
+)
 from fairseq_rpe.figures.method_maps import MOST_LINES
 
 LENGTHS = (64, 128, 256)
@@ -29,12 +39,14 @@ def curves(names) -> dict[str, dict[int, list[float]]]:
     return {name: {n: [50.0 + k + i, 52.0 + k + i] for i, n in enumerate(LENGTHS)} for k, name in enumerate(names)}
 
 
-def masses(names) -> list[fields.Mass]:
+def masses(names) -> list[receptive_fields.Mass]:
     def weights(k: int) -> torch.Tensor:
         slopes = torch.tensor([[0.1], [0.4]], dtype=torch.float64) * (k + 1)
         return (-slopes * torch.arange(32)).softmax(-1)[None]
 
-    return [fields.Mass(name, 16, weights(k), weights(k), series=weights(2 * k)) for k, name in enumerate(names)]
+    return [
+        receptive_fields.Mass(name, 16, weights(k), weights(k), series=weights(2 * k)) for k, name in enumerate(names)
+    ]
 
 
 def comparisons(names: Iterable[str]) -> dict[str, Callable[[], Figure]]:
@@ -57,11 +69,13 @@ def comparisons(names: Iterable[str]) -> dict[str, Callable[[], Figure]]:
         "scores": lambda: score_curves.over_length({("set", "F1"): ppl}, 64, {}),
         "sets": lambda: score_curves.by_set(sets, "accuracy"),
         "profiles": lambda: biases.compared(profiles, 1),
-        "trf": lambda: fields.theoretical(fields_of),
-        "erf": lambda: fields.empirical(masses(names), [0.5, 0.1]),
-        "quantised erf": lambda: fields.empirical_quantised(masses(names)),
-        "erf beside trf": lambda: fields.paired(masses(names)),
-        "delta": lambda: fields.truncated([fields.Lost(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names]),
+        "trf": lambda: receptive_fields.theoretical(fields_of),
+        "erf": lambda: receptive_fields.empirical(masses(names), [0.5, 0.1]),
+        "quantised erf": lambda: receptive_fields.empirical_quantised(masses(names)),
+        "erf beside trf": lambda: receptive_fields.paired(masses(names)),
+        "delta": lambda: receptive_fields.truncated(
+            [receptive_fields.Lost(name, 16, 32, [1, 2, 4], delta, 2 * delta) for name in names]
+        ),
         "windows": lambda: timing.of_windows(windows, 1, 4, [8]),
         "models": lambda: timing.of_models(models, "machine"),
     }
@@ -276,17 +290,19 @@ def test_a_command_draws_at_the_width(tmp_path):
 def test_the_picture_of_delta_says_what_delta_is():
     delta = torch.tensor([[9.0, 4.0, 1.0]])
     for count in (1, MOST_LINES + 1):
-        found = [fields.Lost(f"m{k}", 16, 32, [1, 2, 4], delta, 2 * delta) for k in range(count)]
-        said = " ".join(fields.truncated(found).get_suptitle().split())
+        found = [receptive_fields.Lost(f"m{k}", 16, 32, [1, 2, 4], delta, 2 * delta) for k in range(count)]
+        said = " ".join(receptive_fields.truncated(found).get_suptitle().split())
         assert "δ(i, j) = ‖o_i − o_i^j‖" in said and "its j nearest keys" in said and "bound" in said
-    none_left_out = fields.truncated([fields.Lost("alibi", 1, 1, [1], torch.zeros(1, 1), torch.zeros(1, 1))])
+    none_left_out = receptive_fields.truncated(
+        [receptive_fields.Lost("alibi", 1, 1, [1], torch.zeros(1, 1), torch.zeros(1, 1))]
+    )
     assert none_left_out.axes[0].get_yscale() == "linear"
 
 
 def test_erf_and_trf_are_a_curve_for_each_method_side_by_side():
     found = masses(["alibi", "type1"])
-    plain = fields.Mass("rope", 16, found[0].mass, None)
-    left, right = fields.paired([*found, plain]).axes
+    plain = receptive_fields.Mass("rope", 16, found[0].mass, None)
+    left, right = receptive_fields.paired([*found, plain]).axes
     assert (left.get_title(), right.get_title()) == ("empirical (ERF)", "theoretical (TRF)")
     for axes, names in ((left, ["alibi", "type1", "rope"]), (right, ["alibi", "type1"])):
         assert [line.get_label() for line in axes.lines] == names and axes.get_xlim() == (1, 0)
@@ -295,7 +311,7 @@ def test_erf_and_trf_are_a_curve_for_each_method_side_by_side():
         assert line.get_xdata().tolist() == epsilons.tolist() and line.get_ydata().tolist() == part.tolist()
     part = quantised(found[1].mass.mean((0, 1)))[1]
     assert left.lines[1].get_ydata().tolist() == part.tolist() and not torch.equal(part, quantised(found[1].series)[1])
-    assert [axes.get_title() for axes in fields.paired([plain]).axes] == ["empirical (ERF)"]
+    assert [axes.get_title() for axes in receptive_fields.paired([plain]).axes] == ["empirical (ERF)"]
 
 
 def test_the_mean_of_alibi_is_a_line_among_windows():

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 from pages import PPL, Page, check_self_contained, new_page, page_of, skip_drawing, write_sweep
 
-from fairseq_rpe.core import files
 from fairseq_rpe.sweeps import recipes
+from fairseq_rpe.utils import files
 
 
 @pytest.fixture(autouse=True)

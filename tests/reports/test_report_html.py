@@ -15,13 +15,13 @@ from conftest import error_of, run, run_here, save_checkpoint
 from matplotlib.figure import Figure
 from pages import LOG, PPL, Page, check_self_contained, new_page, page_of, skip_drawing, write_sweep
 
-from fairseq_rpe.core import files
 from fairseq_rpe.figures import WIDTHS
 from fairseq_rpe.figures.style import COLUMN
-from fairseq_rpe.reports import kept
+from fairseq_rpe.reports import report_files
 from fairseq_rpe.reports.write import write
 from fairseq_rpe.runs import environment
-from fairseq_rpe.sweeps.state import Method, SweepFolder, slug
+from fairseq_rpe.sweeps.sweep_record import Method, SweepFolder, slug
+from fairseq_rpe.utils import files
 
 TASK = "copy:items=3,times=3,train=400,valid=20,test=60,alphabet=12"
 
@@ -328,7 +328,7 @@ def test_delta_is_refused_for_it_before_anything_is_written(algorithmic, tmp_pat
 KEPT = """
 import pathlib, sys
 from fairseq_rpe.reports import kept
-from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.sweeps.sweep_record import SweepFolder
 for folder in sys.argv[1:]:
     print(kept.text(SweepFolder(pathlib.Path(folder))))
 assert not {"torch", "fairseq", "matplotlib", "jinja2"} & set(sys.modules)
@@ -338,7 +338,7 @@ assert not {"torch", "fairseq", "matplotlib", "jinja2"} & set(sys.modules)
 def test_a_report_with_nothing_new_keeps_the_page_without_torch(algorithmic, tmp_path):
     write_sweep(tmp_path / "text")
     sweeps = [SweepFolder(tmp_path / "text"), SweepFolder(algorithmic)]
-    assert [kept.text(sweep) for sweep in sweeps] == [None, None]
+    assert [report_files.text(sweep) for sweep in sweeps] == [None, None]
     texts = [write(sweep).text for sweep in sweeps]
     pages = [sweep.path / "report.html" for sweep in sweeps]
     before, made = ([page.read_bytes() for page in pages], [page.stat().st_mtime_ns for page in pages])
@@ -346,11 +346,11 @@ def test_a_report_with_nothing_new_keeps_the_page_without_torch(algorithmic, tmp
     assert output == "".join(f"{text}\n" for text in texts) and all(str(page) in output for page in pages)
     assert [page.stat().st_mtime_ns for page in pages] == made
     for sweep, page, text, content in zip(sweeps, pages, texts, before, strict=True):
-        assert kept.text(sweep) == text
+        assert report_files.text(sweep) == text
         page.unlink()
-        assert kept.text(sweep) is None
+        assert report_files.text(sweep) is None
         assert write(sweep).text == text and page.read_bytes() == content  # it is the same each time
     path = tmp_path / "text/runs/alibi-seed1/eval.jsonl"
     path.write_text(path.read_text().replace("48.5", "48.75"))  # out of date
-    assert kept.text(sweeps[0]) is None
+    assert report_files.text(sweeps[0]) is None
     assert "| alibi      | 50.12 | 49.06 | 48.75 |" in write(sweeps[0]).text

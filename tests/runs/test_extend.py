@@ -11,11 +11,12 @@ from fairseq.trainer import Trainer
 from refusal import refusal
 from sweep_commands import flag, parser
 
-from fairseq_rpe.core import UserError, files
-from fairseq_rpe.core.records import filled
-from fairseq_rpe.runs import architecture, checkpoints, launch
+from fairseq_rpe.core import UserError
+from fairseq_rpe.runs import checkpoints, from_checkpoint, launch
 from fairseq_rpe.runs.settings import Request
-from fairseq_rpe.sweeps import extension
+from fairseq_rpe.sweeps import context_extension
+from fairseq_rpe.utils import files
+from fairseq_rpe.utils.records import filled
 
 YARN = "rope:scaling=yarn,factor=auto"
 
@@ -26,12 +27,12 @@ def short(state, tmp_path) -> Path:
     return checkpoint_with(state, tmp_path, "rope")
 
 
-def resolved(*argv: object, lengths: tuple[int, ...] | None = (32,)) -> extension.Extension:
+def resolved(*argv: object, lengths: tuple[int, ...] | None = (32,)) -> context_extension.Extension:
     args = parser().parse_args(["extend", *map(str, argv), "--device", "cpu"])
-    return extension.resolve(filled(Request, args, rpe=args.rpe or "", save_dir=args.out), lengths, "test")
+    return context_extension.resolve(filled(Request, args, rpe=args.rpe or "", save_dir=args.out), lengths, "test")
 
 
-def training(found: extension.Extension) -> list[str]:
+def training(found: context_extension.Extension) -> list[str]:
     """The words for fairseq-train."""
     return launch.command(found.request, found.plan, launch.Node(), 0)
 
@@ -169,7 +170,7 @@ def test_an_architecture_that_no_flag_says(state, tmp_path):
         ({"_name": "transformer_rpe_lm_mine"}, "'transformer_rpe_lm_mine', unknown here: give --rpe-module"),
     ):
         with pytest.raises(UserError, match=words):
-            architecture.said(checkpoints.load(checkpoint_with(state, tmp_path, "rope", **change)))
+            from_checkpoint.said(checkpoints.load(checkpoint_with(state, tmp_path, "rope", **change)))
 
 
 # what is carried out

@@ -18,11 +18,11 @@ from live_processes import HELD_ENCODING, begin, processes_about, wait_for
 from refusal import refusal
 from sweep_commands import SMALL
 
-from fairseq_rpe.core import devices, files
 from fairseq_rpe.runs import checkpoints, launch, processes
 from fairseq_rpe.runs.run_folder import CheckpointFolder
 from fairseq_rpe.runs.settings import Request, plan
-from fairseq_rpe.sweeps.local import places
+from fairseq_rpe.sweeps.local_executor import places
+from fairseq_rpe.utils import devices, files
 
 RUN = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--warmup", "1"]
 QUIET = [*SMALL, "--disable-validation"]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from sweep_commands import parser
 
-from fairseq_rpe.core import records
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.runs import launch
-from fairseq_rpe.runs.further import LATER
+from fairseq_rpe.runs.reserved_flags import LATER
 from fairseq_rpe.runs.settings import USUAL, Request, Settings, plan
+from fairseq_rpe.utils import records
 
 if TYPE_CHECKING:
     from fairseq.optim.lr_scheduler import FairseqLRScheduler

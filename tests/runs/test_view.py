@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from fairseq_rpe.core import errors
-from fairseq_rpe.runs import messages, processes
-from fairseq_rpe.runs.view import Summary, View
+from fairseq_rpe.runs import child_output, processes
+from fairseq_rpe.runs.progress_view import Summary, View
 
 LINES = """\
 2026-01-01 00:00:00 | INFO | fairseq_cli.train | {'_name': None}
@@ -36,16 +36,16 @@ class Full(io.BytesIO):
         raise OSError(28, "no space")
 
 
-def relayed(script: str, log: io.BytesIO, view: View | None = None, code: int = 0) -> messages.Ending:
+def relayed(script: str, log: io.BytesIO, view: View | None = None, code: int = 0) -> child_output.Ending:
     child = processes.spawn([sys.executable, "-c", script], {}, subprocess.PIPE)
-    relay = messages.Relay(child, log, view or Summary("alibi", Path("run"), 60, 0))
+    relay = child_output.Relay(child, log, view or Summary("alibi", Path("run"), 60, 0))
     assert processes.wait(child) == code
     return relay.finish(code)
 
 
 def test_only_what_a_user_waits_for_is_seen_and_the_log_has_all(capsys):
     log = io.BytesIO()
-    assert relayed(PRINT, log) == messages.Ending(0, "", True)
+    assert relayed(PRINT, log) == child_output.Ending(0, "", True)
     told = capsys.readouterr()
     assert log.getvalue().decode() == LINES and told.out == SEEN
     first, last = told.err.splitlines()

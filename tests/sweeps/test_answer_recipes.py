@@ -17,14 +17,15 @@ from prepared_folder import asked_set, make_folder, make_sets, questions
 from refusal import refusal
 from sweep_commands import LAUNCHERS, SMALL, dry_run, parse, recipe_error, refused, resolve_sweep, table
 
-from fairseq_rpe.core import UserError, files
-from fairseq_rpe.questions import known, prepared
+from fairseq_rpe.core import UserError
+from fairseq_rpe.questions import benchmarks, dataset
 from fairseq_rpe.questions.question import Question
-from fairseq_rpe.reports.scored_answers import collect, published_mean
+from fairseq_rpe.reports.question_scores import collect, published_mean
 from fairseq_rpe.runs.run_folder import Finished
-from fairseq_rpe.sweeps import carry, local, recipes, slurm
-from fairseq_rpe.sweeps.cells import Cell
-from fairseq_rpe.sweeps.state import Asking, Questions, SweepFolder
+from fairseq_rpe.sweeps import local_executor, recipes, run_sweep, slurm
+from fairseq_rpe.sweeps.grid import Cell
+from fairseq_rpe.sweeps.sweep_record import Asking, Questions, SweepFolder
+from fairseq_rpe.utils import files
 
 RECIPES = [name for name in recipes.names() if recipes.load(name).kind == "answers"]
 SCROLLS = ["qasper", "contract_nli", "qmsum", "narrative_qa", "summ_screen_fd", "gov_report", "quality"]
@@ -133,7 +134,7 @@ def test_the_paper_scale_is_the_papers(name, processes, tmp_path, monkeypatch):
         sets = GLUE if folder == "glue-superglue" else [folder]
         data = ["--dest", f"data-bin/{folder}-gpt2", "--vocab-from", "data-bin/c4-gpt2"]
         assert words == ["prepare-answers", *sets, *data]
-        assert set(parse(words).names) <= set(known.names())
+        assert set(parse(words).names) <= set(benchmarks.names())
 
     compared = methods_of(name)
     trained = [parse(line) for line in lines if line[0] == "train"]
@@ -279,9 +280,9 @@ def test_finished_runs_of_another_sweep_are_taken(place, corpus, capsys):
 
 def test_jobs_and_progress_know_what_a_fine_tuning_waits_for(place, corpus):
     sweep, made = resolve_sweep(corpus, "--recipe", "mine.toml", "--methods", "rope", "--out", "x")
-    lines = carry.commands(sweep, made, [("partition", "gpu")])
+    lines = run_sweep.commands(sweep, made, [("partition", "gpu")])
     assert any("one of 1 that wait" in line for line in lines) and slurm.settings(sweep, [])["name"] == "x"
-    assert [local.Work.of(cell).whole > 0 for cell in made] == [True, True]
+    assert [local_executor.Work.of(cell).whole > 0 for cell in made] == [True, True]
 
 
 def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
@@ -292,7 +293,7 @@ def test_a_sweep_over_questions_is_carried_out_once(place, corpus, undrawn):
     run = next(path for path in Path("x/runs").iterdir() if path.name.startswith("made-"))
     record = files.read_json(run / "checkpoints/run.json")
     assert record["settings"]["tokens"] == 64 and record["finished"]["updates"] == 2
-    assert record["settings"]["data"] == prepared.digest(Path("made"))
+    assert record["settings"]["data"] == dataset.digest(Path("made"))
     found = [(row["rpe"], row["length"]) for row in files.read_json_lines(run / "eval.jsonl")]
     assert found == [(rpe, n) for rpe in (None, "rope:scaling=linear,factor=2") for n in (64, 96)]
     (answers,) = (run / "answers/rope").glob("made-96-*.json")
@@ -464,12 +465,12 @@ def test_folders_that_are_not_there_are_refused_in_a_dry_run_without_the_text_to
 def test_a_sweep_on_record_is_taken_up_again_and_not_by_one_of_another_kind(place, corpus):
     """A method that continues another, and says nothing of how, is the same in the record."""
     given, folder = [corpus, "--recipe", "mine.toml", "--methods", "all", "--out", "x"], SweepFolder(Path("x"))
-    state = carry.state(*resolve_sweep(*given))
+    state = run_sweep.state(*resolve_sweep(*given))
     folder.write(state)
-    assert state.methods["rope-pi"].continues == "rope" and carry.state(*resolve_sweep(*given)) == state
+    assert state.methods["rope-pi"].continues == "rope" and run_sweep.state(*resolve_sweep(*given)) == state
     text = [corpus, "--encodings", "rope", "--tokens", "32", "--updates", "3", "--batch-sentences", "4"]
     said = refused(*text, "--lengths", "64", "--out", "x", "--subset", "valid")
     assert "holds a sweep of another kind" in said
     assert folder.state() == state and state.kind == "answers" and state.tasks == ("made",)
-    assert state.questions == {"made": Questions("made", prepared.digest(Path("made")), ("made",))}
+    assert state.questions == {"made": Questions("made", dataset.digest(Path("made")), ("made",))}
     assert (state.settings.tokens, state.tuned.tokens, state.tuned.updates, state.asking) == (32, 64, 2, Asking())

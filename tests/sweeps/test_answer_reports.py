@@ -9,14 +9,15 @@ import pytest
 from sweep_commands import table
 from test_answer_recipes import GLUE, LENGTHS, SCROLLS
 
-from fairseq_rpe.core import UserError, files
-from fairseq_rpe.evaluation.question_results import QuestionResult
-from fairseq_rpe.reports import beside, kept
+from fairseq_rpe.core import UserError
+from fairseq_rpe.evaluation.question_records import QuestionResult
+from fairseq_rpe.reports import perplexity_vs_retrieval, report_files
 from fairseq_rpe.reports.chapters import asked_questions
-from fairseq_rpe.reports.scored_answers import collect
+from fairseq_rpe.reports.question_scores import collect
 from fairseq_rpe.reports.write import check, write
 from fairseq_rpe.sweeps import recipes
-from fairseq_rpe.sweeps.state import Asking, Questions, State, SweepFolder, SweepSettings
+from fairseq_rpe.sweeps.sweep_record import Asking, Questions, State, SweepFolder, SweepSettings
+from fairseq_rpe.utils import files
 
 
 def scored(
@@ -77,10 +78,10 @@ def test_the_report_by_set_has_the_published_mean_beside(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "trained before" in page and "What is the same and what is not" in page
     assert "not verified: the same name" in page  # of the data
-    assert kept.text(folder) == section.text and collect(folder, folder.state()).mean_sets() == SCROLLS
+    assert report_files.text(folder) == section.text and collect(folder, folder.state()).mean_sets() == SCROLLS
     with pytest.raises(UserError, match="--delta is about perplexity"):
         check(folder, 0.1)
-    assert beside.sections([folder]) == []
+    assert perplexity_vs_retrieval.sections([folder]) == []
 
 
 def test_the_report_by_length_has_a_column_for_each(tmp_path, undrawn):
@@ -96,9 +97,9 @@ def test_the_report_by_length_has_a_column_for_each(tmp_path, undrawn):
     # a result more, and the report is another
     run = folder.run_of(folder.state().method("fire"), 1, "narrative_qa")
     row = files.read_json_lines(run.results)[-1]
-    assert kept.text(folder) is not None
+    assert report_files.text(folder) is not None
     files.append_json_line(run.results, {**row, "score": 99.0, "metrics": {"f1": 99.0}})
-    assert kept.text(folder) is None
+    assert report_files.text(folder) is None
 
 
 def test_the_report_by_distance_is_of_the_longest_context(tmp_path, undrawn):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_rpe.analysis import history
+from fairseq_rpe.analysis import bias_history
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.sweeps.state import SweepFolder
+from fairseq_rpe.sweeps.sweep_record import SweepFolder
 
 STATE = {"settings": {}, "encodings": ["alibi"], "seeds": [1], "lengths": [64]}
 
@@ -44,9 +44,9 @@ def test_a_damaged_record_of_a_sweep(change: dict, words: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("change", [{"step": "x"}, {"distances": 3}, {"bias": []}, {"bias": {"model": [["x"]]}}])
 def test_a_damaged_look(change: dict, tmp_path: Path) -> None:
-    path, look = tmp_path / history.FILE, {"step": 3, "distances": [0, 1], "bias": {"model": [[0, -1.5]]}}
+    path, look = tmp_path / bias_history.FILE, {"step": 3, "distances": [0, 1], "bias": {"model": [[0, -1.5]]}}
     path.write_text(json.dumps(look) + '\n{"step": 5, "distances": [0], "bias": {"model": [[-Infinity]]}}\n')
-    assert [one["step"] for one in history.read(tmp_path)] == [3, 5]
+    assert [one["step"] for one in bias_history.read(tmp_path)] == [3, 5]
     path.write_text(json.dumps(look) + "\n" + json.dumps({**look, **change}) + "\n")
     with pytest.raises(UserError, match=r"profiles.jsonl line 2: .* of the look must be .*: delete that line"):
-        history.read(tmp_path)
+        bias_history.read(tmp_path)

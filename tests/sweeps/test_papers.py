@@ -10,15 +10,15 @@ import torch
 from sweep_commands import dry_run, flag, parse
 
 from fairseq_rpe import algorithms, encodings, positions
-from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.sizes import SIZES, full_name
-from fairseq_rpe.data.preparation import KNOWN
-from fairseq_rpe.evaluation.reach import longest_row
+from fairseq_rpe.checkpoints.model_sizes import SIZES, full_name
+from fairseq_rpe.data.prepare_options import KNOWN
+from fairseq_rpe.evaluation.position_limits import longest_row
 from fairseq_rpe.runs.defaults import defaults_for
 from fairseq_rpe.runs.settings import Request
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Scale
-from fairseq_rpe.sweeps.state import Method
+from fairseq_rpe.sweeps.sweep_record import Method
+from fairseq_rpe.utils.records import filled
 
 BUILT_IN = recipes.names()
 DRAWN = ["fire-lm-512", "fire-lm-large", "fire-lm-transfer"]  # their papers have figures, and no numbers

@@ -15,7 +15,7 @@ from sweep_commands import DRY, LAUNCHERS, dry_run, flag, parse, recipe_error, r
 
 from fairseq_rpe.sweeps import recipes
 from fairseq_rpe.sweeps.recipes import Scale
-from fairseq_rpe.sweeps.state import Method
+from fairseq_rpe.sweeps.sweep_record import Method
 
 GOOD: dict[str, Any] = {
     "title": "A title",

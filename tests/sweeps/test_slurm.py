@@ -18,9 +18,9 @@ from refusal import refusal
 from sweep_commands import BROKEN, QUIET, parse, table
 
 from fairseq_rpe.cli.sweep import resolved
-from fairseq_rpe.core import files
 from fairseq_rpe.data import folder
-from fairseq_rpe.sweeps import cells, slurm
+from fairseq_rpe.sweeps import grid, slurm
+from fairseq_rpe.utils import files
 
 
 def command(data: Path, out: Path, encodings: str, *more: str, device: str = "cpu") -> list[str]:
@@ -195,7 +195,7 @@ def test_a_job_runs_on_this_machine_too(corpus, tmp_path):
     """The same job by submitit's local executor, without any SLURM."""
     submitit = pytest.importorskip("submitit", reason="needs the extra slurm")
     sweep = resolved(parse(command(corpus, tmp_path / "out", "nope", "--updates", "4")))
-    [cell] = cells.make(sweep, folder.digest(corpus))
+    [cell] = grid.make(sweep, folder.digest(corpus))
     [job] = submitit.LocalExecutor(tmp_path / "jobs" / "%j").map_array(slurm.Job(), [cell])
     assert job.result() is None and cell.work_left() == []
     assert [row["length"] for row in files.read_json_lines(cell.folder.results)] == [32, 64]

@@ -15,16 +15,16 @@ from conftest import run, run_here
 from refusal import refusal
 from sweep_commands import BROKEN, DRY, SMALL, add_results, dry_run_lines, finished_sweep, refused, resolve_sweep, table
 
-from fairseq_rpe.core import files
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data import folder as corpus_files
-from fairseq_rpe.reports import kept
-from fairseq_rpe.reports.definition import _predicted
-from fairseq_rpe.reports.scored_answers import collect
+from fairseq_rpe.reports import report_files
+from fairseq_rpe.reports.extrapolation_definition import _predicted
+from fairseq_rpe.reports.question_scores import collect
 from fairseq_rpe.reports.write import write
-from fairseq_rpe.runs.messages import last_error
-from fairseq_rpe.sweeps import carry, local
-from fairseq_rpe.sweeps.state import Scored, SweepFolder, slug
+from fairseq_rpe.runs.child_output import last_error
+from fairseq_rpe.sweeps import local_executor, run_sweep
+from fairseq_rpe.sweeps.sweep_record import Scored, SweepFolder, slug
+from fairseq_rpe.utils import files
 
 OPTIONS = ["--tokens", "32", "--batch-sentences", "4", "--device", "cpu", "--lengths", "64,128"]
 
@@ -181,14 +181,14 @@ def test_report_table(tmp_path, undrawn):
 
 def test_report_averages_seeds_and_redraws_only_when_asked(tmp_path, undrawn):
     folder = finished_sweep(tmp_path, {"alibi": {64: 50.0, 128: 60.0}}, seeds=(1, 2))
-    assert kept.text(folder) is None
+    assert report_files.text(folder) is None
     said = write(folder).text
     assert "| alibi      | 51.00 | 61.00 |" in (tmp_path / "results.md").read_text()
     drawn = (tmp_path / "ppl.png").stat().st_mtime_ns
-    assert kept.text(folder) == said and (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
+    assert report_files.text(folder) == said and (tmp_path / "ppl.png").stat().st_mtime_ns == drawn
     assert write(folder).text == said and (tmp_path / "ppl.png").stat().st_mtime_ns > drawn
     (tmp_path / "ppl.pdf").unlink()
-    assert kept.text(folder) is None
+    assert report_files.text(folder) is None
 
 
 def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
@@ -202,12 +202,12 @@ def test_the_report_has_a_table_and_a_figure_for_each_text(tmp_path, undrawn):
     for name, first in (("", "40.00 | 20.00"), (" on arxiv", "90.00 | 45.00"), (" on github", "8.00 | 4.00")):
         assert f"| alibi | {first} |" in plain and (not name or f"Perplexity per token{name} by" in said)
     assert folder.state().evaluate["arxiv"] == Scored("data-bin/arxiv", "arxiv")
-    assert kept.text(folder) == said
+    assert report_files.text(folder) == said
     add_results(tmp_path / "runs/alibi-seed1", {**rows[2], "length": 256})
-    assert kept.text(folder) is None
+    assert report_files.text(folder) is None
     write(folder)
     (tmp_path / "ppl-github.pdf").unlink()
-    assert kept.text(folder) is None
+    assert report_files.text(folder) is None
 
 
 def test_one_draw_for_each_block_takes_the_place_of_an_older_one(tmp_path):
@@ -298,7 +298,7 @@ def test_last_error_prefers_the_cause(tmp_path):
 
 def test_progress_reads_only_whole_lines(tmp_path):
     log = tmp_path / "train.log"
-    following = local.Following(log)
+    following = local_executor.Following(log)
     line = 'x | INFO | train_inner | {"epoch": 1, "loss": "7.25", "num_updates": "25"}\n'
     log.write_text(line + line.replace("25", "50")[:40])
     following.read()
@@ -312,7 +312,7 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
     """An update is three passes over its batch; an evaluation one over the text, the dearer the longer its blocks."""
     _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, "--lengths", "64,2000")[1:])
     tokens, at_32 = corpus_files.count_tokens(corpus, "test"), 1 + 32 / 2000
-    work = local.Work.of(cell)
+    work = local_executor.Work.of(cell)
     assert work.update == pytest.approx(3 * 4 * 32 * at_32)
     assert work.results == pytest.approx([tokens * at_32, tokens * (1 + 64 / 2000), tokens * 2])
     assert work.done(50, 0) == pytest.approx(50 * work.update)
@@ -322,12 +322,12 @@ def test_the_bar_goes_by_what_the_work_costs(corpus, tmp_path):
 def test_an_update_costs_as_many_batches_as_it_has(corpus, tmp_path):
     more = ("--update-freq", "2", "--nproc", "3")
     _, [cell] = resolve_sweep(*sweep_command(corpus, tmp_path, "alibi", 100, *more)[1:])
-    assert local.Work.of(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
+    assert local_executor.Work.of(cell).update == pytest.approx(2 * 3 * 3 * 4 * 32 * (1 + 32 / 2000))
 
 
 def test_the_bar_of_generated_tasks(tmp_path):
     _, [cell] = resolve_sweep("--algorithms", "copy:items=4,test=70", "--encodings", "nope", "--out", tmp_path)
-    results = local.Work.of(cell).results
+    results = local_executor.Work.of(cell).results
     assert len(results) == cell.rows and results == sorted(results) and results[0] > 0
 
 
@@ -336,7 +336,7 @@ def test_a_setting_that_is_left_out_later_makes_another_sweep(corpus, tmp_path):
     linear, bf16 = ("--schedule", "linear"), ("--compute-dtype", "bf16")
     for more, words in ((linear, "schedule is 'linear' there, None here"), (bf16, "'bf16' there")):
         given = [*base, "--out", tmp_path / more[1]]
-        SweepFolder(tmp_path / more[1]).write(carry.state(*resolve_sweep(*given, *more)))
-        assert carry.state(*resolve_sweep(*given, *more)).encodings == ("alibi",)
+        SweepFolder(tmp_path / more[1]).write(run_sweep.state(*resolve_sweep(*given, *more)))
+        assert run_sweep.state(*resolve_sweep(*given, *more)).encodings == ("alibi",)
         with pytest.raises(UserError, match=words):
-            carry.state(*resolve_sweep(*given))
+            run_sweep.state(*resolve_sweep(*given))

@@ -13,10 +13,11 @@ from live_processes import begin, processes_about, wait_for
 from refusal import refusal
 from sweep_commands import DRY, LAUNCHERS, QUIET, dry_run, flag, parse, recipe_error, refused, resolve_sweep, table
 
-from fairseq_rpe.core import UserError, files
-from fairseq_rpe.reports import kept
-from fairseq_rpe.sweeps import carry, local, slurm
-from fairseq_rpe.sweeps.state import Further, Method, SweepFolder
+from fairseq_rpe.core import UserError
+from fairseq_rpe.reports import report_files
+from fairseq_rpe.sweeps import local_executor, run_sweep, slurm
+from fairseq_rpe.sweeps.sweep_record import Further, Method, SweepFolder
+from fairseq_rpe.utils import files
 
 RECIPE = """
 title = "t"
@@ -113,7 +114,7 @@ def test_the_preparation_of_each_text_takes_the_vocabulary(tmp_path, monkeypatch
 
 def test_slurm_is_told_what_waits_for_what(recipe, corpus, tmp_path, monkeypatch):
     sweep, made = resolve_sweep(corpus, "--recipe", recipe, "--out", tmp_path / "x")
-    lines = [line for line in carry.commands(sweep, made, [("partition", "gpu")]) if line.startswith("#")]
+    lines = [line for line in run_sweep.commands(sweep, made, [("partition", "gpu")]) if line.startswith("#")]
     assert lines[0].startswith("# an array of 1 SLURM jobs: ") and "one of 1 that wait" in lines[1]
     assert lines[2] == "# job rope-seed1:" and lines[3].endswith(", after rope-seed1:")
     submitted: list[tuple[list[tuple[str, str]], list[str]]] = []
@@ -250,13 +251,13 @@ def test_a_run_waits_for_the_training_that_it_continues(recipe, corpus, tmp_path
     rope, yarn = made
     stages = {cell: cell.work_left() for cell in made}
     waiting = [(yarn, stages[yarn]), (rope, stages[rope])]
-    assert local._next(waiting, [])[0] is rope
-    job = local._Active(rope, stages[rope], 0)
-    assert local._next(waiting[:1], [job]) is None
+    assert local_executor._next(waiting, [])[0] is rope
+    job = local_executor._Active(rope, stages[rope], 0)
+    assert local_executor._next(waiting[:1], [job]) is None
     del job.stages[0]
-    assert local._next(waiting[:1], [job])[0] is yarn
+    assert local_executor._next(waiting[:1], [job])[0] is yarn
     # where it failed, this one is not begun
-    failures = local.execute({yarn: stages[yarn]}, made, [{}])
+    failures = local_executor.execute({yarn: stages[yarn]}, made, [{}])
     assert failures == [f"{yarn.name} was not trained: {rope.name} has to be finished before"]
     assert not yarn.folder.train_log.exists()
 
@@ -293,27 +294,27 @@ def test_a_killed_sweep_on_two_texts_with_a_continued_method_goes_on(recipe, cor
     # nothing is left to do, and what is on record says so
     sweep, made = resolve_sweep(*command[1:-2], *QUIET)
     assert folder.state().methods["yarn"].further == Further(tokens=64, batch_sentences=2, updates=3, lr=1e-3, warmup=1)
-    assert kept.text(folder) is not None and sweep.evaluate == {"more": other}
+    assert report_files.text(folder) is not None and sweep.evaluate == {"more": other}
     assert all(cell.parent is None or cell.parent is made[0] for cell in made)
     assert not any(cell.work_left() for cell in made)
 
 
 def test_another_text_of_the_same_name_is_another_sweep(corpus, other, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
-    SweepFolder(tmp_path / "x").write(carry.state(*resolve_sweep(*given, "--eval-data", f"more={other}")))
+    SweepFolder(tmp_path / "x").write(run_sweep.state(*resolve_sweep(*given, "--eval-data", f"more={other}")))
     # without it, the text stays on record
-    assert set(carry.state(*resolve_sweep(*given)).evaluate) == {"more"}
+    assert set(run_sweep.state(*resolve_sweep(*given)).evaluate) == {"more"}
     changed = shutil.copytree(other, tmp_path / "changed")
     for end in ("bin", "idx"):
         shutil.copy(corpus / f"train.{end}", changed / f"test.{end}")
     with pytest.raises(UserError, match="holds another text 'more'"):
-        carry.state(*resolve_sweep(*given, "--eval-data", f"more={changed}"))
+        run_sweep.state(*resolve_sweep(*given, "--eval-data", f"more={changed}"))
 
 
 def test_a_sweep_on_one_text_is_on_record_as_before(corpus, tmp_path):
     given = [corpus, "--encodings", "alibi", "--tokens", "32", "--lengths", "64", "--out", tmp_path / "x"]
     folder = SweepFolder(tmp_path / "x")
-    folder.write(carry.state(*resolve_sweep(*given)))
+    folder.write(run_sweep.state(*resolve_sweep(*given)))
     record = files.read_json(folder.state_path)
     assert list(record["methods"]["alibi"]) == ["rpe", "positions_train", "positions_eval"]
     assert "evaluate" not in record and "finetune_from" not in record["settings"]

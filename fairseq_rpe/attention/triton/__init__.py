@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning
+from fairseq_rpe.core.bias import Curve, Toeplitz
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.forms import Curve, Toeplitz
 
 WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
 

@@ -12,16 +12,16 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.attention.blocks import LOG2E
-from fairseq_rpe.attention.curve import dense_bias, pieces_of
 from fairseq_rpe.attention.double_backward import attention, differentiable, future
 from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
 from fairseq_rpe.attention.prune import BLOCK, left_out, level, norms, tail_bounds
+from fairseq_rpe.attention.scaled_distance_bias import dense_bias, pieces_of
+from fairseq_rpe.attention.toeplitz_attention import LOG2E
 from fairseq_rpe.attention.triton.bias_gradient import bias_gradients
 from fairseq_rpe.attention.triton.tiles import CURVE, DISTANCE, MOST_APART, NONE, POSITIONS, TABLE_MARGIN
 from fairseq_rpe.attention.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
-from fairseq_rpe.core.forms import Curve
-from fairseq_rpe.core.scores import columns
+from fairseq_rpe.core.bias import Curve
+from fairseq_rpe.core.score_mod import columns
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:

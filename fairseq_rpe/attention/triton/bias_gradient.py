@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fairseq_rpe.attention.blocks import LOG2E
+from fairseq_rpe.attention.toeplitz_attention import LOG2E
 from fairseq_rpe.attention.triton import tuning
 from fairseq_rpe.attention.triton.tiles import (
     CURVE,

@@ -5,14 +5,14 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from fairseq_rpe.core.table import Cell, Row, Table, number, spread, words
-from fairseq_rpe.evaluation.reach import longest_row
+from fairseq_rpe.evaluation.position_limits import longest_row
 from fairseq_rpe.figures import score_curves
-from fairseq_rpe.reports.chapters import literature
+from fairseq_rpe.reports.chapters import published_comparison
 from fairseq_rpe.reports.chapters.training import Run
 from fairseq_rpe.reports.page import Block, Findings, Part, Text, markdown, picture
-from fairseq_rpe.reports.scored_answers import MEAN, Scores, by_of, published_mean
-from fairseq_rpe.sweeps.state import Published, State
+from fairseq_rpe.reports.question_scores import MEAN, Scores, by_of, published_mean
+from fairseq_rpe.sweeps.sweep_record import Published, State
+from fairseq_rpe.utils.table import Cell, Row, Table, number, spread, words
 
 _BY = {"generation": "written freely", "likelihood": "the likeliest of the choices"}
 _FEW = 2
@@ -37,7 +37,7 @@ def findings(state: State, runs: Sequence[Run], found: Scores) -> Findings:
         _lead(state, found),
         [
             Part("scores", "Scores", [*tables, *printed, drawn, Text(_about(state, found))]),
-            Part("published", "Beside the published values", literature.blocks(state, runs)),
+            Part("published", "Beside the published values", published_comparison.blocks(state, runs)),
         ],
         partial(_measurements, found),
         markdown([*tables, *printed, *about]).lstrip(),

@@ -3,10 +3,10 @@
 from matplotlib.figure import Figure
 
 from fairseq_rpe.algorithms import build
-from fairseq_rpe.core.table import Cell, Row, Table, number, words
-from fairseq_rpe.figures.depths import heat_maps
-from fairseq_rpe.reports.findings import HELD, ExactAnswers
+from fairseq_rpe.figures.needle_heatmaps import heat_maps
 from fairseq_rpe.reports.page import Block, Text, picture
+from fairseq_rpe.reports.sweep_results import HELD, ExactAnswers
+from fairseq_rpe.utils.table import Cell, Row, Table, number, words
 
 
 def chapter(found: ExactAnswers) -> tuple[Figure | None, list[Block]]:

@@ -7,13 +7,13 @@ from functools import partial
 
 from fairseq_rpe.algorithms import build
 from fairseq_rpe.core.spec import parse
-from fairseq_rpe.core.table import Cell, Row, Table, number, stacked
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.chapters import by_depth, literature
+from fairseq_rpe.reports.chapters import by_depth, published_comparison
 from fairseq_rpe.reports.chapters.training import Run
-from fairseq_rpe.reports.findings import ExactAnswers
 from fairseq_rpe.reports.page import Block, Findings, Part, Text, markdown, picture
-from fairseq_rpe.sweeps.state import Published, State
+from fairseq_rpe.reports.sweep_results import ExactAnswers
+from fairseq_rpe.sweeps.sweep_record import Published, State
+from fairseq_rpe.utils.table import Cell, Row, Table, number, stacked
 
 
 def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings:
@@ -41,7 +41,7 @@ def findings(state: State, runs: Sequence[Run], found: ExactAnswers) -> Findings
         [
             Part("exact", "Exact match", exact),
             Part("depths", "Found at every depth?", blocks),
-            Part("published", "Beside the published values", literature.blocks(state, runs)),
+            Part("published", "Beside the published values", published_comparison.blocks(state, runs)),
         ],
         partial(_measurements, found),
         stacked(values, "task").markdown() + markdown([*about, *blocks]),

@@ -5,20 +5,20 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from fairseq_rpe.core.table import Cell, Row, Table, least, number, spread, words
-from fairseq_rpe.evaluation.reach import longest_row
+from fairseq_rpe.evaluation.position_limits import longest_row
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.chapters import literature
+from fairseq_rpe.reports.chapters import published_comparison
 from fairseq_rpe.reports.chapters.training import Run, here
-from fairseq_rpe.reports.definition import contextless
-from fairseq_rpe.reports.findings import Perplexities
+from fairseq_rpe.reports.extrapolation_definition import contextless
 from fairseq_rpe.reports.page import Block, Findings, Part, Picture, Text, markdown, picture
-from fairseq_rpe.sweeps.state import State
+from fairseq_rpe.reports.sweep_results import Perplexities
+from fairseq_rpe.sweeps.sweep_record import State
+from fairseq_rpe.utils.table import Cell, Row, Table, least, number, spread, words
 
 
 def findings(state: State, runs: Sequence[Run], found: Perplexities, theory: list[Block]) -> Findings:
     """What a sweep found; ``theory``: what Definition 0.1 says of it."""
-    beside, further = literature.blocks(state, runs, found), _further(state, found)
+    beside, further = published_comparison.blocks(state, runs, found), _further(state, found)
     values, drawn, figure = _over_length(state, found)
     others = {name: _over_length(state, of, name) for name, of in found.others.items()}
     texts = [Part(f"perplexity-{name}", f"The same on {name}", own[:2]) for name, own in others.items()]

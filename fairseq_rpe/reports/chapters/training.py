@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fairseq_rpe.core.records import filled
-from fairseq_rpe.core.table import Cell, Row, Table, number, words
-from fairseq_rpe.evaluation import results
-from fairseq_rpe.evaluation.question_results import QuestionResult
-from fairseq_rpe.evaluation.results import AnswerResult, TextResult
+from fairseq_rpe.evaluation import records
+from fairseq_rpe.evaluation.question_records import QuestionResult
+from fairseq_rpe.evaluation.records import AnswerResult, TextResult
 from fairseq_rpe.figures import sweep_curves
-from fairseq_rpe.reports.findings import asked
 from fairseq_rpe.reports.page import NOT_RECORDED, Block, Commands, Part, Text, picture
+from fairseq_rpe.reports.sweep_results import asked
 from fairseq_rpe.runs import log
-from fairseq_rpe.runs.further import LATER, known
 from fairseq_rpe.runs.log import TrainLog
+from fairseq_rpe.runs.reserved_flags import LATER, known
 from fairseq_rpe.runs.run_folder import RunFolder, Start
-from fairseq_rpe.sweeps.cells import RESULTS
-from fairseq_rpe.sweeps.state import PublishedSettings, State, SweepFolder
+from fairseq_rpe.sweeps.grid import RESULTS
+from fairseq_rpe.sweeps.sweep_record import PublishedSettings, State, SweepFolder
+from fairseq_rpe.utils.records import filled
+from fairseq_rpe.utils.table import Cell, Row, Table, number, words
 
 _DIGITS = 12  # of a digest: enough to tell checkpoints apart
 _TITLES = {"commit": "git commit", "python": "Python", "threads": "threads of a process", "gpus": "GPUs"}
@@ -58,7 +58,7 @@ def runs(folder: SweepFolder, state: State) -> list[Run]:
         if place.name in found or record is None:
             continue
         checkpoint = record.finished.checkpoint
-        kept: Sequence[Any] = results.read(RESULTS[state.kind], place.results)
+        kept: Sequence[Any] = records.read(RESULTS[state.kind], place.results)
         rows = [row for row in kept if row.checkpoint == checkpoint]
         own = (place.checkpoints.starts(), log.read(place.train_log), rows)
         found[place.name] = Run(place.name, label, checkpoint, *own)
@@ -85,7 +85,7 @@ def here(state: State, made: Sequence[Run]) -> PublishedSettings:
         batch_sentences=(own.batch_sentences or 0) * (own.update_freq or 1) * (own.nproc or 1) or None,
         schedule=schedule,
         optimiser=OPTIMISER if own.arch and "--optimizer" not in flags else None,
-        context=results.context_of(own.usual("blocks"), bool(own.separate_documents)) if state.kind == "text" else None,
+        context=records.context_of(own.usual("blocks"), bool(own.separate_documents)) if state.kind == "text" else None,
         **later,
     )
     return found if schedule == "cosine" else replace(found, min_lr=None)

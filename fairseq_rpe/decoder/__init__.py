@@ -1,0 +1,1 @@
+"""Text generation with a decoder: prefill, cached decoding steps and beam search."""

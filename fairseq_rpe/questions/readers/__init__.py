@@ -1,0 +1,1 @@
+"""Readers of question-answering data sets, by format."""

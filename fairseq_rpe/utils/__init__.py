@@ -1,0 +1,1 @@
+"""Files, records, tables, progress, devices and child processes, for all other packages."""
