@@ -60,12 +60,12 @@ def toeplitz(n: int, learned: bool) -> dict[str, Way]:
     encoding, pos = build("kerple_log" if learned else "alibi", HEADS, HEADS * WIDTH), Positions.arange(n)
     found = {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos))),
+        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos))),
     }
     if n <= DENSE_LIMIT:
-        fixed = None if learned else dense_bias(encoding.form(pos).table)
+        fixed = None if learned else dense_bias(encoding.position_bias(pos).table)
         found["dense"] = lambda: F.scaled_dot_product_attention(
-            q, k, v, attn_mask=dense_bias(encoding.form(pos).table) if fixed is None else fixed
+            q, k, v, attn_mask=dense_bias(encoding.position_bias(pos).table) if fixed is None else fixed
         )
     return found
 
@@ -82,7 +82,7 @@ def fire(n: int, listing: bool) -> dict[str, Way]:
 
     found = {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos))),
+        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos))),
     }
     return {**found, "listing": whole} if listing else found
 
@@ -92,8 +92,8 @@ def pruned(qkv: tuple[Tensor, Tensor, Tensor], eps: float) -> dict[str, Way]:
     encoding, pos = build("alibi", HEADS, HEADS * q.shape[3]), Positions.arange(q.shape[2])
     return {
         "none": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos))),
-        "pruned": lambda: sdpa(q, k, v, Plan(pos, encoding.form(pos), prune=eps)),
+        "here": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos))),
+        "pruned": lambda: sdpa(q, k, v, Plan(pos, encoding.position_bias(pos), prune=eps)),
     }
 
 

@@ -64,7 +64,7 @@ def ways(case: Case, layers: int = 1) -> tuple[Way, Way]:
         return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(layers)]
 
     def biased() -> list[torch.Tensor]:
-        plan = Plan(positions, encoding.form(positions))
+        plan = Plan(positions, encoding.position_bias(positions))
         return [sdpa(q, k, v, plan) for _ in range(layers)]
 
     return partial(run, plain, [q, k, v]), partial(run, biased, [q, k, v, *learned])

@@ -55,9 +55,9 @@ def step_of(spec: str, way: str, n: int, training: bool) -> Callable[[], list[Te
         pos = Positions.arange(n)
         plan = plan_of(encoding, pos, None, BACKENDS["sdpa" if way == "blocks" else "reference"])
         notes = noted(x, plan)
-        if way == "blocks" or encoding.weighs:
+        if way == "blocks" or encoding.needs_all_scores:
             return carry_out(q, k, v, plan, 0.0, notes)
-        form = encoding.scores(encoding.rotate(q, pos.q, pos), k, pos, notes)
+        form = encoding.content_bias(encoding.rotate(q, pos.q, pos), k, pos, notes)
         bias = quick_block(form, pos).float().masked_fill(future, float("-inf"))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
@@ -95,7 +95,7 @@ def memory(*case: object) -> float:
 
 def dense(spec: str, n: int) -> int:
     """Bytes that the dense way may need."""
-    weighs = build(spec, HEADS, HEADS * WIDTH, n).weighs
+    weighs = build(spec, HEADS, HEADS * WIDTH, n).needs_all_scores
     return COPIES * (1 + 3 * weighs) * 4 * HEADS * n * n
 
 

@@ -82,12 +82,12 @@ class Stack:
         from fairseq_rpe.encodings import build
 
         made = [build(spec, HEADS, HEADS * WIDTH, 512).eval() for _ in self.caches]
-        made = made if made[0].shares[0] == "layer" else made[:1] * len(made)
-        backend, tables, fixed = choose("auto"), {}, made[0].rotates and made[0].rotation_is_fixed
+        made = made if made[0].sharing_modes[0] == "layer" else made[:1] * len(made)
+        backend, tables, fixed = choose("auto"), {}, made[0].rotates and made[0].fixed_rotation
 
         def step() -> None:
             tokens = self.caches[0][0].shape[2] + 1
-            positions, padding = counted(torch.zeros(1, tokens, dtype=torch.bool), 1, made[0].reads_length)
+            positions, padding = counted(torch.zeros(1, tokens, dtype=torch.bool), 1, made[0].length_dependent)
             plans: dict[int, Any] = {}
             for layer, (encoding, (q, k, v)) in enumerate(zip(made, self.qkv, strict=True)):
                 if id(encoding) not in plans:

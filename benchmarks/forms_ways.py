@@ -88,11 +88,11 @@ class Inputs:
         self.pos = Positions(moved.k, moved.k, moved.step, moved.contiguous)
 
     def plan(self) -> Plan:
-        return Plan(self.pos, self.encoding.form(self.pos))
+        return Plan(self.pos, self.encoding.position_bias(self.pos))
 
     def dense(self) -> Tensor:
         """The bias (1, H, n, n) in q's dtype."""
-        return block(self.encoding.form(self.pos), self.pos).to(self.dtype)
+        return block(self.encoding.position_bias(self.pos), self.pos).to(self.dtype)
 
     def run(self, step: Step) -> list[Tensor]:
         """The output, and in training the gradients of q, k, v and the parameters."""

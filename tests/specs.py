@@ -14,7 +14,7 @@ import torch
 from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build, names
 from fairseq_rpe.encodings.base import Encoding
-from fairseq_rpe.encodings.interface import Doors
+from fairseq_rpe.encodings.interface import EncodingInterface
 
 # one spec for each branch of each registered encoding
 SPECS = {
@@ -92,21 +92,21 @@ LONGER = ("self_extend", "rerope", "leaky_rerope", "lm_infinite", "streaming_llm
 
 
 def _overrides(name: str) -> Callable[[Encoding], bool]:
-    return lambda encoding: getattr(type(encoding), name) is not getattr(Doors, name)
+    return lambda encoding: getattr(type(encoding), name) is not getattr(EncodingInterface, name)
 
 
 def _form_of_scores(encoding: Encoding) -> str:
     """The class of the bias that queries and keys decide, empty without one: each is computed in its own way."""
-    if not encoding.scored:
+    if not encoding.has_content_bias:
         return ""
     x, heads = torch.zeros(1, 3, 32), torch.zeros(1, 4, 3, 8)
-    return type(encoding.scores(heads, heads, Positions.arange(3), encoding.note(x))).__name__
+    return type(encoding.content_bias(heads, heads, Positions.arange(3), encoding.token_features(x))).__name__
 
 
 def _form(encoding: Encoding) -> str:
     """The class of the bias that positions decide, and whether it hides keys; empty without one."""
     pos = Positions.arange(40)
-    form = None if encoding.reads_tokens or encoding.positions == "none" else encoding.form(pos)
+    form = None if encoding.needs_token_ids or encoding.position_type == "none" else encoding.position_bias(pos)
     if form is None:
         return ""
     hides = torch.isneginf(block(form, pos).tril()).any()
@@ -120,18 +120,18 @@ CAPABILITIES: dict[str, Callable[[Encoding], object]] = {
     "rotates": lambda encoding: encoding.rotates,
     "changes_values": lambda encoding: encoding.changes_values,
     "embeds": lambda encoding: encoding.embeds,
-    "reads_tokens": lambda encoding: encoding.reads_tokens,
+    "needs_token_ids": lambda encoding: encoding.needs_token_ids,
     "scores": lambda encoding: _form_of_scores(encoding),
-    "remap": _overrides("remap"),
-    "reading": lambda encoding: encoding.reading(Positions.arange(2)) is not None,
-    "note": _overrides("note"),
-    "settle": _overrides("settle"),
-    "regions": lambda encoding: encoding.regions(Positions.arange(80)) is not None,
-    "bias_of_distance": lambda encoding: encoding.bias_of_distance,
-    "reads_length": lambda encoding: encoding.reads_length,
-    "rotation_is_fixed": lambda encoding: encoding.rotation_is_fixed,
-    "query_limit": lambda encoding: encoding.query_limit is not None,
-    "positions": lambda encoding: encoding.positions,
+    "transform_scores": _overrides("transform_scores"),
+    "reading": lambda encoding: encoding.relative_values(Positions.arange(2)) is not None,
+    "note": _overrides("token_features"),
+    "settle": _overrides("prepare_positions"),
+    "regions": lambda encoding: encoding.rotation_regions(Positions.arange(80)) is not None,
+    "is_distance_bias": lambda encoding: encoding.is_distance_bias,
+    "length_dependent": lambda encoding: encoding.length_dependent,
+    "fixed_rotation": lambda encoding: encoding.fixed_rotation,
+    "max_queries_per_call": lambda encoding: encoding.max_queries_per_call is not None,
+    "positions": lambda encoding: encoding.position_type,
     "learns": lambda encoding: any(True for _ in encoding.parameters()),
 }
 
@@ -159,6 +159,6 @@ def representatives(*of: str, tokens: bool = False) -> tuple[str, ...]:
     chosen: dict[tuple[object, ...], str] = {}
     for spec in every_spec():
         has = capabilities(spec)
-        if tokens or not has["reads_tokens"]:
+        if tokens or not has["needs_token_ids"]:
             chosen.setdefault(tuple(has[name] for name in of or CAPABILITIES), spec)
     return tuple(chosen.values())

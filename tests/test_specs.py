@@ -26,7 +26,7 @@ def test_there_is_one_representative_of_each_combination(of, tokens):
     def combination(spec: str) -> tuple[object, ...]:
         return tuple(capabilities(spec)[name] for name in of or CAPABILITIES)
 
-    every = {spec for spec in every_spec() if tokens or not capabilities(spec)["reads_tokens"]}
+    every = {spec for spec in every_spec() if tokens or not capabilities(spec)["needs_token_ids"]}
     chosen = representatives(*of, tokens=tokens)
     assert set(chosen) <= every and {spec.partition(":")[0] for spec in every_spec()} >= set(specs.SPECS)
     assert {combination(spec) for spec in chosen} == {combination(spec) for spec in every}
@@ -123,16 +123,16 @@ def biases(draw) -> tuple[typing.Any, Positions]:
     at = (draw(st.integers(-3, 3)) + torch.arange(m, dtype=torch.float64) * step).expand(2, -1)
     table = {"origin": draw(st.integers(0, columns - 1)), "step": step}
     made = [
-        core.Toeplitz(tensor(3, columns), **table),
-        core.ByQuery(tensor(2, 3, n, 4), tensor(1, columns, 4), **table),
-        core.ByKey(tensor(2, 3, m, 4), tensor(3, columns, 4), **table),
+        core.ToeplitzBias(tensor(3, columns), **table),
+        core.QueryTableBias(tensor(2, 3, n, 4), tensor(1, columns, 4), **table),
+        core.KeyTableBias(tensor(2, 3, m, 4), tensor(3, columns, 4), **table),
         core.QueryKeyTableBias(tensor(2, 3, n, 4), tensor(2, 3, m, 4), tensor(3, columns, wide), **table),
-        core.Levels(tensor(2, 3, n), tensor(2, 3, m)),
-        core.Dense(tensor(2, 3, n, m)),
-        core.Pair(lambda i, j, x: x * (i[:, None, :, None] - j[:, None, None]), (tensor(3, 1, 1),)),
+        core.TokenBias(tensor(2, 3, n), tensor(2, 3, m)),
+        core.DenseBias(tensor(2, 3, n, m)),
+        core.PairBias(lambda i, j, x: x * (i[:, None, :, None] - j[:, None, None]), (tensor(3, 1, 1),)),
     ]
     chosen = draw(st.lists(st.sampled_from(made), min_size=1, max_size=3))
-    return (chosen[0] if len(chosen) == 1 else core.Sum(tuple(chosen))), Positions(at[:, m - n :], at, step)
+    return (chosen[0] if len(chosen) == 1 else core.SumBias(tuple(chosen))), Positions(at[:, m - n :], at, step)
 
 
 @steady

@@ -56,7 +56,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.encodings = nn.ModuleList(encodings)
         self.spec, self.moves, self.positions, self.backend = spec, moves, positions, backend
-        self.reads_length = any(e.reads_length for e in encodings)
+        self.length_dependent = any(e.length_dependent for e in encodings)
 
     def encoding_of(self, layer: int) -> Encoding:
         return self.encodings[layer if len(self.encodings) > 1 else 0]
@@ -92,7 +92,7 @@ class Tokens:
         plain, self.hidden = Positions.arange(self.n, self.m, device=self.device, dtype=wide), None
         count = plain
         if self.padding is not None:
-            count, self.hidden = counted(self.padding, self.n, adapter.reads_length, wide)
+            count, self.hidden = counted(self.padding, self.n, adapter.length_dependent, wide)
         if given is not None:
             self._check(given.to(self.device), plain.q)
         if adapter.moves.active(training) is None:

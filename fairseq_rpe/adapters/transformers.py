@@ -91,9 +91,9 @@ def use_encoding(
             raise UserError(f"share='{share}' with an encoding that is made already: give its spec, or leave share out")
         spec, made = _spec_of(encoding), [encoding]
     _check_fit(made[0], heads, head, config.hidden_size)
-    if made[0].reads_tokens:
+    if made[0].needs_token_ids:
         raise UserError(f"'{spec}' reads the tokens, which attention of transformers is not told: use another encoding")
-    if made[0].notes:
+    if made[0].has_token_features:
         raise UserError(f"'{spec}' reads a layer's input, which transformers' attention is not given: use another one")
     chosen = choose(backend, made)
     rank = (
@@ -208,9 +208,9 @@ def _built(spec: str, share: str, heads: int, head: int, width: int, length: int
     if first.embeds and width != heads * head:
         make = partial(build, spec, heads, width, length)
         first = make()
-    share = first.shares[0] if share == "auto" else share
-    if share not in first.shares:
-        raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(first.shares)}")
+    share = first.sharing_modes[0] if share == "auto" else share
+    if share not in first.sharing_modes:
+        raise UserError(f"share='{share}': '{spec}' can only be shared by: {', '.join(first.sharing_modes)}")
     if share == "model":
         return [first]
     others = [make() for _ in range(layers - 1)]
@@ -227,7 +227,7 @@ def _spec_of(encoding: Encoding) -> str:
 def _check_fit(encoding: Encoding, heads: int, head: int, width: int) -> None:
     wanted = width if encoding.embeds else heads * head
     if encoding.heads != heads or (
-        (encoding.embeds or encoding.rotates or encoding.of_content) and encoding.width != wanted
+        (encoding.embeds or encoding.rotates or encoding.is_content_dependent) and encoding.width != wanted
     ):
         raise UserError(
             f"the encoding is for {encoding.heads} heads and width {encoding.width}, the model has {heads} and "
@@ -237,9 +237,9 @@ def _check_fit(encoding: Encoding, heads: int, head: int, width: int) -> None:
 
 def _check_moves(moves: Moves, encoding: Encoding, spec: str) -> None:
     for name, transform in (("positions_train", moves.active(True)), ("positions", moves.active(False))):
-        if transform is not None and encoding.positions == "none":
+        if transform is not None and encoding.position_type == "none":
             raise UserError(f"{name}: '{spec}' reads no positions, so moving them does nothing: leave it out")
-        if transform is not None and transform.fractional and encoding.positions == "whole":
+        if transform is not None and transform.fractional and encoding.position_type == "whole":
             raise UserError(f"{name}: '{spec}' knows whole positions only and this transform makes fractions")
 
 

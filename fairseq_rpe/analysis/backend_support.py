@@ -27,7 +27,7 @@ def served(spec: str) -> dict[str, str]:
     """
     encoding = encodings.build(spec, HEADS, HEADS * WIDTH, LENGTH, SYMBOLS)
     positions = Positions.arange(LENGTH)
-    if encoding.reads_tokens:
+    if encoding.needs_token_ids:
         positions = replace(positions, tokens=torch.zeros(1, LENGTH, dtype=torch.int64))
     q, k = torch.randn(2, 1, HEADS, LENGTH, WIDTH)
     found = {}

@@ -28,4 +28,4 @@ def bias_map(encoding: Encoding, length: int, heads: Sequence[int]) -> tuple[Ten
     pos = Positions.arange(length, dtype=torch.float64, device=None if first is None else first.device)
     step = -(-length // _CELLS)
     shown = slice(0, None, step)
-    return block(encoding.form(pos), pos, shown, shown)[0, list(heads)].cpu(), step
+    return block(encoding.position_bias(pos), pos, shown, shown)[0, list(heads)].cpu(), step

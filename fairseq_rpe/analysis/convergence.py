@@ -33,7 +33,7 @@ from fairseq_rpe.analysis.intervals_float import ranges
 from fairseq_rpe.analysis.intervals_mp import Undefined, enclose, ends, iv, sign
 from fairseq_rpe.analysis.theoretical_receptive_field import Sum, Trf, trf
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.encodings import Encoding, build
 
 LENGTH = 512  # training length handed to encodings that want one; no verdict depends on it
@@ -95,19 +95,19 @@ def verdict(encoding: Encoding | str, heads: int = 8, head_width: int = 64) -> l
     for name, parameter in encoding.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise UserError(f"parameter '{name}' of the encoding is not finite: no verdict on a broken checkpoint")
-    weights = encoding.series()
-    if weights is None and encoding.depends:
-        return [HeadVerdict(DEPENDS, encoding.depends)] * encoding.heads
+    weights = encoding.log_bias_formulas()
+    if weights is None and encoding.dependence:
+        return [HeadVerdict(DEPENDS, encoding.dependence)] * encoding.heads
     if weights is None:
         reason = "no formula of the bias is known, and numbers at finitely many distances prove nothing"
         return [HeadVerdict(UNDECIDED, reason)] * encoding.heads
-    return [_judge(w if isinstance(w, LogWeight) else LogWeight(w)) for w in weights]
+    return [_judge(w if isinstance(w, LogBias) else LogBias(w)) for w in weights]
 
 
 def verdict_of_formula(text: str) -> HeadVerdict:
     """The verdict of a formula for the log-bias; refuses what grows, or has no real value at some distance n >= 0."""
     _checked(text)
-    return _judge(LogWeight(text))
+    return _judge(LogBias(text))
 
 
 def weights_of_formula(text: str, keys: int) -> Tensor:
@@ -127,7 +127,7 @@ def _checked(text: str) -> sympy.Expr:
 
 
 @functools.lru_cache(maxsize=1024)
-def _judge(weight: LogWeight) -> HeadVerdict:
+def _judge(weight: LogBias) -> HeadVerdict:
     f = parse(weight.formula, longest=None)
     note = f"; {weight.note}" if weight.note else ""
     if weight.keys is not None and not f.has(N):

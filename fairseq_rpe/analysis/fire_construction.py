@@ -141,7 +141,7 @@ def _fit(heads: tuple[int, ...], sigma: str, length: int, weights: Tensor, outpu
 
 
 def _alibi(encoding: Alibi, length: int) -> list[PaperFit]:
-    (slopes,) = encoding.numbers(torch.zeros((), dtype=torch.float64))
+    (slopes,) = encoding.head_parameters(torch.zeros((), dtype=torch.float64))
     return [_fit(_all(encoding), "x", length, _ones(1), -length * slopes[:, None])]
 
 
@@ -159,7 +159,7 @@ def _kerple_power(encoding: KerplePower, length: int) -> list[PaperFit]:
 
 
 def _sandwich(encoding: Sandwich, length: int) -> list[PaperFit]:
-    (scale,) = encoding.numbers(torch.zeros((), dtype=torch.float64))
+    (scale,) = encoding.head_parameters(torch.zeros((), dtype=torch.float64))
     first = 0 if encoding.config.form == "paper" else 1
     shift = 0.0 if encoding.config.form == "paper" else encoding.terms + 1e-4
 

@@ -56,7 +56,7 @@ class FireFit:
     @property
     def threshold(self) -> float:
         """L in tokens."""
-        return self.fire.scalars()["L"].item()
+        return self.fire.logged_scalars()["L"].item()
 
     @property
     def hidden(self) -> int:
@@ -135,7 +135,7 @@ def checked_profile(encoding: Encoding, name: str, length: int) -> Tensor:
         )
     if not 1 <= length <= LONGEST:
         raise UserError(f"a length of {length} is out of range: choose 1 to {LONGEST} distances")
-    profile = encoding.profile(length).cpu()
+    profile = encoding.bias_profile(length).cpu()
     bad = (~profile.isfinite()).any(0).nonzero().flatten().tolist()
     if bad:
         shorter = f"choose a length of at most {bad[0]}" if bad[0] else "choose another encoding"

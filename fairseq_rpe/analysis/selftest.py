@@ -127,7 +127,7 @@ def tested(device: str, backend: str, dtype: str, spec: str, first: bool) -> lis
         torch.manual_seed(SEED)
         try:
             encoding = encodings.build(spec, HEADS, HEADS * size.width, FAR * size.tokens, SYMBOLS).to(device)
-            if case == "warped" and encoding.positions == "none":
+            if case == "warped" and encoding.position_type == "none":
                 cells.append(Cell(*about, NONE, tolerance))
                 continue
             error, seconds = _compared(encoding, BACKENDS[backend], case, DTYPES[dtype], size, device)
@@ -152,7 +152,7 @@ def _compared(
     cotangent = torch.randn(shape).to(device, dtype)
     inputs = torch.randn(BATCH, n, HEADS * size.width).to(device, dtype).double()
     positions, padding = _positions(encoding, case, n, device)
-    if encoding.reads_tokens:
+    if encoding.needs_token_ids:
         ids = torch.randint(len(SYMBOLS), (BATCH, n)).to(device)
         positions = replace(positions, tokens=ids if padding is None else ids.masked_fill(padding, -1))
     if padding is not None:
@@ -197,13 +197,13 @@ def _positions(encoding: Encoding, case: str, n: int, device: str) -> tuple[Posi
     if case == "padded":
         padding = torch.zeros(BATCH, n, dtype=torch.bool, device=device)
         padding[0, :PADS] = True
-        return counted(padding, n, encoding.reads_length)
+        return counted(padding, n, encoding.length_dependent)
     if case == "warped":
         at = torch.rand(BATCH, n).mul(2).cumsum(1)
-        if encoding.positions == "whole":
+        if encoding.position_type == "whole":
             at = at.round() + torch.arange(n)
         at = at.to(device)
-        return Positions(at, at, 1.0 if encoding.positions == "whole" else None, contiguous=False), None
+        return Positions(at, at, 1.0 if encoding.position_type == "whole" else None, contiguous=False), None
     return Positions.arange(n, device=device), None
 
 

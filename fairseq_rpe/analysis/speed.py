@@ -143,7 +143,7 @@ def _ways(setting: Setting, training: bool, n: int) -> tuple[dict[tuple[str, str
     left_out = []
     for spec in setting.encodings:
         encoding = encodings.build(spec, heads, heads * setting.width, length=n).to(device)
-        if not (encoding.adds_bias or encoding.of_content) and spec.partition(":")[0] != "nope":
+        if not (encoding.adds_bias or encoding.is_content_dependent) and spec.partition(":")[0] != "nope":
             raise UserError(f"'{spec}' has no bias, and the time of a bias is what is measured: leave it out")
         parameters = [p for p in encoding.parameters() if p.requires_grad]
         for name in BACKENDS if tuple(setting.backends) == ("all",) else setting.backends:

@@ -56,7 +56,7 @@ def judge(source: Source) -> list[HeadRow]:
 
 def weights(source: Source, keys: int) -> list[tuple[Place, Tensor]]:
     """b_0 … b_(keys-1) of every head, in double precision."""
-    return list(_placed(source, lambda f: weights_of_formula(f, keys), lambda e: e.profile(keys).exp().double()))
+    return list(_placed(source, lambda f: weights_of_formula(f, keys), lambda e: e.bias_profile(keys).exp().double()))
 
 
 def _placed(

@@ -29,7 +29,7 @@ class Backend:
     Attributes:
         attend: the function.
         prunes: takes plans that ask for pruning.
-        sees_scores: has all scores and weights of a query, for an encoding's ``remap`` and ``reading``.
+        sees_scores: has all scores and weights of a query, for an encoding's ``transform_scores`` and ``reading``.
         sees_content: adds biases that depend on the tokens, of an encoding's ``scores``.
     """
 
@@ -68,9 +68,9 @@ def choose(name: str, encodings: Iterable[Encoding] = ()) -> Backend:
         raise UserError(f"unknown attention backend '{name}'{nearest(name, BACKENDS)}; known: {', '.join(known)}")
     for encoding in encodings:
         what = type(encoding).__name__
-        if encoding.weighs and not known[name].sees_scores:
+        if encoding.needs_all_scores and not known[name].sees_scores:
             raise UserError(f"{what} needs all scores of a query, which backend '{name}' never holds: {REMEDY}")
-        if encoding.scored and not known[name].sees_content:
+        if encoding.has_content_bias and not known[name].sees_content:
             raise UserError(f"{what} adds a bias that depends on the tokens, and backend '{name}' has none: {REMEDY}")
     return known[name]
 

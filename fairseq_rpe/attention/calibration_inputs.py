@@ -12,7 +12,15 @@ from torch import Tensor
 
 from fairseq_rpe.attention.plan import Plan
 from fairseq_rpe.attention.prune import BLOCK
-from fairseq_rpe.core.bias import Curve, Dense, Form, Pieces, Pointwise, Positions, Toeplitz
+from fairseq_rpe.core.bias import (
+    Bias,
+    DenseBias,
+    PiecewiseLinear,
+    PointwiseBias,
+    Positions,
+    ScaledDistanceBias,
+    ToeplitzBias,
+)
 from fairseq_rpe.core.score_mod import pieces_between
 
 SIZE = 267  # queries: odd, several blocks of every kernel, and more than sdpa needs to work with a curve's pieces
@@ -95,7 +103,7 @@ def small(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> Call:
         last_query = torch.full((ROWS, seen), seen - 1, device=q.device)
         last_query[0, : seen // 2] = seen // 2 - 1
     part = replace(part, positions=pos, padding=padding, last_query=last_query, backend=None)
-    if isinstance(plan.form, Curve) and isinstance(part.form, Curve):
+    if isinstance(plan.form, ScaledDistanceBias) and isinstance(part.form, ScaledDistanceBias):
         part = replace(part, form=replace(part.form, near=_from_first(plan.form.near, plan.padding, size)))
     form, leaves = _small_form(part)
     return _call(*made, replace(part, form=form), dropout, leaves)
@@ -159,48 +167,48 @@ def _from_first(near: Tensor, padding: Tensor | None, size: int) -> Tensor:
     return near[row : row + 1, at]
 
 
-def _form(form: Form | None) -> tuple[Form | None, tuple[Tensor, ...]]:
+def _form(form: Bias | None) -> tuple[Bias | None, tuple[Tensor, ...]]:
     """A copy of a form and the leaves that it was given."""
     if form is None:
         return None, ()
-    if isinstance(form, Toeplitz):
+    if isinstance(form, ToeplitzBias):
         table = _leaf(form.table)
         return replace(form, table=table), (table,)
-    if isinstance(form, Dense):
+    if isinstance(form, DenseBias):
         bias = _leaf(form.bias)
-        return Dense(bias), (bias,)
+        return DenseBias(bias), (bias,)
     aux = tuple(map(_leaf, form.aux))
-    if isinstance(form, Pointwise):
+    if isinstance(form, PointwiseBias):
         numbers = tuple(map(_leaf, form.numbers))
         return replace(form, numbers=numbers, aux=aux), numbers
-    if isinstance(form, Curve):
+    if isinstance(form, ScaledDistanceBias):
         far, near = _leaf(form.far), _leaf(form.near)
         return replace(form, far=far, near=near, aux=aux), (far, near)
     return replace(form, aux=aux), aux
 
 
-def _small_form(plan: Plan) -> tuple[Form | None, tuple[Tensor, ...]]:
+def _small_form(plan: Plan) -> tuple[Bias | None, tuple[Tensor, ...]]:
     """The same for a small sample. A curve is its pieces alone, a pointwise bias its scalar function."""
     form = plan.form
-    if isinstance(form, Dense):
-        return _form(Dense(form.bias[:ROWS]))
-    if isinstance(form, Pointwise):
+    if isinstance(form, DenseBias):
+        return _form(DenseBias(form.bias[:ROWS]))
+    if isinstance(form, PointwiseBias):
         return _small_pointwise(form)
-    if isinstance(form, Curve):
+    if isinstance(form, ScaledDistanceBias):
         return _small_curve(form, plan)
     return _form(form)
 
 
-def _small_pointwise(form: Pointwise) -> tuple[Form, tuple[Tensor, ...]]:
+def _small_pointwise(form: PointwiseBias) -> tuple[Bias, tuple[Tensor, ...]]:
     numbers = tuple(map(_leaf, form.numbers))
 
     def bias(i: Tensor, j: Tensor) -> Tensor:
         return form.scalar(i[:, None, :, None], j[:, None, None, :], *(x[:, None, None] for x in numbers))
 
-    return Pointwise(bias, scalar=form.scalar, numbers=numbers), numbers
+    return PointwiseBias(bias, scalar=form.scalar, numbers=numbers), numbers
 
 
-def _small_curve(form: Curve, plan: Plan) -> tuple[Form, tuple[Tensor, ...]]:
+def _small_curve(form: ScaledDistanceBias, plan: Plan) -> tuple[Bias, tuple[Tensor, ...]]:
     found = pieces_between(form, plan.positions, plan.padding, plan.last_query)
     far, near, value, slope = (_leaf(x) for x in (form.far, form.near, found.value, found.slope))
     ends, middle = found.ends.detach(), found.middle.detach()
@@ -213,5 +221,5 @@ def _small_curve(form: Curve, plan: Plan) -> tuple[Form, tuple[Tensor, ...]]:
         piece = torch.bucketize(x.detach(), ends, right=True)
         return (value[:, piece] + slope[:, piece] * (x - middle[piece])).transpose(0, 1)
 
-    pieces = Pieces(ends, middle, value, slope)
-    return Curve(bias, far=far, near=near, pieces=lambda top: pieces), (far, near, value, slope)
+    pieces = PiecewiseLinear(ends, middle, value, slope)
+    return ScaledDistanceBias(bias, far=far, near=near, pieces=lambda top: pieces), (far, near, value, slope)

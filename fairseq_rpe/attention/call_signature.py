@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.attention.plan import Plan, evenly_spaced
-from fairseq_rpe.core.bias import Curve, Dense, Form, Pair, Pointwise, Toeplitz
+from fairseq_rpe.core.bias import Bias, DenseBias, PairBias, PointwiseBias, ScaledDistanceBias, ToeplitzBias
 
 LEAST_KEYS = 128  # of the classes of lengths, each four times as long as the one before
 
@@ -60,7 +60,7 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     n, m, form, pos = q.shape[2], k.shape[2], plan.form, plan.positions
     grads = torch.is_grad_enabled()
     learned = grads and _learned(form)
-    even = evenly_spaced(form, pos) if isinstance(form, Toeplitz) else pos.contiguous and pos.step is not None
+    even = evenly_spaced(form, pos) if isinstance(form, ToeplitzBias) else pos.contiguous and pos.step is not None
     keys = LEAST_KEYS
     while keys < m:
         keys *= 4
@@ -83,18 +83,24 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
     )
 
 
-def _name(form: Form | None) -> str:
-    kinds = {Toeplitz: "table", Curve: "curve", Pointwise: "pointwise", Pair: "pair", Dense: "dense"}
+def _name(form: Bias | None) -> str:
+    kinds = {
+        ToeplitzBias: "table",
+        ScaledDistanceBias: "curve",
+        PointwiseBias: "pointwise",
+        PairBias: "pair",
+        DenseBias: "dense",
+    }
     return next((name for kind, name in kinds.items() if isinstance(form, kind)), "none")
 
 
-def _learned(form: Form | None) -> bool:
+def _learned(form: Bias | None) -> bool:
     """What a function reads is not known, so it may be learned."""
-    if isinstance(form, Pointwise):
+    if isinstance(form, PointwiseBias):
         return any(x.requires_grad for x in form.numbers)
-    if form is None or isinstance(form, Pair):
+    if form is None or isinstance(form, PairBias):
         return form is not None
-    return (form.table if isinstance(form, Toeplitz) else form.bias).requires_grad
+    return (form.table if isinstance(form, ToeplitzBias) else form.bias).requires_grad
 
 
 def _rounds() -> bool:

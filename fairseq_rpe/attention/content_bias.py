@@ -28,10 +28,12 @@ def in_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float, seed: i
     batch, heads, n, _ = q.shape
     most = ELEMENTS if q.device.type == "cpu" else DEVICE_ELEMENTS
     each = most // (batch * k.shape[2])  # rows of one head
-    rows = each // heads if plan.remap is not None else max(each // heads, min(each, TALLEST))  # which may mix heads
+    rows = (
+        each // heads if plan.transform_scores is not None else max(each // heads, min(each, TALLEST))
+    )  # which may mix heads
     rows = max(ROWS, rows // ROWS * ROWS) if dropout > 0 else max(FEWEST, rows)
     # drawing dropout for all heads is drawing it once
-    some = heads if plan.remap is not None or dropout > 0 else max(1, min(heads, each // min(rows, n)))
+    some = heads if plan.transform_scores is not None or dropout > 0 else max(1, min(heads, each // min(rows, n)))
     if rows >= n and some >= heads:  # one block, which may be kept
         shape = batch, heads, n, k.shape[2]
         return attend(q, k, v, plan, keep_block(seed, 0, n, shape, dropout, q.device) if dropout > 0 else None)
@@ -106,7 +108,8 @@ class Rows(torch.autograd.Function):
         out = torch.empty_like(tensors[0])
         for rows, heads in blocks:
             out[:, heads, rows] = blocks(blocks.slices(tensors, rows, heads), rows, heads)
-        # not the parameters: what comes back from there may be copies, and ``remap`` has the parameters themselves
+        # not the parameters: what comes back from there may be copies, and ``transform_scores`` has the
+        # parameters themselves
         ctx.save_for_backward(*tensors[: len(tensors) - len(blocks.plan.learned)])
         ctx.blocks = blocks
         return out

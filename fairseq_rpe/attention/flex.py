@@ -14,16 +14,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fairseq_rpe.attention.plan import Plan
 from fairseq_rpe.core.bias import (
-    ByKey,
-    ByQuery,
-    Content,
-    Curve,
-    Form,
-    Pair,
-    Pointwise,
+    Bias,
+    ContentBias,
+    KeyTableBias,
+    PairBias,
+    PointwiseBias,
     QueryKeyTableBias,
-    Sum,
-    Toeplitz,
+    QueryTableBias,
+    ScaledDistanceBias,
+    SumBias,
+    ToeplitzBias,
 )
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.score_mod import Function
@@ -81,7 +81,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
 
 def never(plan: Plan) -> str | None:
     """What of an encoding this backend serves nowhere."""
-    if plan.remap is not None or plan.reading is not None:
+    if plan.transform_scores is not None or plan.reading is not None:
         return "this encoding needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"
     if _has_products(plan.form):
         return "backend 'flex' has no products of queries, keys and vectors of their distance: use 'sdpa'"
@@ -97,32 +97,32 @@ def never(plan: Plan) -> str | None:
 
 def not_compiled(plan: Plan) -> str | None:
     """What of an encoding is served on the CPU alone."""
-    if isinstance(plan.form, Pair) and not isinstance(plan.form, (Curve, Pointwise)):
+    if isinstance(plan.form, PairBias) and not isinstance(plan.form, (ScaledDistanceBias, PointwiseBias)):
         return "backend 'flex' compiles tables and arithmetic of a head, not this function of two positions: use 'sdpa'"
     return None
 
 
-def _learned(form: Form | None) -> bool:
+def _learned(form: Bias | None) -> bool:
     """Whether the bias may need a gradient; what a function reads is not known."""
-    if isinstance(form, Pair):
-        return not isinstance(form, Pointwise) or any(x.requires_grad for x in form.numbers)
-    if isinstance(form, Content):
+    if isinstance(form, PairBias):
+        return not isinstance(form, PointwiseBias) or any(x.requires_grad for x in form.numbers)
+    if isinstance(form, ContentBias):
         return True
-    return form is not None and (form.table if isinstance(form, Toeplitz) else form.bias).requires_grad
+    return form is not None and (form.table if isinstance(form, ToeplitzBias) else form.bias).requires_grad
 
 
-def _has_products(form: Form | None) -> bool:
+def _has_products(form: Bias | None) -> bool:
     """Whether the bias is a product of query, key and a vector of their distance."""
-    if isinstance(form, Sum):
+    if isinstance(form, SumBias):
         return any(map(_has_products, form.forms))
     return isinstance(form, QueryKeyTableBias)
 
 
-def _widest(form: Form | None) -> int:
+def _widest(form: Bias | None) -> int:
     """Columns of the largest table that tokens read from."""
-    if isinstance(form, Sum):
+    if isinstance(form, SumBias):
         return max(map(_widest, form.forms))
-    return form.vectors.shape[1] if isinstance(form, ByQuery | ByKey) else 0
+    return form.vectors.shape[1] if isinstance(form, QueryTableBias | KeyTableBias) else 0
 
 
 @functools.cache

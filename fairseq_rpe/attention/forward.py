@@ -11,7 +11,7 @@ from torch import Tensor
 from fairseq_rpe.attention.backends import Backend
 from fairseq_rpe.attention.plan import Plan
 from fairseq_rpe.attention.scaled_distance_bias import last_row
-from fairseq_rpe.core.bias import Curve, Form, Pieces, Positions, Toeplitz, added
+from fairseq_rpe.core.bias import Bias, PiecewiseLinear, Positions, ScaledDistanceBias, ToeplitzBias, added
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
 
@@ -19,7 +19,7 @@ Tables = MutableMapping[int, Any]  # what the encodings of a text that is being 
 
 
 def counted(
-    padding: Tensor, n: int, reads_length: bool, dtype: torch.dtype = torch.float32
+    padding: Tensor, n: int, length_dependent: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Positions, Tensor | None]:
     """Positions of the last n of m tokens, and the padding that attention must hide.
 
@@ -34,7 +34,7 @@ def counted(
     """
     m = padding.shape[1]
     plain = Positions.arange(n, m, device=padding.device, dtype=dtype)
-    if not padding.any() or not (reads_length or (padding[:, :-1] & ~padding[:, 1:]).any()):
+    if not padding.any() or not (length_dependent or (padding[:, :-1] & ~padding[:, 1:]).any()):
         return plain, None
     k = (torch.cumsum(~padding, dim=1) - 1).clamp_min(0).to(dtype)
     shift = (plain.k - k).masked_fill(padding, torch.nan)
@@ -73,8 +73,8 @@ def check_separable(encoding: Encoding) -> None:
         UserError: it reads the length of the row, or the tokens before, which may be of another document.
     """
     name = type(encoding).__name__
-    why = "reads the length of the row" if encoding.reads_length else "reads the tokens of the row"
-    if encoding.reads_length or encoding.reads_tokens:
+    why = "reads the length of the row" if encoding.length_dependent else "reads the tokens of the row"
+    if encoding.length_dependent or encoding.needs_token_ids:
         raise UserError(f"{name} {why}, which separate documents in one row do not share: use --blocks document")
 
 
@@ -95,54 +95,54 @@ def plan_of(
     ``last_query``: of :func:`separated`, where documents share a row.
     """
     with exactly(positions.k):
-        positions = encoding.settle(positions)
-        form = encoding.form(positions) if tables is None else _grown(encoding, positions, tables)
-        reading = encoding.reading(positions)
-        rotate, regions = encoding.rotation(positions), encoding.regions(positions)
+        positions = encoding.prepare_positions(positions)
+        form = encoding.position_bias(positions) if tables is None else _grown(encoding, positions, tables)
+        reading = encoding.relative_values(positions)
+        rotate, regions = encoding.rotation(positions), encoding.rotation_regions(positions)
     return Plan(
         positions,
         form,
         padding,
-        encoding.remap,
+        encoding.transform_scores,
         rotate,
         backend,
-        encoding.query_limit,
+        encoding.max_queries_per_call,
         prune,
         turned,
-        encoding.scores if encoding.scored else None,
-        encoding.note if encoding.notes else None,
+        encoding.content_bias if encoding.has_content_bias else None,
+        encoding.token_features if encoding.has_token_features else None,
         reading,
-        () if encoding.remap is None else tuple(p for p in encoding.parameters() if p.requires_grad),
+        () if encoding.transform_scores is None else tuple(p for p in encoding.parameters() if p.requires_grad),
         encoding.value if encoding.changes_values else None,
         regions,
         last_query,
     )
 
 
-def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Form | None:
+def _grown(encoding: Encoding, positions: Positions, tables: Tables) -> Bias | None:
     """The form of this encoding. What it is made of is kept: a table of the distance, for twice the tokens, or pieces.
 
     They are those of the weights as they are when they are made, as cached keys are. Nothing is kept where gradients
     flow.
     """
     if torch.is_grad_enabled() or not positions.contiguous or positions.step is None:
-        return encoding.form(positions)
+        return encoding.position_bias(positions)
     known = tables.get(id(encoding))
-    if not encoding.bias_of_distance:
-        form = encoding.form(positions)
-        if not isinstance(form, Curve) or positions.q.shape[1] > 1 or positions.k.device.type != "cpu":
+    if not encoding.is_distance_bias:
+        form = encoding.position_bias(positions)
+        if not isinstance(form, ScaledDistanceBias) or positions.q.shape[1] > 1 or positions.k.device.type != "cpu":
             return form
-        if not isinstance(known, Pieces) or known.value.dtype != form.far.dtype:
+        if not isinstance(known, PiecewiseLinear) or known.value.dtype != form.far.dtype:
             known = tables[id(encoding)] = form.pieces(1.0)
         return last_row(form, known, 1.0)
     m, step, like = positions.k.shape[1], positions.step, positions.k
-    if not isinstance(known, Toeplitz) or (known.step == step and known.table.shape[1] < m):
+    if not isinstance(known, ToeplitzBias) or (known.step == step and known.table.shape[1] < m):
         ahead = torch.arange(2 * m, device=like.device, dtype=like.dtype)[None] * step
-        made = encoding.form(Positions(ahead[:, -1:], ahead, step))
-        assert isinstance(made, Toeplitz)
+        made = encoding.position_bias(Positions(ahead[:, -1:], ahead, step))
+        assert isinstance(made, ToeplitzBias)
         known = tables[id(encoding)] = made
     same = (known.step, known.table.dtype, known.table.device) == (step, like.dtype, like.device)
-    return known if same else encoding.form(positions)
+    return known if same else encoding.position_bias(positions)
 
 
 def turned(k: Tensor, plan: Plan) -> Tensor:
@@ -167,7 +167,7 @@ def carry_out(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0,
     of an encoding that takes some; gives (B, H, n, D).
     """
     n, m = q.shape[2], k.shape[2]
-    size = n if plan.query_limit is None else plan.query_limit(plan.positions, q.dtype)
+    size = n if plan.max_queries_per_call is None else plan.max_queries_per_call(plan.positions, q.dtype)
     with exactly(q):
         if n > size and plan.last_query is not None:
             raise UserError(

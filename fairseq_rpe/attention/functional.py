@@ -107,7 +107,7 @@ def attend(
     elif positions is not None:
         at = positions_of(positions, made, q, m)
     elif padding is not None:
-        at, padding = counted(padding, n, made.reads_length, wide)
+        at, padding = counted(padding, n, made.length_dependent, wide)
     else:
         at = Positions.arange(n, m, device=q.device, dtype=wide)
     return carry_out(q, k, v, plan_of(made, at, padding, chosen, last_query=last_query), dropout, notes)
@@ -306,7 +306,7 @@ class RelativeAttention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         with exactly(x):
-            notes = self.encoding.note(x)
+            notes = self.encoding.token_features(x)
         if cache is not None:
             layer = (*self._number, canonical(type(self.encoding).__name__, self.encoding.config))
             k, v, notes = cache.followed_by(layer, k, v, notes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.bias import Positions
-from fairseq_rpe.core.rotation_regions import Region
+from fairseq_rpe.core.rotation_regions import RotationRegion
 
 ROWS = 256  # queries in a block, a multiple of dropout.ROWS
 
@@ -22,12 +22,12 @@ class Nearby:
         blocks: those that the queries of each block can see in it, some of ``keys``; none: start = stop.
     """
 
-    region: Region
+    region: RotationRegion
     keys: slice
     blocks: list[slice]
 
 
-def nearby(regions: Sequence[Region], pos: Positions, rows: int = ROWS) -> list[Nearby]:
+def nearby(regions: Sequence[RotationRegion], pos: Positions, rows: int = ROWS) -> list[Nearby]:
     """For blocks of ``rows`` queries, without regions that no query is in. Waits for the device once for each region.
 
     Where positions fall along a row, which they do not by themselves, all keys of the past are taken.

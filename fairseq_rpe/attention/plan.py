@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_rpe.attention.key_ranges import Nearby, nearby
-from fairseq_rpe.core.bias import Content, Form, Positions, Reading, Toeplitz, block, part
-from fairseq_rpe.core.rotation_regions import Region
+from fairseq_rpe.core.bias import Bias, ContentBias, Positions, RelativeValues, ToeplitzBias, block, part
+from fairseq_rpe.core.rotation_regions import RotationRegion
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Plan:
         scores: function of (q, k, positions, notes) that gives the bias that depends on them, or None.
         note: what ``scores`` has to know of each token, of a layer's input, or None: see ``Encoding.note``.
         reading: what queries read beside the values, or None.
-        learned: parameters that ``remap`` uses.
+        learned: parameters that ``transform_scores`` uses.
         value: function of (values, positions), or None; a cache holds values as they are before it.
         regions: where pairs are turned otherwise than others, or None; the backend then turns queries and keys.
         last_query: (B, m) int64, the index of the last query that may see each key, where documents share a row; None:
@@ -40,32 +40,32 @@ class Plan:
     """
 
     positions: Positions
-    form: Form | None = None
+    form: Bias | None = None
     padding: Tensor | None = None
-    remap: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
+    transform_scores: Callable[[Tensor, Tensor, Positions], Tensor] | None = None
     rotate: Callable[..., Tensor] | None = None
     backend: Callable[..., Tensor] | None = None
-    query_limit: Callable[[Positions, torch.dtype], int] | None = None
+    max_queries_per_call: Callable[[Positions, torch.dtype], int] | None = None
     prune: float = 0.0
     turned: bool = False
-    scores: Callable[..., Form | None] | None = None
+    scores: Callable[..., Bias | None] | None = None
     note: Callable[[Tensor], Tensor | None] | None = None
-    reading: Reading | None = None
+    reading: RelativeValues | None = None
     learned: tuple[Tensor, ...] = ()
     value: Callable[[Tensor, Positions], Tensor] | None = None
-    regions: tuple[Region, ...] | None = None
+    regions: tuple[RotationRegion, ...] | None = None
     last_query: Tensor | None = None
 
     @property
-    def of_content(self) -> bool:
+    def is_content_dependent(self) -> bool:
         """Whether anything but q·k and the values depends on what the tokens are."""
-        others = (self.remap, self.scores, self.reading)
-        return any(x is not None for x in others) or isinstance(self.form, Content)
+        others = (self.transform_scores, self.scores, self.reading)
+        return any(x is not None for x in others) or isinstance(self.form, ContentBias)
 
     @property
     def only_sdpa(self) -> bool:
         """Whether, on a GPU, nothing else may serve this."""
-        return self.of_content or self.regions is not None
+        return self.is_content_dependent or self.regions is not None
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -80,7 +80,7 @@ class Plan:
         """
         pos, form = self.positions, self.form
         m = pos.k.shape[1]
-        if isinstance(form, Toeplitz) and evenly_spaced(form, pos):
+        if isinstance(form, ToeplitzBias) and evenly_spaced(form, pos):
             bias = by_distance(form, m).flip(1)[None, :, None]
         elif form is not None:
             bias = block(form, pos, slice(-1, None)).contiguous()
@@ -96,7 +96,7 @@ class Plan:
 
         Made once for all layers that share the plan.
         """
-        assert isinstance(self.form, Toeplitz)
+        assert isinstance(self.form, ToeplitzBias)
         n = self.positions.q.shape[1]
         return matrix(by_distance(self.form, n).detach())[None]
 
@@ -159,13 +159,13 @@ def matrix(table: Tensor) -> Tensor:
     return vector.as_strided((heads, n, n), (2 * n, 1, 1)).flip(1)
 
 
-def by_distance(form: Toeplitz, n: int) -> Tensor:
+def by_distance(form: ToeplitzBias, n: int) -> Tensor:
     """(H, n) table of distances 0 … n-1 steps; beyond the table's end its last column."""
     table = form.table[:, form.origin : form.origin + n]
     missing = n - table.shape[1]
     return torch.cat([table, form.table[:, -1:].expand(-1, missing)], dim=1) if missing else table
 
 
-def evenly_spaced(form: Toeplitz, pos: Positions) -> bool:
+def evenly_spaced(form: ToeplitzBias, pos: Positions) -> bool:
     """Whether the column of a query and a key follows from their indices alone, as :func:`by_distance` has it."""
     return pos.contiguous and pos.step == form.step

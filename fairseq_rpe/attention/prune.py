@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.attention.toeplitz_attention import ToeplitzBias, flash
-from fairseq_rpe.core.bias import Toeplitz
+from fairseq_rpe.attention.toeplitz_attention import ToeplitzBlocks, flash
+from fairseq_rpe.core.bias import ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
 BLOCK = 256  # queries, and keys, that are decided about together
@@ -47,7 +47,7 @@ def check_pruning(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -
     check_eps(plan.prune)
     if plan.last_query is not None:
         raise UserError("attention of separate documents in one row is not pruned: evaluate without pruning")
-    if not isinstance(plan.form, Toeplitz):
+    if not isinstance(plan.form, ToeplitzBias):
         raise UserError("pruning needs a bias of the distance at evenly spaced positions: evaluate without it")
     if dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, plan.form.table))):
         raise UserError("pruning is for evaluation: train without it")
@@ -66,7 +66,7 @@ def pruned(q: Tensor, k: Tensor, v: Tensor, table: Tensor, eps: float) -> Tensor
         (B, H, n, D): within eps·(max v - min v) of the exact output in every component, but for rounding.
     """
     n = q.shape[2]
-    bias = ToeplitzBias(n, q, level(table))
+    bias = ToeplitzBlocks(n, q, level(table))
     offset, norm, radius = norms(q, k)
     tail, holes = tail_bounds(bias.vector[:, :n].flip(1)), bias.holes
     out = torch.empty_like(q)

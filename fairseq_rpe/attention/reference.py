@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairseq_rpe.attention.dropout import draw_seed, keep_block
 from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.core.bias import Reading, block, column_of
+from fairseq_rpe.core.bias import RelativeValues, block, column_of
 from fairseq_rpe.core.errors import UserError
 
 
@@ -18,7 +18,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0)
         q: (B, H, n, D); the queries are the last n of the m tokens.
         k: (B, H, m, D).
         v: (B, H, m, D).
-        plan: positions, bias form, padding, and the encoding's ``remap`` and ``reading``.
+        plan: positions, bias form, padding, and the encoding's ``transform_scores`` and ``reading``.
         dropout: probability of dropping an attention weight; 0 outside training.
 
     Returns:
@@ -45,7 +45,7 @@ def weighted(
     return out.to(v.dtype)
 
 
-def read_columns(found: Tensor, reading: Reading, plan: Plan) -> Tensor:
+def read_columns(found: Tensor, reading: RelativeValues, plan: Plan) -> Tensor:
     """Sums of the vectors of ``reading`` by the weights (B, H, n, m): weights of a column are added up first."""
     at = column_of(reading, plan.positions.q, plan.positions.k)[:, None].expand(found.shape)
     by_column = found.new_zeros(*found.shape[:3], reading.vectors.shape[1]).scatter_add(3, at, found)
@@ -63,8 +63,8 @@ def scores(q: Tensor, k: Tensor, plan: Plan, make: Callable[..., Tensor] = block
     if plan.form is not None:
         found = found + make(plan.form, plan.positions).to(wide)
     hidden = ~plan.visible(n, m, q.device)
-    if plan.remap is not None:
-        found = plan.remap(found.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
+    if plan.transform_scores is not None:
+        found = plan.transform_scores(found.masked_fill(hidden, float("-inf")), q.to(wide), plan.positions)
     return found.masked_fill(hidden, float("-inf"))
 
 

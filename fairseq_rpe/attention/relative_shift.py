@@ -13,21 +13,21 @@ from torch.nn import functional as F
 
 from fairseq_rpe.attention.plan import Plan
 from fairseq_rpe.attention.reference import read_columns
-from fairseq_rpe.core.bias import ByKey, ByQuery, Form, Positions, Reading, Sum, block
+from fairseq_rpe.core.bias import Bias, KeyTableBias, Positions, QueryTableBias, RelativeValues, SumBias, block
 
 
-def quick_block(form: Form, pos: Positions) -> Tensor:
+def quick_block(form: Bias, pos: Positions) -> Tensor:
     """The same as :func:`~fairseq_rpe.core.block` of all queries and keys, but for any numbers in the future."""
-    if isinstance(form, Sum):
+    if isinstance(form, SumBias):
         return functools.reduce(torch.add, (quick_block(one, pos) for one in form.forms))
-    if isinstance(form, ByQuery) and _even(form, pos):
+    if isinstance(form, QueryTableBias) and _even(form, pos):
         return _by_query(form, pos.k.shape[1])
-    if isinstance(form, ByKey) and _even(form, pos):
+    if isinstance(form, KeyTableBias) and _even(form, pos):
         return _by_key(form, pos.q.shape[1])
     return block(form, pos)
 
 
-def quick_read(found: Tensor, reading: Reading, plan: Plan) -> Tensor:
+def quick_read(found: Tensor, reading: RelativeValues, plan: Plan) -> Tensor:
     """The same as :func:`~fairseq_rpe.attention.reference.read_columns`."""
     if not _even(reading, plan.positions):
         return read_columns(found, reading, plan)
@@ -51,18 +51,18 @@ def unskewed(x: Tensor) -> Tensor:
     return flat.view(batch, heads, rows, cols + 1)[..., 1:]
 
 
-def _even(table: ByQuery | ByKey | Reading, pos: Positions) -> bool:
+def _even(table: QueryTableBias | KeyTableBias | RelativeValues, pos: Positions) -> bool:
     return pos.contiguous and pos.step == table.step
 
 
-def _by_query(form: ByQuery, keys: int) -> Tensor:
+def _by_query(form: QueryTableBias, keys: int) -> Tensor:
     vectors = form.vectors[:, form.origin : form.origin + keys].to(form.query.dtype)
     found = torch.matmul(form.query, vectors.mT)
     padding = found[..., -1:].expand(-1, -1, -1, 1 + keys - found.shape[3])
     return skewed(torch.cat([padding, found.flip(3)], dim=3))
 
 
-def _by_key(form: ByKey, rows: int) -> Tensor:
+def _by_key(form: KeyTableBias, rows: int) -> Tensor:
     key, vectors = form.key, form.vectors[:, form.origin :].to(form.key.dtype)
     batch, heads, keys, _ = key.shape
     last = vectors.shape[1] - 1

@@ -9,27 +9,27 @@ from torch.nn import functional as F
 
 from fairseq_rpe.attention import double_backward
 from fairseq_rpe.attention.plan import Plan
-from fairseq_rpe.attention.toeplitz_attention import ToeplitzBias
+from fairseq_rpe.attention.toeplitz_attention import ToeplitzBlocks
 from fairseq_rpe.attention.toeplitz_views import along_diagonals, diagonal_sums
-from fairseq_rpe.core.bias import Curve, Dense, Form, Pieces
+from fairseq_rpe.core.bias import Bias, DenseBias, PiecewiseLinear, ScaledDistanceBias
 from fairseq_rpe.core.score_mod import pieces_between
 
 GAP = 16  # distances; bands that are closer than this are one
 
 
-def pieces_of(form: Curve, plan: Plan) -> Pieces:
+def pieces_of(form: ScaledDistanceBias, plan: Plan) -> PiecewiseLinear:
     """The pieces of ``form`` from 0 to the largest x of a pair that ``plan`` lets see each other, at least to 1."""
     return pieces_between(form, plan.positions, plan.padding, plan.last_query)
 
 
-def last_row(form: Curve, pieces: Pieces, top: float) -> Form:
+def last_row(form: ScaledDistanceBias, pieces: PiecewiseLinear, top: float) -> Bias:
     """The bias of the last of m tokens as a row, by pieces of [0, top]; ``form`` itself if x goes beyond."""
     x = form.far.flip(0) * form.near[:, -1:]
     if float(x[:, 0].max()) > top:
         return form
     piece = torch.bucketize(x, pieces.ends, right=True)
     lines = _of(pieces.value, piece).addcmul_(_of(pieces.slope, piece), x - pieces.middle[piece])
-    return Dense(lines.transpose(0, 1)[:, :, None])
+    return DenseBias(lines.transpose(0, 1)[:, :, None])
 
 
 def dense_bias(m: int, like: Tensor, *tensors: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def dense_bias(m: int, like: Tensor, *tensors: Tensor) -> Tensor:
     return bias.transpose(0, 1) + double_backward.future(n, m, like)
 
 
-class CurveBias(ToeplitzBias):
+class ScaledDistanceBlocks(ToeplitzBlocks):
     """bias[h, i, j] = value[h, p] + slope[h, p]·(x - middle[p]), x = far[i-j]·near[i] in piece p.
 
     tensors: value, slope, far (n,), near (n,), ends and middle, as in ``core.Curve`` and ``core.Pieces``; gradients

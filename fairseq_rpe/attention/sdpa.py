@@ -20,9 +20,9 @@ from fairseq_rpe.attention.prune import check_pruning, pruned
 from fairseq_rpe.attention.reference import weighted, weights
 from fairseq_rpe.attention.region_attention import regional
 from fairseq_rpe.attention.relative_shift import quick_block, quick_read
-from fairseq_rpe.attention.scaled_distance_bias import CurveBias, pieces_of
-from fairseq_rpe.attention.toeplitz_attention import BlockAttention, ToeplitzBias, by_rows, fused
-from fairseq_rpe.core.bias import Curve, Form, Positions, Toeplitz, leaves
+from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, pieces_of
+from fairseq_rpe.attention.toeplitz_attention import BlockAttention, ToeplitzBlocks, by_rows, fused
+from fairseq_rpe.core.bias import Bias, Positions, ScaledDistanceBias, ToeplitzBias, leaves
 from fairseq_rpe.core.errors import UserError
 
 CURVE_FROM = 256  # tokens; finding the pieces of a curve takes longer than a few pairs
@@ -56,7 +56,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
         if made is not None:
             return pruned(q, k, v, made[1], plan.prune)
     if made is None:
-        one = n == 1 and dropout == 0 and plan.remap is None and plan.reading is None
+        one = n == 1 and dropout == 0 and plan.transform_scores is None and plan.reading is None
         return (_one if one else _by_blocks)(q, k, v, plan, dropout)
     short, gradients = n <= SHORT and q.device.type == "cpu", torch.is_grad_enabled()
     # with gradients in float32: the kernel's backward pass of short texts takes up to three times as long in bfloat16
@@ -64,7 +64,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
     kept = wide if short and gradients else q.dtype
     if plan.form is None and dropout == 0:
         return fused(q.to(kept), k.to(kept), v.to(kept), causal=True).to(q.dtype)
-    if dropout == 0 and short and made[0] is ToeplitzBias and not (gradients and made[1].requires_grad):
+    if dropout == 0 and short and made[0] is ToeplitzBlocks and not (gradients and made[1].requires_grad):
         mask = plan.matrix.to(wide)
         return fused(q.to(kept), k.to(kept), v.to(kept), mask).to(q.dtype)
     return BlockAttention.apply(q, k, v, dropout, draw_seed() if dropout > 0 else 0, *made)
@@ -73,15 +73,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> T
 def _structured(plan: Plan, n: int, m: int) -> tuple[Any, ...] | None:
     """The class of the bias and its tensors for a bias that is less than n² numbers, if this is one."""
     form = plan.form
-    if plan.padding is not None or plan.last_query is not None or n != m or n == 1 or plan.of_content:
+    if plan.padding is not None or plan.last_query is not None or n != m or n == 1 or plan.is_content_dependent:
         return None
     if form is None:
-        return (ToeplitzBias,)
-    if isinstance(form, Toeplitz) and evenly_spaced(form, plan.positions):
-        return ToeplitzBias, by_distance(form, n)
-    if isinstance(form, Curve) and len(form.near) == 1 and n >= CURVE_FROM:
+        return (ToeplitzBlocks,)
+    if isinstance(form, ToeplitzBias) and evenly_spaced(form, plan.positions):
+        return ToeplitzBlocks, by_distance(form, n)
+    if isinstance(form, ScaledDistanceBias) and len(form.near) == 1 and n >= CURVE_FROM:
         pieces = pieces_of(form, plan)
-        return CurveBias, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
+        return ScaledDistanceBlocks, pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
     return None
 
 
@@ -91,24 +91,24 @@ def _alone(q: Tensor, plan: Plan, dropout: float) -> bool:
     On a CPU, for rows that are long enough to make up for the calls; with dropout all documents of a row share a mask.
     """
     form, n = plan.form, q.shape[2]
-    if q.device.type != "cpu" or dropout > 0 or plan.of_content or plan.prune or plan.padding is not None:
+    if q.device.type != "cpu" or dropout > 0 or plan.is_content_dependent or plan.prune or plan.padding is not None:
         return False
-    if isinstance(form, Curve):
+    if isinstance(form, ScaledDistanceBias):
         return n >= CURVE_FROM
-    return n > SHORT and (form is None or (isinstance(form, Toeplitz) and evenly_spaced(form, plan.positions)))
+    return n > SHORT and (form is None or (isinstance(form, ToeplitzBias) and evenly_spaced(form, plan.positions)))
 
 
 def _by_documents(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     """Each document of each row by itself: (B, H, n, D)."""
     pos, form = plan.positions, plan.form
-    pieces = pieces_of(form, plan) if isinstance(form, Curve) else None
+    pieces = pieces_of(form, plan) if isinstance(form, ScaledDistanceBias) else None
     rows = []
     for row, documents in enumerate(plan.documents):
         one, shared = slice(row, row + 1), slice(row, row + 1) if len(pos.k) > 1 else slice(1)
         parts = []
         for tokens in documents:
-            own: Form | None = form
-            if isinstance(form, Curve):
+            own: Bias | None = form
+            if isinstance(form, ScaledDistanceBias):
                 length = tokens.stop - tokens.start
                 near = form.near[row : row + 1] if len(form.near) > 1 else form.near
                 own = replace(form, far=form.far[:length], near=near[:, tokens], pieces=lambda top: pieces)
@@ -133,7 +133,7 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float) -> T
     """Any form, padding or number of queries; recomputes each block's bias in the backward pass."""
     n, m = q.shape[2], k.shape[2]
     seed = draw_seed() if dropout > 0 else 0
-    if plan.of_content and leaves(plan.form) is not None:
+    if plan.is_content_dependent and leaves(plan.form) is not None:
         return in_rows(q, k, v, plan, dropout, seed, _some_rows)
     pairs = PAIR_ELEMENTS if q.device.type == "cpu" else DEVICE_PAIR_ELEMENTS
     rows = max(ROWS, pairs // m // ROWS * ROWS)
@@ -155,7 +155,12 @@ def _some_rows(q: Tensor, k: Tensor, v: Tensor, plan: Plan, keep: Tensor | None)
     """Some queries and all keys that they may see."""
     wide = torch.promote_types(q.dtype, torch.float32)
     # CUDA wants the bias in q's dtype, and half precision cannot hold it
-    if keep is not None or plan.remap is not None or plan.reading is not None or (q.is_cuda and q.dtype != wide):
+    if (
+        keep is not None
+        or plan.transform_scores is not None
+        or plan.reading is not None
+        or (q.is_cuda and q.dtype != wide)
+    ):
         return weighted(weights(q, k, plan, quick_block), v, keep, plan, quick_read)
     mask = plan.visible(q.shape[2], k.shape[2], q.device)
     empty = ~mask.any(dim=-1, keepdim=True)

@@ -33,7 +33,7 @@ def by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class ToeplitzBias:
+class ToeplitzBlocks:
     """bias[h, i, j] = table[h, i-j], block by block, and the gradient of the table; biases of other tensors derive.
 
     Made by (n, q, *tensors), here a table (H, n) of the distances 0 … n-1 or none for no bias. ``made``: a block is
@@ -92,7 +92,14 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, seed: int, make: type[ToeplitzBias], *tensors: Tensor
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: float,
+        seed: int,
+        make: type[ToeplitzBlocks],
+        *tensors: Tensor,
     ) -> Tensor:
         bias = make(q.shape[2], q, *tensors)
         out = torch.empty_like(q)
@@ -196,7 +203,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _fused_forward(
-    saved: tuple[Tensor, ...], bias: ToeplitzBias, rows: slice, some: slice, calls: list[tuple[slice, slice]]
+    saved: tuple[Tensor, ...], bias: ToeplitzBlocks, rows: slice, some: slice, calls: list[tuple[slice, slice]]
 ) -> None:
     """Output and log-sum-exp of one of :func:`_groups`; in a function, so that all that it makes is gone after it."""
     q, k, v, out, lse = saved
@@ -216,7 +223,7 @@ def _fused_forward(
         lse[:, some, near] = block_lse.flip(2)
 
 
-def _fused_backward(saved: tuple[Tensor, ...], bias: ToeplitzBias) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_backward(saved: tuple[Tensor, ...], bias: ToeplitzBlocks) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv where the bias needs no gradient: torch's kernel is faster and never has the scores."""
     grad, q, k, v, out, lse = saved
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
@@ -236,7 +243,7 @@ def _fused_backward(saved: tuple[Tensor, ...], bias: ToeplitzBias) -> tuple[Tens
     return dq, dk, dv
 
 
-def _groups(q: Tensor, bias: ToeplitzBias) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
+def _groups(q: Tensor, bias: ToeplitzBlocks) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
     """Rows and heads with their calls of torch's kernel, each some of the rows and keys: the keys before all first."""
     batch, heads, n, _ = q.shape
     enough = -(-2 * torch.get_num_threads() // batch)  # heads for all threads; what more of them return takes memory
@@ -251,7 +258,7 @@ def _groups(q: Tensor, bias: ToeplitzBias) -> Iterator[tuple[slice, slice, list[
 
 
 def _own_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: ToeplitzBias, out: Tensor, lse: Tensor, dropout: float, seed: int
+    q: Tensor, k: Tensor, v: Tensor, bias: ToeplitzBlocks, out: Tensor, lse: Tensor, dropout: float, seed: int
 ) -> None:
     n, heads = q.shape[2], q.shape[1]
     for rows in _parts(n, FORWARD_ROWS):
@@ -270,7 +277,7 @@ def _own_forward(
 
 
 def _own_backward(
-    saved: tuple[Tensor, ...], bias: ToeplitzBias, dropout: float, seed: int, learned: bool
+    saved: tuple[Tensor, ...], bias: ToeplitzBlocks, dropout: float, seed: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; with ``learned`` the bias collects the gradient of the scores, of a few heads at a time."""
     grad, q, k, v, out, lse = saved

@@ -65,7 +65,7 @@ def check_fit(encoding: Encoding, q: Tensor) -> None:
     heads, width = q.shape[1], q.shape[3]
     own = encoding.width // encoding.heads
     if encoding.heads != heads or (
-        own != width and (encoding.rotates or encoding.of_content or encoding.changes_values)
+        own != width and (encoding.rotates or encoding.is_content_dependent or encoding.changes_values)
     ):
         raise UserError(
             f"the encoding is for {encoding.heads} heads of width {own}, q has {heads} of {width}: "
@@ -91,7 +91,7 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
     """
     batch, n = q.shape[0], q.shape[2]
     name = type(encoding).__name__
-    if encoding.of_content and encoding.positions == "none":
+    if encoding.is_content_dependent and encoding.position_type == "none":
         raise UserError(f"{name} reads no positions: leave them out")
     wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(given, Positions):
@@ -108,7 +108,7 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
             if x.device != q.device:
                 raise UserError(f"positions are on {x.device} and q on {q.device}: give them on one device")
         checked = _checked(given, wide)
-        if encoding.positions == "whole" and given.step is None and not bool((given.k == given.k.round()).all()):
+        if encoding.position_type == "whole" and given.step is None and not bool((given.k == given.k.round()).all()):
             raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
         return checked
     check_tensor("positions", given)
@@ -124,7 +124,7 @@ def positions_of(given: Tensor | Positions, encoding: Encoding, q: Tensor, m: in
     _check_largest(k, k.dtype if k.is_floating_point() else wide)
     k = k.to(kind)
     whole = bool((k == k.round()).all())
-    if encoding.positions == "whole" and not whole:
+    if encoding.position_type == "whole" and not whole:
         raise UserError(f"{name} accepts whole positions only: round these, or use another encoding")
     even = whole and bool((k.diff(dim=1) == 1).all())
     # a table of all distances between tokens that are far apart would not fit into memory
@@ -196,9 +196,9 @@ def check_notes(encoding: Encoding, notes: Tensor | None, q: Tensor, m: int) -> 
     """
     shape = (*q.shape[:2], m)
     name = type(encoding).__name__
-    if encoding.notes and notes is None:
+    if encoding.has_token_features and notes is None:
         raise UserError(f"{name} reads a layer's input: give notes=encoding.note(x), or use RelativeAttention")
-    if notes is not None and not encoding.notes:
+    if notes is not None and not encoding.has_token_features:
         raise UserError(f"{name} takes no notes: leave them out")
     if notes is None:
         return

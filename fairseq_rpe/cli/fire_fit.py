@@ -58,5 +58,5 @@ def run(args: argparse.Namespace) -> None:
         from fairseq_rpe.figures.style import drawn_at, save
 
         with drawn_at(args.figure_width):
-            save(constructions(args.spec, encoding.profile(args.length), fits[0], papers), args.figure)
+            save(constructions(args.spec, encoding.bias_profile(args.length), fits[0], papers), args.figure)
         print(f"\nfigure: {args.figure}")

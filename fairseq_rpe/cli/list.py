@@ -54,7 +54,7 @@ def run_list(args: argparse.Namespace) -> None:
 def run_profile(args: argparse.Namespace) -> None:
     from fairseq_rpe import encodings
 
-    rows = encodings.build(args.spec, heads=args.heads, width=args.width).profile(args.length).T.tolist()
+    rows = encodings.build(args.spec, heads=args.heads, width=args.width).bias_profile(args.length).T.tolist()
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["distance", *(f"head{h + 1}" for h in range(args.heads))])
     # + 0.0 writes -0.0 as 0.0

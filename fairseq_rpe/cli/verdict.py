@@ -93,7 +93,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     if args.checkpoint is not None:
         found = checkpoints.load(args.checkpoint)
         learned, spec = found.learned(), found.encoding
-        if not (learned[0].adds_bias or learned[0].of_content or learned[0].depends):
+        if not (learned[0].adds_bias or learned[0].is_content_dependent or learned[0].dependence):
             raise UserError(
                 f"{args.checkpoint} was trained with '{spec}', which adds no bias: see fairseq-rpe verdict {spec}"
             )

@@ -90,7 +90,7 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class Toeplitz:
+class ToeplitzBias:
     """``bias[h, i, j] = table[h, (q_i - k_j) / step + origin]``, clamped to the table's ends. O(R) memory.
 
     Attributes:
@@ -105,7 +105,7 @@ class Toeplitz:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairBias:
     """``bias = fn(i, j, *aux)`` for i (B or 1, n) and j (B or 1, m), giving (B or 1, H, n, m).
 
     ``fn`` is pointwise in the positions, so a backend may call it block by block. ``aux`` are tensors that it
@@ -117,7 +117,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Pointwise(Pair):
+class PointwiseBias(PairBias):
     """A Pair that is arithmetic of both positions and a few numbers of the head, which a kernel can work out per pair.
 
     ``bias[h, i, j] = scalar(i, j, *(x[h] for x in numbers))``. ``fn`` is the plain way to the same bias.
@@ -132,7 +132,7 @@ class Pointwise(Pair):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PiecewiseLinear:
     """A function of one number per head, linear between ``ends``: f_h(x) = value[h, p] + slope[h, p]·(x - middle[p]).
 
     Attributes:
@@ -149,7 +149,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Curve(Pair):
+class ScaledDistanceBias(PairBias):
     """A Pair of contiguous positions that is a function of one number: bias[h, i, j] = f_h(far[i - j] · near[i]).
 
     ``fn`` is the plain way to the same bias. What knows no curves takes this for the Pair that it is.
@@ -162,18 +162,18 @@ class Curve(Pair):
 
     far: Tensor = field(kw_only=True)
     near: Tensor = field(kw_only=True)
-    pieces: Callable[[float], Pieces] = field(kw_only=True)
+    pieces: Callable[[float], PiecewiseLinear] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseBias:
     """The bias itself, (B or 1, H, n, m). Always possible, O(n²)."""
 
     bias: Tensor
 
 
 @dataclass(frozen=True)
-class ByQuery:
+class QueryTableBias:
     """A bias that the query reads from a table: bias[b, h, i, j] = query[b, h, i] · vectors[h, c(i, j)].
 
     c(i, j) = (q_i - k_j) / step + origin, clamped to the table's ends. O(n·E + R·E) memory.
@@ -192,10 +192,10 @@ class ByQuery:
 
 
 @dataclass(frozen=True)
-class ByKey:
+class KeyTableBias:
     """The same, read by the key: bias[b, h, i, j] = key[b, h, j] · vectors[h, c(i, j)].
 
-    Attributes: as in :class:`ByQuery`, but key (B, H, m, E) in place of query.
+    Attributes: as in :class:`QueryTableBias`, but key (B, H, m, E) in place of query.
     """
 
     key: Tensor
@@ -208,8 +208,8 @@ class ByKey:
 class QueryKeyTableBias:
     """A bias of query, key and distance: bias[b, h, i, j] = Σ_e query[b, h, i, e] · key[b, h, j, e] · vectors[h, c, e].
 
-    c = c(i, j) as in :class:`ByQuery`. O(n·E + R·E) memory; pairs nearer than the table's last column take O(E) time
-    each, all others one product of matrices. A table of numbers, (H or 1, R, 1), multiplies the products of queries and
+    c = c(i, j) as in :class:`QueryTableBias`. O(n·E + R·E) memory; pairs nearer than the table's last column take O(E)
+    time each, all others one product of matrices. A table of numbers, (H or 1, R, 1), multiplies the products of queries and
     keys: one product of matrices for all pairs.
 
     Attributes:
@@ -228,7 +228,7 @@ class QueryKeyTableBias:
 
 
 @dataclass(frozen=True)
-class Levels:
+class TokenBias:
     """One number per token: bias[b, h, i, j] = query[b, h, i] + key[b, h, j]. O(n) memory.
 
     Attributes:
@@ -241,17 +241,17 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumBias:
     """Several biases, added."""
 
-    forms: tuple["Form", ...]
+    forms: tuple["Bias", ...]
 
 
 @dataclass(frozen=True)
-class Reading:
+class RelativeValues:
     """What a query reads beside the values: output[b, h, i] += Σ_j weight[b, h, i, j] · vectors[h, c(i, j)].
 
-    Attributes: vectors (H or 1, R, D); origin and step as in :class:`ByQuery`.
+    Attributes: vectors (H or 1, R, D); origin and step as in :class:`QueryTableBias`.
     """
 
     vectors: Tensor
@@ -260,32 +260,34 @@ class Reading:
 
 
 # the most structured first
-Form = Toeplitz | Pair | Levels | ByQuery | ByKey | QueryKeyTableBias | Sum | Dense
-Content = Levels | ByQuery | ByKey | QueryKeyTableBias | Sum  # of what the tokens are
+Bias = ToeplitzBias | PairBias | TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias | DenseBias
+ContentBias = TokenBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | SumBias  # of what the tokens are
 
 
-def column_of(table: Toeplitz | ByQuery | ByKey | QueryKeyTableBias | Reading, i: Tensor, j: Tensor) -> Tensor:
+def column_of(
+    table: ToeplitzBias | QueryTableBias | KeyTableBias | QueryKeyTableBias | RelativeValues, i: Tensor, j: Tensor
+) -> Tensor:
     """int64 (B or 1, n, m): the column of ``table`` for queries at i (B or 1, n) and keys at j (B or 1, m)."""
-    last = (table.table if isinstance(table, Toeplitz) else table.vectors).shape[1] - 1
+    last = (table.table if isinstance(table, ToeplitzBias) else table.vectors).shape[1] - 1
     found = torch.round((i[:, :, None] - j[:, None, :]) / table.step).long() + table.origin
     return found.clamp_(0, last)
 
 
-def block(form: Form, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) -> Tensor:
+def block(form: Bias, pos: Positions, rows: slice = _ALL, cols: slice = _ALL) -> Tensor:
     """The bias of some queries against some keys, of all if none are named: (B or 1, H, rows, cols)."""
-    if isinstance(form, Dense):
+    if isinstance(form, DenseBias):
         return form.bias[:, :, rows, cols]
-    if isinstance(form, Levels):
+    if isinstance(form, TokenBias):
         return form.query[:, :, rows, None] + form.key[:, :, None, cols]
-    if isinstance(form, Sum):
+    if isinstance(form, SumBias):
         return functools.reduce(torch.add, (block(one, pos, rows, cols) for one in form.forms))
     i, j = pos.q[:, rows], pos.k[:, cols]
-    if isinstance(form, Pair):
+    if isinstance(form, PairBias):
         return form.fn(i, j, *form.aux)
     at = column_of(form, i, j)
-    if isinstance(form, Toeplitz):
+    if isinstance(form, ToeplitzBias):
         return form.table[:, at].transpose(0, 1)
-    if isinstance(form, ByQuery):
+    if isinstance(form, QueryTableBias):
         return looked_up(form.query[:, :, rows], form.vectors, at)
     if isinstance(form, QueryKeyTableBias):
         return products_with_columns(form.query[:, :, rows], form.key[:, :, cols], form.vectors, at)
@@ -340,60 +342,60 @@ def products_with_columns(query: Tensor, key: Tensor, vectors: Tensor, columns: 
     return far + F.pad(torch.cat(found, dim=2), (first, key.shape[2] - stop))
 
 
-def part(form: Form | None, rows: slice, keys: int) -> Form | None:
+def part(form: Bias | None, rows: slice, keys: int) -> Bias | None:
     """The bias of some queries and the first ``keys`` keys alone."""
-    if isinstance(form, Sum):
-        return Sum(tuple(one for each in form.forms if (one := part(each, rows, keys)) is not None))
-    if isinstance(form, Dense):
-        return Dense(form.bias[:, :, rows, :keys])
-    if isinstance(form, Curve):
+    if isinstance(form, SumBias):
+        return SumBias(tuple(one for each in form.forms if (one := part(each, rows, keys)) is not None))
+    if isinstance(form, DenseBias):
+        return DenseBias(form.bias[:, :, rows, :keys])
+    if isinstance(form, ScaledDistanceBias):
         return replace(form, far=form.far[:keys], near=form.near[:, rows])
-    if isinstance(form, Levels):
-        return Levels(form.query[:, :, rows], form.key[:, :, :keys])
-    if isinstance(form, ByQuery):
+    if isinstance(form, TokenBias):
+        return TokenBias(form.query[:, :, rows], form.key[:, :, :keys])
+    if isinstance(form, QueryTableBias):
         return replace(form, query=form.query[:, :, rows])
-    if isinstance(form, ByKey):
+    if isinstance(form, KeyTableBias):
         return replace(form, key=form.key[:, :, :keys])
     if isinstance(form, QueryKeyTableBias):
         return replace(form, query=form.query[:, :, rows], key=form.key[:, :, :keys])
     return form
 
 
-def leaves(form: Form | None) -> list[tuple[Tensor, str]] | None:
+def leaves(form: Bias | None) -> list[tuple[Tensor, str]] | None:
     """A form's tensors, each with its kind: (B, H, "rows" or "keys", …) or a "table" (H, …); None of a function."""
-    if isinstance(form, Sum):
+    if isinstance(form, SumBias):
         found = [leaves(one) for one in form.forms]
         return None if None in found else [x for one in found for x in one or ()]
-    if isinstance(form, Pair):
+    if isinstance(form, PairBias):
         return None
-    if isinstance(form, ByQuery):
+    if isinstance(form, QueryTableBias):
         return [(form.query, "rows"), (form.vectors, "table")]
-    if isinstance(form, ByKey):
+    if isinstance(form, KeyTableBias):
         return [(form.key, "keys"), (form.vectors, "table")]
     if isinstance(form, QueryKeyTableBias):
         return [(form.query, "rows"), (form.key, "keys"), (form.vectors, "table")]
-    if isinstance(form, Levels):
+    if isinstance(form, TokenBias):
         return [(form.query, "rows"), (form.key, "keys")]
-    return [] if form is None else [(form.table, "table")] if isinstance(form, Toeplitz) else None
+    return [] if form is None else [(form.table, "table")] if isinstance(form, ToeplitzBias) else None
 
 
-def rebuilt(form: Form | None, tensors: Iterator[Tensor]) -> Form | None:
+def rebuilt(form: Bias | None, tensors: Iterator[Tensor]) -> Bias | None:
     """The same form of other tensors, in the order of :func:`leaves`."""
-    if isinstance(form, Sum):
-        return Sum(tuple(one for each in form.forms if (one := rebuilt(each, tensors)) is not None))
-    if isinstance(form, ByQuery):
+    if isinstance(form, SumBias):
+        return SumBias(tuple(one for each in form.forms if (one := rebuilt(each, tensors)) is not None))
+    if isinstance(form, QueryTableBias):
         return replace(form, query=next(tensors), vectors=next(tensors))
-    if isinstance(form, ByKey):
+    if isinstance(form, KeyTableBias):
         return replace(form, key=next(tensors), vectors=next(tensors))
     if isinstance(form, QueryKeyTableBias):
         return replace(form, query=next(tensors), key=next(tensors), vectors=next(tensors))
-    if isinstance(form, Levels):
-        return Levels(next(tensors), next(tensors))
-    return replace(form, table=next(tensors)) if isinstance(form, Toeplitz) else form
+    if isinstance(form, TokenBias):
+        return TokenBias(next(tensors), next(tensors))
+    return replace(form, table=next(tensors)) if isinstance(form, ToeplitzBias) else form
 
 
-def added(first: Form | None, second: Form | None) -> Form | None:
+def added(first: Bias | None, second: Bias | None) -> Bias | None:
     """Both biases together."""
     if first is None or second is None:
         return second if first is None else first
-    return Sum((first, second))
+    return SumBias((first, second))

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 
 @dataclass(frozen=True)
-class LogWeight:
+class LogBias:
     """ln b_n = bias(n) of one head at distance n = 0, 1, … tokens: what the analysis of Σ exp(bias) is told.
 
     Args:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Region:
+class RotationRegion:
     """Pairs whose score is (R_p q_i)·(R_r k_j) / sqrt(D): the query turned for p = ``q[i]``, the key for r = ``k[j]``.
 
     An encoding names several. Every pair that a query may see is in at most one of them; pairs in none are hidden.
@@ -25,9 +25,9 @@ class Region:
     covers: Callable[[Tensor, Tensor], Tensor]
     keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    def part(self, queries: slice, keys: slice) -> "Region":
+    def part(self, queries: slice, keys: slice) -> "RotationRegion":
         """The same for some of the queries and keys."""
-        return Region(some(self.q, queries), some(self.k, keys), self.covers, self.keys)
+        return RotationRegion(some(self.q, queries), some(self.k, keys), self.covers, self.keys)
 
 
 def some(at: Tensor, of: slice) -> Tensor:

@@ -7,19 +7,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_rpe.core.bias import (
-    ByKey,
-    ByQuery,
-    Content,
-    Curve,
-    Dense,
-    Form,
-    Levels,
-    Pieces,
-    Pointwise,
+    Bias,
+    ContentBias,
+    DenseBias,
+    KeyTableBias,
+    PiecewiseLinear,
+    PointwiseBias,
     Positions,
     QueryKeyTableBias,
-    Sum,
-    Toeplitz,
+    QueryTableBias,
+    ScaledDistanceBias,
+    SumBias,
+    ToeplitzBias,
+    TokenBias,
 )
 from fairseq_rpe.core.errors import UserError
 
@@ -28,7 +28,7 @@ CELLS = 1 << 14  # of the table in which a curve's pieces are looked up
 COMPARED = 4  # ends in a cell, or a multiple: a network that learns should not compile anew with every kink
 
 
-def columns(form: Toeplitz | ByQuery | ByKey, pos: Positions) -> tuple[Tensor, Tensor]:
+def columns(form: ToeplitzBias | QueryTableBias | KeyTableBias, pos: Positions) -> tuple[Tensor, Tensor]:
     """int32 a (B or 1, n) and b (B or 1, m) with a_i - b_j the column of the table, before clamping."""
     first = pos.k[:, :1]  # a common offset need not be a multiple of the step
     a, b = (torch.round((x - first) / form.step).int().contiguous() for x in (pos.q, pos.k))
@@ -36,8 +36,8 @@ def columns(form: Toeplitz | ByQuery | ByKey, pos: Positions) -> tuple[Tensor, T
 
 
 def pieces_between(
-    form: Curve, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
-) -> Pieces:
+    form: ScaledDistanceBias, pos: Positions, padding: Tensor | None = None, last_query: Tensor | None = None
+) -> PiecewiseLinear:
     """The pieces of ``form`` from 0 to the largest x of a pair that is seen, at least to 1.
 
     ``padding`` (B, m) bool, True at keys that nobody sees; ``last_query`` (B, m), the last query that sees each key.
@@ -58,7 +58,7 @@ def pieces_between(
 
 
 def score_mod(
-    form: Form | None, pos: Positions, batch: int, padding: Tensor | None = None, last_query: Tensor | None = None
+    form: Bias | None, pos: Positions, batch: int, padding: Tensor | None = None, last_query: Tensor | None = None
 ) -> Function | None:
     """What adds the bias ``form`` to a score, for ``batch`` rows; None where there is no bias.
 
@@ -69,20 +69,20 @@ def score_mod(
     """
     if form is None:
         return None
-    if isinstance(form, Dense):
+    if isinstance(form, DenseBias):
         bias = _copy(form.bias) if form.bias.requires_grad else form.bias
         row = torch.full((), len(bias) > 1, dtype=torch.int32, device=bias.device)
         return lambda score, b, h, i, j: score + bias[b * row, h, i, j]
-    if isinstance(form, Content):
+    if isinstance(form, ContentBias):
         return _of_content(form, pos, batch, padding, last_query)
-    if isinstance(form, Curve):
+    if isinstance(form, ScaledDistanceBias):
         return _from_pieces(form, pieces_between(form, pos, padding, last_query), pos, batch)
-    positions = columns(form, pos) if isinstance(form, Toeplitz) else (pos.q, pos.k)
+    positions = columns(form, pos) if isinstance(form, ToeplitzBias) else (pos.q, pos.k)
     at_q, at_k = (_copy(x.expand(batch, -1)) for x in positions)
-    if isinstance(form, Toeplitz):
+    if isinstance(form, ToeplitzBias):
         table, last = _copy(form.table), at_q.new_full((), form.table.shape[1] - 1)
         return lambda score, b, h, i, j: score + table[h, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
-    if isinstance(form, Pointwise):
+    if isinstance(form, PointwiseBias):
         scalar, numbers = form.scalar, [_copy(x) for x in form.numbers]
         return lambda score, b, h, i, j: score + scalar(at_q[b, i], at_k[b, j], *[x[h] for x in numbers])
     fn, aux = form.fn, form.aux
@@ -90,10 +90,10 @@ def score_mod(
 
 
 def _of_content(
-    form: Content, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
+    form: ContentBias, pos: Positions, batch: int, padding: Tensor | None, last_query: Tensor | None
 ) -> Function | None:
     """A bias that depends on the tokens: with a table it holds a number for each token and column, (B, H, n, R)."""
-    if isinstance(form, Sum):
+    if isinstance(form, SumBias):
         made = (score_mod(one, pos, batch, padding, last_query) for one in form.forms)
         adding = [add for add in made if add is not None]
 
@@ -103,7 +103,7 @@ def _of_content(
             return score
 
         return all_of_them
-    if isinstance(form, Levels):
+    if isinstance(form, TokenBias):
         middle = form.key.detach().mean(2, keepdim=True)  # rounded to float32, which holds small numbers better
         of_query, of_key = ((x.expand(batch, -1, -1)).float() for x in (form.query + middle, form.key - middle))
         return lambda score, b, h, i, j: score + (of_query[b, h, i] + of_key[b, h, j])
@@ -113,10 +113,10 @@ def _of_content(
             "attention backend 'sdpa'"
         )
     at_q, at_k = (_copy(x.expand(batch, -1)) for x in columns(form, pos))
-    own = form.query if isinstance(form, ByQuery) else form.key
+    own = form.query if isinstance(form, QueryTableBias) else form.key
     table = _copy(torch.matmul(own, form.vectors.to(own.dtype).mT).expand(batch, -1, -1, -1))
     last = at_q.new_full((), form.vectors.shape[1] - 1)
-    if isinstance(form, ByQuery):
+    if isinstance(form, QueryTableBias):
         return lambda score, b, h, i, j: (
             score + table[b, h, i, torch.minimum((at_q[b, i] - at_k[b, j]).clamp_min(0), last)]
         )
@@ -127,7 +127,7 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _from_pieces(form: Curve, pieces: Pieces, pos: Positions, batch: int) -> Function:
+def _from_pieces(form: ScaledDistanceBias, pieces: PiecewiseLinear, pos: Positions, batch: int) -> Function:
     """The piece of x is the number of ends <= x: those in the cells before x's, looked up, and a few that are compared.
 
     A binary search would load less often only for clustered ends, and what inductor makes of a chain of look-ups grows

@@ -76,7 +76,7 @@ class LMCrossEntropy(AdaptiveLoss):
 @torch.no_grad()
 def watched(model) -> dict[str, Any]:
     """The encodings' learned quantities as 0-d tensors, keyed for logging; empty where there are none."""
-    found = [encoding.scalars() for encoding in getattr(model.decoder, "encodings", ())]
+    found = [encoding.logged_scalars() for encoding in getattr(model.decoder, "encodings", ())]
     values: dict[str, Any] = {}
     for name in found[0] if found else ():
         stack = torch.stack([scalars[name].float().reshape(-1) for scalars in found])

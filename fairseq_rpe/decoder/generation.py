@@ -21,7 +21,7 @@ Tick = Callable[[], object]
 
 def check_fixed(model: Any) -> None:
     """Refuse an encoding for which what has been read would change with every token that is written."""
-    if model.decoder.reads_length:
+    if model.decoder.length_dependent:
         raise UserError(
             "this encoding follows the length of the text, which grows while an answer is written: give a fixed "
             "factor with --rpe, or use --positions interpolate, which has one ratio for the whole text"
@@ -113,7 +113,7 @@ def settled(model: Any, prompts: Sequence[Sequence[int]], whole: Sequence[int]) 
     """
     moves: Moves = model.decoder.moves
     before = moves.evaluation
-    if not moves.settled(False):
+    if not moves.length_invariant(False):
         moves.evaluation = _frozen(moves, before, prompts, whole)
     try:
         yield

@@ -1,4 +1,4 @@
-"""All encodings by name. ``build("type1:form=paper", heads=8, width=512).profile(n)``."""
+"""All encodings by name. ``build("type1:form=paper", heads=8, width=512).bias_profile(n)``."""
 
 import importlib.util
 import sys
@@ -39,7 +39,7 @@ from fairseq_rpe.encodings import (  # noqa: F401  (registers)
     window,
     xpos,
 )
-from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairBias, Rotary, register, registry
+from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairwiseBias, Rotary, register, registry
 from fairseq_rpe.encodings.contract import check_contract
 from fairseq_rpe.encodings.kerple import positive
 from fairseq_rpe.utils.files import file_digest
@@ -48,7 +48,7 @@ __all__ = [
     "Absolute",
     "DistanceBias",
     "Encoding",
-    "PairBias",
+    "PairwiseBias",
     "Rotary",
     "build",
     "describe",

@@ -18,9 +18,9 @@ class NoPE(Encoding):
 
     formula = "0"
     paper = "Haviv et al. 2022 (arXiv 2203.16634); Kazemnejad et al. 2023 (arXiv 2305.19466)"
-    shares = ("model",)
-    positions = "none"
-    bounded = "every distance weighs the same"
+    sharing_modes = ("model",)
+    position_type = "none"
+    bounded_reason = "every distance weighs the same"
 
 
 @register("sinusoidal")
@@ -67,7 +67,7 @@ class Learned(Absolute):
 
     formula = "x + table[i]"
     paper = "Gehring et al. 2017 (arXiv 1705.03122)"
-    positions = "whole"
+    position_type = "whole"
 
     def setup(self) -> None:
         rows = self.config.max_positions or self.length

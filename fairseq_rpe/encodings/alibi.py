@@ -39,11 +39,11 @@ class Alibi(DistanceBias):
     formula = "-k_h·d,  k_h = 2^(-8h/H)"
     paper = "Press, Smith, Lewis 2022 (arXiv 2108.12409)"
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         return (slopes(self.heads, like.dtype, like.device),)
 
-    def of_head(self, d: Tensor, k: Tensor) -> Tensor:
+    def head_bias(self, d: Tensor, k: Tensor) -> Tensor:
         return -k * d
 
-    def series(self) -> list[str]:
+    def log_bias_formulas(self) -> list[str]:
         return [f"-{exact(k)}*n" for k in alibi_slopes(self.heads)]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight
-from fairseq_rpe.core.rotation_regions import Region
+from fairseq_rpe.core.log_bias import LogBias
+from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import register
 from fairseq_rpe.encodings.rope_extrapolation import Longer, at, far, near
@@ -22,15 +22,15 @@ class Forgetful(Longer):
 
     window: int
 
-    def profile(self, n: int) -> Tensor:
+    def bias_profile(self, n: int) -> Tensor:
         """Of the window; the first tokens are no matter of the distance."""
-        return super().profile(n).index_fill(1, torch.arange(min(self.window, n), n), float("-inf"))
+        return super().bias_profile(n).index_fill(1, torch.arange(min(self.window, n), n), float("-inf"))
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         note = f"with the first {self.config.sinks} tokens a query still sees finitely many keys"
-        return [LogWeight("0", note, keys=self.window)] * self.heads
+        return [LogBias("0", note, keys=self.window)] * self.heads
 
-    def _first(self, region: Region) -> Region:
+    def _first(self, region: RotationRegion) -> RotationRegion:
         """Of a region of far pairs, those of the first tokens."""
         sinks = self.config.sinks
 
@@ -38,7 +38,7 @@ class Forgetful(Longer):
             least, most = region.keys(first, last)
             return least, most.clamp_max(sinks - 1)
 
-        return Region(region.q, region.k, lambda i, j: region.covers(i, j) & (j < sinks), keys)
+        return RotationRegion(region.q, region.k, lambda i, j: region.covers(i, j) & (j < sinks), keys)
 
 
 @register("lm_infinite")
@@ -65,14 +65,14 @@ class LMInfinite(Forgetful):
         self.window = self.of_length("window")
         self.ceiling = self.config.ceiling or self.window
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         window, ceiling = self.window, self.ceiling
         inner = min(window, ceiling)
         cut = at(ceiling, pos.q), at(0, pos.k)
         found = [near(pos, inner)]
         if inner < window:  # in the window, beyond the ceiling
             found.append(
-                Region(
+                RotationRegion(
                     *cut,
                     lambda i, j: (i - j >= inner) & (i - j < window),
                     lambda first, last: (first - window, last - inner),
@@ -81,7 +81,7 @@ class LMInfinite(Forgetful):
         if window < ceiling:  # first tokens outside the window, below the ceiling
             found.append(
                 self._first(
-                    Region(
+                    RotationRegion(
                         pos.q,
                         pos.k,
                         lambda i, j: (i - j >= window) & (i - j < ceiling),
@@ -119,6 +119,6 @@ class StreamingLLM(Forgetful):
             raise UserError(f"'streaming_llm': {sinks} sinks leave no room in {self.original} tokens: give recent=N")
         self.window = self.of_length("recent", lambda length: length - sinks)
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         last = pos.q.clamp_max(self.config.sinks + self.window - 1)
         return near(pos, self.window), self._first(far(last, pos.k, self.window))

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.arguments import check_count
-from fairseq_rpe.core.bias import Form, Pair, Pointwise, Positions, Toeplitz, block
+from fairseq_rpe.core.bias import Bias, PairBias, PointwiseBias, Positions, ToeplitzBias, block
 from fairseq_rpe.core.errors import UserError, enough_memory
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.registry import Registry
 from fairseq_rpe.core.tensors import check_embedded
-from fairseq_rpe.encodings.interface import Doors
+from fairseq_rpe.encodings.interface import EncodingInterface
 
 _WIDE = (torch.float32, torch.float64)
 _SMALL_TABLE = 1 << 16  # distances; a table of so many takes no time
 
 
-class Encoding(Doors):
+class Encoding(EncodingInterface):
     """Base class of all encodings.
 
     Args:
@@ -29,17 +29,17 @@ class Encoding(Doors):
         length: training length in tokens, where known; only encodings with a table of it read this.
         symbols: what each id of the dictionary stands for, where known; only ``setup`` sees them.
 
-    Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``shares``,
-    the ways to share parameters over layers that make sense, the default first. ``query_limit`` is a function of
-    (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
-    ``positions``: "any", "whole" where fractions have no meaning, or "none" where positions are not read at all.
-    ``reads_length``: the encoding changes with the length of the whole row, so trailing padding must not count.
-    ``rotation_is_fixed``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
+    Class attributes: ``formula`` and ``paper`` (one line each, shown by ``fairseq-rpe list``) and ``sharing_modes``,
+    the ways to share parameters over layers that make sense, the default first. ``max_queries_per_call`` is a function
+    of (positions, dtype): how many queries ``rotate`` can serve in one call; None where any number is fine.
+    ``position_type``: "any", "whole" where fractions have no meaning, or "none" where positions are not read at all.
+    ``length_dependent``: the encoding changes with the length of the whole row, so trailing padding must not count.
+    ``fixed_rotation``: what ``rotate`` makes of a key follows from the key and its own position alone, not from the
     other tokens, so that a cache may keep it turned. False, as here, is always right: keys are turned on every read.
-    ``bias_of_distance``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
-    ``reads_tokens``: the encoding needs the ids of the tokens, ``Positions.tokens``.
-    ``bounded``: why scores without additive bias, or with one that depends on the tokens, are bounded.
-    ``depends``: what can be said of a bias that depends on the tokens and has no bound.
+    ``is_distance_bias``: the bias is a table of the distance, which more tokens only make longer: decoding may keep it.
+    ``needs_token_ids``: the encoding needs the ids of the tokens, ``Positions.tokens``.
+    ``bounded_reason``: why scores without additive bias, or with one that depends on the tokens, are bounded.
+    ``dependence``: what can be said of a bias that depends on the tokens and has no bound.
     ``changes_base``: another base than the model was trained with is a method of this encoding, not a mistake.
 
     Parameters stay in float32 under ``.half()`` and ``.bfloat16()``: 8 bits cannot hold positions or slopes.
@@ -50,14 +50,14 @@ class Encoding(Doors):
 
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    shares: ClassVar[tuple[str, ...]] = ("model", "layer")
-    query_limit: Callable[[Positions, torch.dtype], int] | None = None
-    reads_length: bool = False
-    reads_tokens: bool = False
-    rotation_is_fixed: bool = False
-    positions: ClassVar[str] = "any"
-    bounded: ClassVar[str] = ""
-    depends: str = ""
+    sharing_modes: ClassVar[tuple[str, ...]] = ("model", "layer")
+    max_queries_per_call: Callable[[Positions, torch.dtype], int] | None = None
+    length_dependent: bool = False
+    needs_token_ids: bool = False
+    fixed_rotation: bool = False
+    position_type: ClassVar[str] = "any"
+    bounded_reason: ClassVar[str] = ""
+    dependence: str = ""
     changes_base: ClassVar[bool] = False
 
     def __init__(
@@ -94,48 +94,48 @@ class Encoding(Doors):
         return ""
 
     @property
-    def bias_of_distance(self) -> bool:
+    def is_distance_bias(self) -> bool:
         return False
 
     @property
-    def only_turns(self) -> bool:
-        others = self.adds_bias, self.changes_values, self.reads_tokens, self.of_content
+    def is_pure_rotation(self) -> bool:
+        others = self.adds_bias, self.changes_values, self.needs_token_ids, self.is_content_dependent
         return self.rotates and not any(others)
 
     @property
     @torch.no_grad()
     def adds_bias(self) -> bool:
-        return self.form(Positions.arange(2)) is not None
+        return self.position_bias(Positions.arange(2)) is not None
 
     @torch.no_grad()
-    def profile(self, n: int) -> Tensor:
+    def bias_profile(self, n: int) -> Tensor:
         """(H, n) float64 log-bias of the last of n queries over distances 0 … n-1.
 
         Raises UserError: it is no function of the distance alone, or n is no number of tokens.
         """
         check_count("n", n)
-        if self.of_content or self.reads_tokens:
+        if self.is_content_dependent or self.needs_token_ids:
             raise UserError(f"{type(self).__name__} depends on what the tokens are: there is no bias of the distance")
         first = next(self.parameters(), None)
         with enough_memory(f"a profile of {n} distances"):
             pos = Positions.arange(1, n, dtype=torch.float64, device=None if first is None else first.device)
-            form = self.form(pos)
+            form = self.position_bias(pos)
             if form is None:
                 return pos.k.new_zeros(self.heads, n)
             return block(form, pos)[0, :, 0].flip(-1)
 
-    def series(self) -> list[str] | list[LogWeight] | None:
+    def log_bias_formulas(self) -> list[str] | list[LogBias] | None:
         """ln b_n = bias(n) of each head as a formula in n, H of them; None where no formula is known.
 
         It is what ``fairseq-rpe verdict`` decides Σ exp(bias) by. A plain string is the exact log-bias.
         """
-        if not self.bounded or type(self).form is not Encoding.form:
+        if not self.bounded_reason or type(self).position_bias is not Encoding.position_bias:
             return None
-        if self.of_content:
-            return [LogWeight("0", self.bounded, at_least=True)] * self.heads
-        return [LogWeight("0", f"no additive bias: {self.bounded}")] * self.heads
+        if self.is_content_dependent:
+            return [LogBias("0", self.bounded_reason, at_least=True)] * self.heads
+        return [LogBias("0", f"no additive bias: {self.bounded_reason}")] * self.heads
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         """Learned quantities worth watching: name -> (H,) per head or () per encoding, in natural units."""
         return {}
 
@@ -170,57 +170,59 @@ def is_far(pos: Positions, reach: int) -> bool:
 class DistanceBias(Encoding):
     """An additive bias that depends on the distance alone. Fill ``bias``.
 
-    Or fill ``of_head`` and, where it needs them, ``numbers``: the same bias written for one head, which a kernel on a
+    Or fill ``head_bias`` and, where it needs them, ``numbers``: the same bias written for one head, which a kernel on a
     GPU can then work out for every pair where positions are not evenly spaced and no table will do.
     """
 
     def bias(self, d: Tensor) -> Tensor:
         """(R,) distances >= 0 in tokens, float -> (H, R) log-bias, in ``d``'s dtype and differentiable."""
-        return self.of_head(d, *(x[:, None] for x in self.numbers(d))).expand(self.heads, -1)
+        return self.head_bias(d, *(x[:, None] for x in self.head_parameters(d))).expand(self.heads, -1)
 
-    def of_head(self, d: Tensor, *numbers: Any, **none: Any) -> Tensor:
+    def head_bias(self, d: Tensor, *numbers: Any, **none: Any) -> Tensor:
         """The log-bias at d of the head that has these ``numbers``: arithmetic of scalars that broadcasts."""
         raise NotImplementedError
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         """(H,) tensors in the dtype and on the device of ``like``."""
         return ()
 
     @property
-    def bias_of_distance(self) -> bool:
-        return type(self).form is DistanceBias.form and not self.reads_length
+    def is_distance_bias(self) -> bool:
+        return type(self).position_bias is DistanceBias.position_bias and not self.length_dependent
 
-    def form(self, pos: Positions) -> Form:
+    def position_bias(self, pos: Positions) -> Bias:
         if pos.step is None or is_far(pos, reach := reach_of(pos, pos.step)):
             if type(self).bias is DistanceBias.bias:
-                return Pointwise(self._pairwise, scalar=self._of_positions, numbers=self.numbers(pos.k))
-            return Pair(self._pairwise)
-        return Toeplitz(self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step)
+                return PointwiseBias(self._pairwise, scalar=self._of_positions, numbers=self.head_parameters(pos.k))
+            return PairBias(self._pairwise)
+        return ToeplitzBias(
+            self.bias(torch.arange(reach, device=pos.k.device, dtype=pos.k.dtype) * pos.step), 0, pos.step
+        )
 
     def _pairwise(self, i: Tensor, j: Tensor) -> Tensor:
         d = (i[:, :, None] - j[:, None, :]).clamp_min(0)
         return self.bias(d.flatten()).unflatten(1, d.shape).transpose(0, 1)
 
     def _of_positions(self, i: Tensor, j: Tensor, *numbers: Tensor) -> Tensor:
-        return self.of_head((i - j).clamp_min(0), *numbers)
+        return self.head_bias((i - j).clamp_min(0), *numbers)
 
 
-class PairBias(Encoding):
+class PairwiseBias(Encoding):
     """An additive bias that depends on both positions. Fill ``bias``."""
 
     def bias(self, i: Tensor, j: Tensor) -> Tensor:
         """i (B or 1, n), j (B or 1, m) -> (B or 1, H, n, m), finite for j > i too."""
         raise NotImplementedError
 
-    def form(self, pos: Positions) -> Form:
-        return Pair(self.bias)
+    def position_bias(self, pos: Positions) -> Bias:
+        return PairBias(self.bias)
 
 
 class Absolute(Encoding):
     """A vector per position, added once at the input. Fill ``vectors``."""
 
-    shares = ("model",)
-    bounded = "positions enter at the input, and scores of bounded vectors are bounded"
+    sharing_modes = ("model",)
+    bounded_reason = "positions enter at the input, and scores of bounded vectors are bounded"
 
     def vectors(self, at: Tensor) -> Tensor:
         """Positions (B or 1, n) -> (B or 1, n, C), in float32 or better."""
@@ -241,8 +243,8 @@ class Rotary(Encoding):
     them open; see ``rotation_options``.
     """
 
-    shares = ("model",)
-    bounded = "rotated queries and keys of bounded norm have bounded scores"
+    sharing_modes = ("model",)
+    bounded_reason = "rotated queries and keys of bounded norm have bounded scores"
     interleaved: bool = False
     rotary_fraction: float = 1.0
     whole: bool = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Form, Positions
+from fairseq_rpe.core.bias import Bias, Positions
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.core.tensors import check_embedded
@@ -28,7 +28,7 @@ class _Stepped(Alibi):
 
     factor: float = 1.0
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         return (self.factor * slopes(self.heads, like.dtype, like.device),)
 
 
@@ -89,10 +89,10 @@ class Bipe(Encoding):
 
     formula = "x + table[place in segment];  rope by n_i, or -96·k_h·(n_i - n_j),  n: number of the segment"
     paper = "He et al. 2024 (arXiv 2401.16421)"
-    shares = ("model",)
-    positions = "none"
-    reads_tokens = True
-    rotation_is_fixed = True
+    sharing_modes = ("model",)
+    position_type = "none"
+    needs_token_ids = True
+    fixed_rotation = True
     ends: Tensor
 
     @classmethod
@@ -110,7 +110,7 @@ class Bipe(Encoding):
         else:
             self.between = _Stepped(_Stepped.Config(), self.heads, self.width)
             self.between.factor = cfg.factor
-            self.depends = (
+            self.dependence = (
                 "the bias falls by a number for each segment: Σ exp(bias) is at most m/(1 - e^-k) where no segment has "
                 "more than m tokens and k is that number, and grows with the text where a segment does"
             )
@@ -134,7 +134,7 @@ class Bipe(Encoding):
             raise UserError("'bipe' does not know which tokens end a segment: give build(...) the dictionary's symbols")
         return count(pos.tokens, self.ends)
 
-    def settle(self, pos: Positions) -> Positions:
+    def prepare_positions(self, pos: Positions) -> Positions:
         segments = self.counted(pos)[0].to(pos.k.dtype)
         return Segments(segments[:, -pos.q.shape[1] :], segments, 1.0, contiguous=False)
 
@@ -148,8 +148,8 @@ class Bipe(Encoding):
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         return self.between.rotate(x, at, _settled(pos), key)
 
-    def form(self, pos: Positions) -> Form | None:
-        return None if self.rotates else self.between.form(_settled(pos))
+    def position_bias(self, pos: Positions) -> Bias | None:
+        return None if self.rotates else self.between.position_bias(_settled(pos))
 
     @property
     def rotates(self) -> bool:
@@ -160,8 +160,8 @@ class Bipe(Encoding):
         """Not of positions alone."""
         return False
 
-    def series(self) -> Any:
-        return self.between.series() if self.rotates else None
+    def log_bias_formulas(self) -> Any:
+        return self.between.log_bias_formulas() if self.rotates else None
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         given = state_dict.get(prefix + "ends")

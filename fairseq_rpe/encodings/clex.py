@@ -54,7 +54,7 @@ class Clex(Rotary):
 
     formula = "(R_i q)·(R_j k),  R_p turns pair s by p·θ_s(t),  d ln θ/dt = network(ln θ, t) + NTK's own"
     paper = "Chen et al. 2023 (arXiv 2310.16450)"
-    reads_length = True
+    length_dependent = True
 
     @classmethod
     def rotation_options(cls, config: Any) -> Mapping[str, str]:

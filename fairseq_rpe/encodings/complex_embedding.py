@@ -34,17 +34,17 @@ class Complex(Encoding):
 
     formula = "z_c·exp(i·ω_wc·t),  z_c = x_c + i·x_(c + C/2) at the input,  ω learned"
     paper = "Wang et al. 2020 (arXiv 1912.12333)"
-    shares = ("model",)
-    bounded = "positions turn the input, and scores of bounded vectors are bounded"
+    sharing_modes = ("model",)
+    bounded_reason = "positions turn the input, and scores of bounded vectors are bounded"
 
     def setup(self) -> None:
         if self.width % 2:
             raise UserError(f"'complex' reads pairs of numbers: the model width must be even, not {self.width}")
-        self.reads_tokens = self.config.frequencies == "word"
+        self.needs_token_ids = self.config.frequencies == "word"
         c = torch.arange(self.width // 2, dtype=torch.float32)
         start = 10000.0 ** (-2 * c / self.width)
         words = len(self.symbols or ())
-        self.frequencies = nn.Parameter(start.repeat(words, 1) if self.reads_tokens else start)
+        self.frequencies = nn.Parameter(start.repeat(words, 1) if self.needs_token_ids else start)
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         check_embedded(x, pos, self.width)
@@ -55,7 +55,7 @@ class Complex(Encoding):
 
     def _of(self, pos: Positions, n: int) -> Tensor:
         """(C/2,) or (B, n, C/2) frequencies of the last n tokens."""
-        if not self.reads_tokens:
+        if not self.needs_token_ids:
             return self.frequencies
         if pos.tokens is None:
             raise UserError(
@@ -68,6 +68,6 @@ class Complex(Encoding):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         given, own = state_dict.get(prefix + "frequencies"), self.frequencies
-        if self.reads_tokens and not len(own) and isinstance(given, Tensor) and given.shape[1:] == own.shape[1:]:
+        if self.needs_token_ids and not len(own) and isinstance(given, Tensor) and given.shape[1:] == own.shape[1:]:
             self.frequencies = nn.Parameter(torch.zeros_like(given, dtype=own.dtype, device=own.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

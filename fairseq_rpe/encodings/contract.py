@@ -15,23 +15,53 @@ from torch import Tensor
 
 from fairseq_rpe.core.bias import Positions, block, column_of
 from fairseq_rpe.core.contract import FAR, check_names, is_shipped, refuse, untouched_random_state
-from fairseq_rpe.core.log_bias import LogWeight
-from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairBias, Rotary
+from fairseq_rpe.core.log_bias import LogBias
+from fairseq_rpe.encodings.base import Absolute, DistanceBias, Encoding, PairwiseBias, Rotary
 from fairseq_rpe.encodings.contract_values import WIDE, Declined, Hooks, first_nonfinite
 
-_HOOKS = ("embed", "rotate", "value", "form", "scores", "remap", "reading", "settle", "rotation", "note", "regions")
-_OTHERS: tuple[str, ...] = ("setup", "series", "scalars", "profile", "Config", "formula", "paper", "shares", "tie")
-_OTHERS += ("positions", "query_limit", "reads_length", "reads_tokens", "rotation_is_fixed", "bounded", "depends")
+_HOOKS = (
+    "embed",
+    "rotate",
+    "value",
+    "position_bias",
+    "content_bias",
+    "transform_scores",
+    "relative_values",
+    "prepare_positions",
+    "rotation",
+    "token_features",
+    "rotation_regions",
+)
+_OTHERS: tuple[str, ...] = (
+    "setup",
+    "log_bias_formulas",
+    "logged_scalars",
+    "bias_profile",
+    "Config",
+    "formula",
+    "paper",
+    "sharing_modes",
+    "tie",
+)
+_OTHERS += (
+    "position_type",
+    "max_queries_per_call",
+    "length_dependent",
+    "needs_token_ids",
+    "fixed_rotation",
+    "bounded_reason",
+    "dependence",
+)
 # by family: methods of which one is enough, and further names that belong to it
 _FAMILIES: dict[type[Encoding], tuple[tuple[str, ...], tuple[str, ...]]] = {
-    DistanceBias: (("bias", "of_head", "form"), ("numbers",)),
-    PairBias: (("bias", "form"), ()),
+    DistanceBias: (("bias", "head_bias", "position_bias"), ("head_parameters",)),
+    PairwiseBias: (("bias", "position_bias"), ()),
     Rotary: (("angles", "rotate", "rotation"), ("amplitude", "interleaved", "rotary_fraction", "whole")),
     Absolute: (("vectors", "embed"), ()),
     Encoding: (_HOOKS, ()),
 }
-_SQUARE = ("rotate", "form", "scores", "remap", "reading")  # (…, queries, keys)
-_OF_QUERY = ("embed", "note")  # (…, queries, width); of values all keys
+_SQUARE = ("rotate", "position_bias", "content_bias", "transform_scores", "relative_values")  # (…, queries, keys)
+_OF_QUERY = ("embed", "token_features")  # (…, queries, width); of values all keys
 _checked: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -58,7 +88,7 @@ def check_contract(encoding: Encoding, symbols: int = 0) -> None:
     key = f"{encoding.config!r} {encoding.heads} {encoding.width} {encoding.length} {symbols} {device.type}"
     if key not in done:
         check(encoding, symbols)
-        if device.type != "meta" and (symbols or not encoding.reads_tokens):
+        if device.type != "meta" and (symbols or not encoding.needs_token_ids):
             done.add(key)
 
 
@@ -66,7 +96,7 @@ def check(encoding: Encoding, symbols: int = 0) -> None:
     """:func:`check_contract`, also of encodings of this package and of those that have been checked before."""
     check_class(encoding)
     device = _device(encoding)
-    if device.type == "meta" or (encoding.reads_tokens and not symbols):
+    if device.type == "meta" or (encoding.needs_token_ids and not symbols):
         return
     with (
         untouched_random_state(device),
@@ -97,8 +127,8 @@ def check_class(encoding: Encoding) -> None:
     set_later = any(name in vars(encoding) for name in _HOOKS)
     inherited = any(is_shipped(base) and base not in _FAMILIES for base in cls.__mro__[: cls.__mro__.index(family)])
     check_names(cls, family, required, (*optional, *_HOOKS, *_OTHERS), filled=set_later or inherited)
-    if cls.positions not in ("any", "whole", "none"):
-        refuse(cls, None, f"has positions = {cls.positions!r}, expected 'any', 'whole' or 'none'")
+    if cls.position_type not in ("any", "whole", "none"):
+        refuse(cls, None, f"has positions = {cls.position_type!r}, expected 'any', 'whole' or 'none'")
     if isinstance(encoding, Rotary) and not hasattr(encoding, "rotated"):
         refuse(cls, "setup", "does not call super().setup(), which prepares the rotation: call it")
 
@@ -123,7 +153,7 @@ class _Check(Hooks):
                 self._unless_declined(self._family, dtype, near)
         for dtype in self.dtypes:
             self._unless_declined(self._plain, dtype)
-        if self.encoding.positions != "none":
+        if self.encoding.position_type != "none":
             self._unless_declined(self._uneven)
         self._unless_declined(self._gradients)
         self._unless_declined(self._decoding)
@@ -145,7 +175,7 @@ class _Check(Hooks):
     def _positions(self, k: Tensor, queries: int | None = None, rows: int = 1, **kind: Any) -> Positions:
         """Positions k (B or 1, m) of all tokens, the last of which are queries, with ids where they are read."""
         m, ids = k.shape[1], None
-        if self.encoding.reads_tokens:
+        if self.encoding.needs_token_ids:
             ids = (torch.arange(rows * m, device=self.device) % self.symbols).view(rows, m)
         return Positions(k[:, m - (queries or m) :], k, tokens=ids, **kind)
 
@@ -161,18 +191,20 @@ class _Check(Hooks):
             first = torch.arange(count, device=self.device, dtype=dtype)
             return first if near else torch.cat([first[: -len(FAR)], first.new_tensor(FAR)])
 
-        if isinstance(encoding, DistanceBias) and cls.form is DistanceBias.form:
+        if isinstance(encoding, DistanceBias) and cls.position_bias is DistanceBias.position_bias:
             self.log_bias(encoding, numbers(self.distances))
             return
         pos = self._positions(numbers(self.tokens)[None], step=1.0, contiguous=near)
-        if isinstance(encoding, PairBias) and cls.form is PairBias.form:
+        if isinstance(encoding, PairwiseBias) and cls.position_bias is PairwiseBias.position_bias:
             self.bias("bias", self.call("bias", pos.q, pos.k), pos, (dtype,))
         elif isinstance(encoding, Rotary) and self.overrides(Rotary, "angles"):
             pairs = encoding.rotated // 2
             self.tensor("angles", self.call("angles", pos.k, pos), [(1, self.tokens, pairs)], (dtype,))
             for key in (False, True):
                 output = self.call("amplitude", pos.k, pos, key)
-                if output is not None and (near or encoding.query_limit is None):  # it has the range of some queries
+                if output is not None and (
+                    near or encoding.max_queries_per_call is None
+                ):  # it has the range of some queries
                     widths = (1,) if encoding.whole else (1, pairs)
                     shapes = [(1, n, width) for n in (1, self.tokens) for width in widths]
                     self.tensor("amplitude", output, shapes, WIDE)
@@ -186,7 +218,7 @@ class _Check(Hooks):
 
     def _uneven(self) -> None:
         """All hooks where each row has its own spacing, of fractions too where they have a meaning."""
-        dtype, whole = self.dtypes[0], self.encoding.positions == "whole"
+        dtype, whole = self.dtypes[0], self.encoding.position_type == "whole"
         steps = 1.0 + torch.arange(2 * self.tokens, device=self.device, dtype=dtype).view(2, -1) % 3
         k = (steps if whole else steps * 0.375).cumsum(1)
         pos = self._positions(k - k[:, :1], rows=2, step=1.0 if whole else None, contiguous=False)
@@ -201,7 +233,7 @@ class _Check(Hooks):
             self.tensor("embed", output, [tuple(x.shape)], (x.dtype,))
             yield "embed", output, x
         pos = self.prepared_positions(pos)
-        notes = self.notes(x) if self.has("note") else None
+        notes = self.token_features(x) if self.has("token_features") else None
         if self.has("rotate") or self.has("rotation"):
             rotate, (of_queries, of_keys) = self.call("rotation", pos), self.rotation_positions(pos)
             if rotate is not None:
@@ -214,19 +246,19 @@ class _Check(Hooks):
             output = self.call("value", v, pos)
             self.tensor("value", output, [tuple(v.shape)], (v.dtype,))
             yield "value", output, v
-        if self.has("form") and (form := self.call("form", pos)) is not None:
-            yield self.author("form"), self._bias("form", form, pos, 0), None
-        if self.has("scores") and (form := self.call("scores", q, k, pos, notes)) is not None:
-            yield "scores", self._bias("scores", form, pos, len(q)), None
-        if self.has("remap") and self.encoding.remap is not None:
-            yield "remap", self.remapped_weights(q, k, pos), q
-        if self.has("reading") and (reading := self.reading(pos)) is not None:
-            yield "reading", reading.vectors, None
+        if self.has("position_bias") and (form := self.call("position_bias", pos)) is not None:
+            yield self.author("position_bias"), self._bias("position_bias", form, pos, 0), None
+        if self.has("content_bias") and (form := self.call("content_bias", q, k, pos, notes)) is not None:
+            yield "content_bias", self._bias("content_bias", form, pos, len(q)), None
+        if self.has("transform_scores") and self.encoding.transform_scores is not None:
+            yield "transform_scores", self.remapped_weights(q, k, pos), q
+        if self.has("relative_values") and (reading := self.relative_values(pos)) is not None:
+            yield "relative_values", reading.vectors, None
 
     def _bias(self, method: str, form: Any, pos: Positions, rows: int) -> Tensor:
         """(B or 1, H, n, m) of a form that a hook returned."""
         method = self.author(method)
-        self.form(method, form, pos, rows)
+        self.position_bias(method, form, pos, rows)
         output: Tensor = self.call(method, form, pos, function=block)
         self.bias(method, output, pos, WIDE, rows)
         return output
@@ -265,7 +297,7 @@ class _Check(Hooks):
         n, tensors = self.tokens, self._inputs(torch.float64, 1)
         full = self._outputs(tensors, self._arange(torch.float64), 0)
         for last in (n // 2, n - 1):
-            if last < n - 1 and self.encoding.reads_length:  # earlier tokens then may change with later ones
+            if last < n - 1 and self.encoding.length_dependent:  # earlier tokens then may change with later ones
                 continue
             m = last + 1
             first = {name: x[..., :m, :] for name, x in tensors.items()}
@@ -277,7 +309,7 @@ class _Check(Hooks):
                     expected = whole[..., last : last + 1, :m]
                 else:
                     expected = whole[..., last : last + 1, :] if method in _OF_QUERY else whole[..., :m, :]
-                if method in ("form", "scores"):  # softmax does not see what all keys of a query share
+                if method in ("position_bias", "content_bias"):  # softmax does not see what all keys of a query share
                     expected, one = (x - x[..., -1:] for x in (expected, one))
                 of = f"one query of {m} tokens, as in decoding,"
                 self._same(self.author(method), expected, one, of, f"all {n} tokens")
@@ -290,9 +322,9 @@ class _Check(Hooks):
         if self.has("embed"):
             outputs.append(("embed", self.call("embed", x[:, first:], pos)))
         pos = self.prepared_positions(pos)
-        notes = self.notes(x) if self.has("note") else None
-        if notes is not None and (features := self.notes(x[:, first:])) is not None:
-            outputs.append(("note", features))
+        notes = self.token_features(x) if self.has("token_features") else None
+        if notes is not None and (features := self.token_features(x[:, first:])) is not None:
+            outputs.append(("token_features", features))
         if self.has("rotate") or self.has("rotation"):
             rotate, (of_queries, of_keys) = self.call("rotation", pos), self.rotation_positions(pos)
             if rotate is not None:
@@ -303,30 +335,30 @@ class _Check(Hooks):
                 q, k = (queries[0], keys[0]) if len(queries) == 1 else (q, k)
         if self.has("value"):
             outputs.append(("value", self.call("value", v, pos)))
-        if self.has("form") and (form := self.call("form", pos)) is not None:
-            outputs.append(("form", self._bias("form", form, pos, 0)))
-        if self.has("scores") and (form := self.call("scores", q, k, pos, notes)) is not None:
-            outputs.append(("scores", self._bias("scores", form, pos, len(q))))
-        if self.has("remap") and self.encoding.remap is not None:
-            outputs.append(("remap", self.remapped_weights(q, k, pos)))
-        if self.has("reading") and (reading := self.reading(pos)) is not None:
+        if self.has("position_bias") and (form := self.call("position_bias", pos)) is not None:
+            outputs.append(("position_bias", self._bias("position_bias", form, pos, 0)))
+        if self.has("content_bias") and (form := self.call("content_bias", q, k, pos, notes)) is not None:
+            outputs.append(("content_bias", self._bias("content_bias", form, pos, len(q))))
+        if self.has("transform_scores") and self.encoding.transform_scores is not None:
+            outputs.append(("transform_scores", self.remapped_weights(q, k, pos)))
+        if self.has("relative_values") and (reading := self.relative_values(pos)) is not None:
             vectors = reading.vectors[:, column_of(reading, pos.q, pos.k)[0]]  # (H or 1, n, m, D)
-            outputs.append(("reading", vectors.sum(-1)))
+            outputs.append(("relative_values", vectors.sum(-1)))
         return outputs
 
     def _check_cached(self, k: Tensor) -> None:
         """What decoding keeps does not change as tokens come: rotated keys, and the table of a distance bias."""
         n, dtype = self.tokens, torch.float64
-        if self.encoding.rotates and self.encoding.rotation_is_fixed:
+        if self.encoding.rotates and self.encoding.fixed_rotation:
             rotated_keys = []
             for m in (n // 2, n):
                 pos = self.prepared_positions(self._arange(dtype, m))
                 rotated_keys.append(self.call("rotate", k[:, :, :m], pos.k, pos, key=True)[:, :, : n // 2])
             early, late = rotated_keys
             self._same("rotate", late, early, f"keys of {n // 2} tokens", f"{n}", "set rotation_is_fixed = False")
-        if self.encoding.bias_of_distance:
-            tables = [self.call("form", self._arange(dtype, m, queries=1)).table[:, :n] for m in (n, 2 * n)]
-            name = self.author("form")
+        if self.encoding.is_distance_bias:
+            tables = [self.call("position_bias", self._arange(dtype, m, queries=1)).table[:, :n] for m in (n, 2 * n)]
+            name = self.author("position_bias")
             self._same(name, tables[1], tables[0], f"{n} distances", f"{2 * n}", "set reads_length = True")
 
     def _same(self, method: str, expected: Tensor, output: Tensor, of: str, other: str, remedy: str = "") -> None:
@@ -341,14 +373,16 @@ class _Check(Hooks):
 
     def _reports(self) -> None:
         """What commands show of an encoding: learned quantities, and its formula of each head."""
-        scalars = self.call("scalars")
+        scalars = self.call("logged_scalars")
         if not isinstance(scalars, dict):
-            self.returned("scalars", scalars, "a dict of tensors")
+            self.returned("logged_scalars", scalars, "a dict of tensors")
         for one in scalars.values():
-            self.tensor("scalars", one, [(self.heads,), ()], (*WIDE, torch.int64), finite=False)
-        if not self.overrides(Encoding, "series") or (series := self.call("series")) is None:
+            self.tensor("logged_scalars", one, [(self.heads,), ()], (*WIDE, torch.int64), finite=False)
+        if not self.overrides(Encoding, "log_bias_formulas") or (series := self.call("log_bias_formulas")) is None:
             return
-        if not isinstance(series, list) or not all(isinstance(one, str | LogWeight) for one in series):
-            self.returned("series", series, f"a list of {self.heads} formulas or None")
+        if not isinstance(series, list) or not all(isinstance(one, str | LogBias) for one in series):
+            self.returned("log_bias_formulas", series, f"a list of {self.heads} formulas or None")
         if len(series) != self.heads:
-            self.refuse("series", f"returned {len(series)} formulas, expected {self.heads}, one for each head")
+            self.refuse(
+                "log_bias_formulas", f"returned {len(series)} formulas, expected {self.heads}, one for each head"
+            )

@@ -7,27 +7,27 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.bias import (
-    ByKey,
-    ByQuery,
-    Dense,
-    Form,
-    Levels,
-    Pair,
-    Pointwise,
+    Bias,
+    DenseBias,
+    KeyTableBias,
+    PairBias,
+    PointwiseBias,
     Positions,
     QueryKeyTableBias,
-    Reading,
-    Sum,
-    Toeplitz,
+    QueryTableBias,
+    RelativeValues,
+    SumBias,
+    ToeplitzBias,
+    TokenBias,
 )
 from fairseq_rpe.core.contract import ContractError, call, refuse
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.rotation_regions import Region
-from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairBias
+from fairseq_rpe.core.rotation_regions import RotationRegion
+from fairseq_rpe.encodings.base import DistanceBias, Encoding, PairwiseBias
 
 WIDE = (torch.float32, torch.float64)  # dtypes that positions and biases keep
 Shape = tuple[int, ...]
-_FORMS = ", ".join(one.__name__ for one in get_args(Form))
+_FORMS = ", ".join(one.__name__ for one in get_args(Bias))
 
 
 class Declined(Exception):
@@ -74,10 +74,14 @@ class Hooks:
         return getattr(self.cls, method) is not getattr(family, method)
 
     def author(self, method: str) -> str:
-        """The method that a family's ``form`` takes its values from."""
-        if method == "form" and isinstance(self.encoding, DistanceBias) and self.cls.form is DistanceBias.form:
-            return "bias" if self.overrides(DistanceBias, "bias") else "of_head"
-        return "bias" if method == "form" and self.cls.form is PairBias.form else method
+        """The method that a family's ``position_bias`` takes its values from."""
+        if (
+            method == "position_bias"
+            and isinstance(self.encoding, DistanceBias)
+            and self.cls.position_bias is DistanceBias.position_bias
+        ):
+            return "bias" if self.overrides(DistanceBias, "bias") else "head_bias"
+        return "bias" if method == "position_bias" and self.cls.position_bias is PairwiseBias.position_bias else method
 
     def refuse(self, method: str, text: str) -> None:
         refuse(self.cls, method, text)
@@ -100,17 +104,17 @@ class Hooks:
             self.refuse(method, f"returned {first_nonfinite(x)}, expected finite values")
 
     def log_bias(self, encoding: DistanceBias, d: Tensor) -> None:
-        """Check ``bias``, or ``of_head`` with ``numbers``, of the distances d (R,)."""
+        """Check ``bias``, or ``head_bias`` with ``head_parameters``, of the distances d (R,)."""
         shape = self.heads, len(d)
         if self.overrides(DistanceBias, "bias"):
             name, output = "bias", self.call("bias", d)
         else:
-            name, numbers = "of_head", self.call("numbers", d)
+            name, numbers = "head_bias", self.call("head_parameters", d)
             if not isinstance(numbers, tuple):
-                self.returned("numbers", numbers, "a tuple of tensors")
+                self.returned("head_parameters", numbers, "a tuple of tensors")
             for one in numbers:
-                self.tensor("numbers", one, [(self.heads,)], (d.dtype,))
-            output = self.call("of_head", d, *(x[:, None] for x in numbers))
+                self.tensor("head_parameters", one, [(self.heads,)], (d.dtype,))
+            output = self.call("head_bias", d, *(x[:, None] for x in numbers))
             if isinstance(output, Tensor) and output.shape in ((len(d),), (1, len(d)), (self.heads, 1)):
                 output = output.expand(shape)
         self.tensor(name, output, [shape], (d.dtype,), finite=False)
@@ -121,33 +125,33 @@ class Hooks:
             self.refuse(name, f"returned {value}, expected a finite log-bias")
 
     def prepared_positions(self, pos: Positions) -> Positions:
-        output = self.call("settle", pos)
+        output = self.call("prepare_positions", pos)
         if not isinstance(output, Positions):
-            self.returned("settle", output, "Positions")
+            self.returned("prepare_positions", output, "Positions")
         for name in ("q", "k"):
             own, like = getattr(output, name), getattr(pos, name)
             if own.shape[1:] != like.shape[1:]:
-                self.returned("settle", own, f"positions {name} of shape {tuple(like.shape)}")
+                self.returned("prepare_positions", own, f"positions {name} of shape {tuple(like.shape)}")
         return output
 
     def rotation_positions(self, pos: Positions) -> tuple[list[Tensor], list[Tensor]]:
         """Positions at which queries and at which keys are rotated: their own, or those of each region."""
-        regions = self.call("regions", pos)
+        regions = self.call("rotation_regions", pos)
         if regions is None:
             return [pos.q], [pos.k]
-        if not isinstance(regions, tuple) or not all(isinstance(one, Region) for one in regions):
-            self.returned("regions", regions, "a tuple of Region or None")
+        if not isinstance(regions, tuple) or not all(isinstance(one, RotationRegion) for one in regions):
+            self.returned("rotation_regions", regions, "a tuple of Region or None")
         i, j = pos.q[:, :, None], pos.k[:, None]
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for one in regions:
             for at, like in ((one.q, pos.q), (one.k, pos.k)):
-                self.tensor("regions", at, [(b, n) for b in (1, len(like)) for n in (1, like.shape[1])], WIDE)
-            count = count + self.call("regions", i, j, function=one.covers).long()
+                self.tensor("rotation_regions", at, [(b, n) for b in (1, len(like)) for n in (1, like.shape[1])], WIDE)
+            count = count + self.call("rotation_regions", i, j, function=one.covers).long()
         if bool(((count > 1) & (i >= j)).any()):
-            self.refuse("regions", "returned regions that share pairs, expected each pair in at most one")
+            self.refuse("rotation_regions", "returned regions that share pairs, expected each pair in at most one")
         return [one.q for one in regions], [one.k for one in regions]
 
-    def form(self, method: str, form: Any, pos: Positions, rows: int = 0) -> None:
+    def position_bias(self, method: str, form: Any, pos: Positions, rows: int = 0) -> None:
         """Check the type and the tensors of a bias; ``rows`` of queries and keys, or 0 where positions alone decide."""
         n, m, heads = pos.q.shape[1], pos.k.shape[1], self.heads
         batch = [rows] if rows else [1, len(pos.k)]
@@ -159,29 +163,29 @@ class Hooks:
                 kind = f"{type(form).__name__}.{name}"
                 self.refuse(method, f"returned {kind} {_shape_or_type(x)}, expected {' or '.join(words)}")
 
-        if isinstance(form, Sum):
+        if isinstance(form, SumBias):
             for one in form.forms:
-                self.form(method, one, pos, rows)
-        elif isinstance(form, Toeplitz):
+                self.position_bias(method, one, pos, rows)
+        elif isinstance(form, ToeplitzBias):
             fits("table", form.table, (heads, None))
-        elif isinstance(form, Dense):
+        elif isinstance(form, DenseBias):
             fits("bias", form.bias, *((b, heads, n, m) for b in batch))
-        elif isinstance(form, Pointwise):
+        elif isinstance(form, PointwiseBias):
             for one in form.numbers:
-                fits("numbers", one, (heads,))
-        elif isinstance(form, Levels):
+                fits("head_parameters", one, (heads,))
+        elif isinstance(form, TokenBias):
             fits("query", form.query, *((b, heads, n) for b in batch))
             fits("key", form.key, *((b, heads, m) for b in batch))
-        elif isinstance(form, ByQuery | ByKey | QueryKeyTableBias):
-            if not isinstance(form, ByKey):
+        elif isinstance(form, QueryTableBias | KeyTableBias | QueryKeyTableBias):
+            if not isinstance(form, KeyTableBias):
                 fits("query", form.query, *((b, heads, n, None) for b in batch))
-            if not isinstance(form, ByQuery):
+            if not isinstance(form, QueryTableBias):
                 fits("key", form.key, *((b, heads, m, None) for b in batch))
-            width = form.key.shape[3] if isinstance(form, ByKey) else form.query.shape[3]
+            width = form.key.shape[3] if isinstance(form, KeyTableBias) else form.query.shape[3]
             # one factor of each distance, in place of one for each element, is enough for a product of all three
             widths = (width, 1) if isinstance(form, QueryKeyTableBias) else (width,)
             fits("vectors", form.vectors, *((h, None, w) for h in (1, heads) for w in widths))
-        elif not isinstance(form, Pair):
+        elif not isinstance(form, PairBias):
             self.returned(method, form, f"a form ({_FORMS}) or None")
 
     def bias(self, method: str, output: Any, pos: Positions, dtypes: Sequence[torch.dtype], rows: int = 0) -> None:
@@ -199,39 +203,39 @@ class Hooks:
             self.refuse(method, "returned -inf for a token and itself, expected a finite log-bias")
 
     def remapped_weights(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
-        """(B, H, n, m) weights of the scores that ``remap`` makes."""
+        """(B, H, n, m) weights of the scores that ``transform_scores`` makes."""
         n, m = q.shape[2], k.shape[2]
         hidden = future(n, m, q.device)
         scores = (torch.matmul(q, k.mT) * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf"))
-        output = self.call("remap", scores, q, pos)
-        self.tensor("remap", output, [tuple(scores.shape)], (scores.dtype,), finite=False)
+        output = self.call("transform_scores", scores, q, pos)
+        self.tensor("transform_scores", output, [tuple(scores.shape)], (scores.dtype,), finite=False)
         bad = (output.isnan() | (output == torch.inf)) & ~hidden
         if bool(bad.any()):
             value = first_nonfinite(output[bad])
-            self.refuse("remap", f"returned {value} where a key is seen; scores of hidden keys come as -inf")
+            self.refuse("transform_scores", f"returned {value} where a key is seen; scores of hidden keys come as -inf")
         if bool(output.diagonal(m - n, -2, -1).isneginf().any()):
-            self.refuse("remap", "returned -inf for a token and itself, expected a finite score")
+            self.refuse("transform_scores", "returned -inf for a token and itself, expected a finite score")
         return output.masked_fill(hidden, float("-inf")).softmax(-1)
 
-    def reading(self, pos: Positions) -> Reading | None:
-        output = self.call("reading", pos)
+    def relative_values(self, pos: Positions) -> RelativeValues | None:
+        output = self.call("relative_values", pos)
         if output is None:
             return None
-        if not isinstance(output, Reading):
-            self.returned("reading", output, "a Reading or None")
+        if not isinstance(output, RelativeValues):
+            self.returned("relative_values", output, "a Reading or None")
         columns = output.vectors.shape[1] if output.vectors.dim() == 3 else 1
-        self.tensor("reading", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
+        self.tensor("relative_values", output.vectors, [(h, columns, self.head) for h in (1, self.heads)], WIDE)
         return output
 
-    def notes(self, x: Tensor) -> Tensor | None:
-        """(B, H, n, E) of ``note`` for a layer's input x (B, n, C)."""
-        output = self.call("note", x)
+    def token_features(self, x: Tensor) -> Tensor | None:
+        """(B, H, n, E) of ``token_features`` for a layer's input x (B, n, C)."""
+        output = self.call("token_features", x)
         if output is None:
             return None
         shape = x.shape[0], self.heads, x.shape[1]
         if not isinstance(output, Tensor) or output.dim() != 4 or output.shape[:3] != shape:
-            self.returned("note", output, f"({', '.join(map(str, shape))}, E)")
-        self.tensor("note", output, [tuple(output.shape)], (x.dtype, *WIDE))
+            self.returned("token_features", output, f"({', '.join(map(str, shape))}, E)")
+        self.tensor("token_features", output, [tuple(output.shape)], (x.dtype, *WIDE))
         return output
 
 

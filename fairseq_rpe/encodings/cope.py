@@ -27,14 +27,14 @@ class Cope(Encoding):
 
     formula = "(q_i·k_j + q_i·e[p_ij])/√D,  p_ij = Σ_(m=j…i) σ(q_i·k_m/√D)"
     paper = "Golovneva et al. 2024 (arXiv 2405.18719)"
-    shares = ("layer", "model")
-    positions = "none"
-    bounded = "the bias is q·e/√D with a learned e, bounded for bounded q, and one number beyond P - 1 gates"
+    sharing_modes = ("layer", "model")
+    position_type = "none"
+    bounded_reason = "the bias is q·e/√D with a learned e, bounded for bounded q, and one number beyond P - 1 gates"
 
     def setup(self) -> None:
         self.vectors = nn.Parameter(torch.zeros(self.width // self.heads, self.config.max_positions))
 
-    def remap(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
+    def transform_scores(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
         gates = scores.sigmoid()
         at = gates.flip(-1).cumsum(-1).flip(-1).clamp_max(self.config.max_positions - 1)
         low = at.detach().floor()

@@ -40,8 +40,8 @@ class Dape(Encoding):
 
     formula = "s + b + f([s; b]),  s = q·k/√D,  b of its base"
     paper = "Zheng et al. 2024 (arXiv 2405.14722)"
-    shares = ("layer", "model")
-    depends = (
+    sharing_modes = ("layer", "model")
+    dependence = (
         "a network of all heads' scores adds to the bias of its base, with no bound: nothing follows for all texts"
     )
 
@@ -58,7 +58,7 @@ class Dape(Encoding):
                 raise UserError(f"'dape:base={cfg.base}' does not read {f.name}: leave it out, or give base=rope")
         rotation = {key: getattr(cfg, name) for name, key in ROTATION.items()} if rotates else {}
         self.base = cls(cls.Config(**rotation), self.heads, self.width, self.length)
-        self.rotation_is_fixed, self.reads_length = self.base.rotation_is_fixed, self.base.reads_length
+        self.fixed_rotation, self.length_dependent = self.base.fixed_rotation, self.base.length_dependent
         self.biased = self.base.adds_bias
         self.mix = nn.Linear(self.heads * (1 + self.biased), self.config.width)
         self.out = nn.Linear(self.config.width, self.heads)
@@ -70,10 +70,10 @@ class Dape(Encoding):
     def rotate(self, x: Tensor, at: Tensor, pos: Positions, key: bool = False) -> Tensor:
         return self.base.rotate(x, at, pos, key)
 
-    def remap(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
+    def transform_scores(self, scores: Tensor, q: Tensor, pos: Positions) -> Tensor:
         hidden = torch.isneginf(scores)
         found = scores = scores.masked_fill(hidden, 0.0)
-        form = self.base.form(pos)
+        form = self.base.position_bias(pos)
         if form is not None:
             bias = block(form, pos).to(scores.dtype).expand_as(scores)
             scores, found = scores + bias, torch.cat([scores, bias], dim=1)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.bias import ByKey, ByQuery, Form, Positions, Sum
+from fairseq_rpe.core.bias import Bias, KeyTableBias, Positions, QueryTableBias, SumBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
@@ -33,10 +33,12 @@ class Deberta(Encoding):
 
     formula = "(q_i·k_j + q_i·K_δ(i,j) + k_j·Q_δ(i,j))/√(3D)"
     paper = "He et al. 2021 (arXiv 2006.03654), Eq. 2-4"
-    shares = ("layer", "model")
-    positions = "whole"
-    rotation_is_fixed = True
-    bounded = "the bias is a product of q or k with a learned vector, bounded where they are, and one number far away"
+    sharing_modes = ("layer", "model")
+    position_type = "whole"
+    fixed_rotation = True
+    bounded_reason = (
+        "the bias is a product of q or k with a learned vector, bounded where they are, and one number far away"
+    )
 
     def setup(self) -> None:
         cfg = self.config
@@ -76,13 +78,13 @@ class Deberta(Encoding):
         found = project(self.table).to(dtype).unflatten(1, (self.heads, -1)).transpose(0, 1)
         return found[:, self.rows(found.device, sign)]
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
         width = q.shape[-1]
-        terms: list[Form] = []
+        terms: list[Bias] = []
         if self.to_key is not None:
-            terms.append(ByQuery(q * width**-0.5, self.vectors(self.to_key, 1, q.dtype)))
+            terms.append(QueryTableBias(q * width**-0.5, self.vectors(self.to_key, 1, q.dtype)))
         if self.to_query is not None:
             sign = 1 if self.config.p2c == "code" else -1
             key = k * ((1 + self.terms) * width) ** -0.5
-            terms.append(ByKey(key, self.vectors(self.to_query, sign, k.dtype)))
-        return terms[0] if len(terms) == 1 else Sum(tuple(terms))
+            terms.append(KeyTableBias(key, self.vectors(self.to_query, sign, k.dtype)))
+        return terms[0] if len(terms) == 1 else SumBias(tuple(terms))

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_rpe.core.arguments import check_count, described
-from fairseq_rpe.core.bias import Form, Positions, block
+from fairseq_rpe.core.bias import Bias, Positions, block
 from fairseq_rpe.core.errors import UserError, enough_memory
-from fairseq_rpe.core.rotation_regions import Region
+from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.score_mod import score_mod
 from fairseq_rpe.core.tensors import FLOATS
 
 
 class Maskable(nn.Module):
-    """What every encoding has for other attention; its bias is what ``form`` says."""
+    """What every encoding has for other attention; its bias is what ``position_bias`` says."""
 
     heads: int
 
@@ -23,18 +23,18 @@ class Maskable(nn.Module):
         raise NotImplementedError
 
     @property
-    def only_turns(self) -> bool:
+    def is_pure_rotation(self) -> bool:
         """Whether turning queries and keys is all that it does."""
         raise NotImplementedError
 
     @property
-    def of_content(self) -> bool:
+    def is_content_dependent(self) -> bool:
         raise NotImplementedError
 
-    def form(self, pos: Positions) -> Form | None:
+    def position_bias(self, pos: Positions) -> Bias | None:
         raise NotImplementedError
 
-    def regions(self, pos: Positions) -> tuple[Region, ...] | None:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...] | None:
         raise NotImplementedError
 
     def mask(self, n: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
@@ -104,17 +104,17 @@ class Maskable(nn.Module):
 
         return modified
 
-    def _additive(self, n: int, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Form | None, Positions]:
+    def _additive(self, n: int, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Bias | None, Positions]:
         """The bias of n tokens where it is all that this encoding does in attention."""
         name = type(self).__name__
-        if self.regions(Positions.arange(1)) is not None:
+        if self.rotation_regions(Positions.arange(1)) is not None:
             raise UserError(
                 f"{name} turns some pairs otherwise than others, which no mask does: call fairseq_rpe.attend"
             )
-        if self.of_content:
+        if self.is_content_dependent:
             raise UserError(f"{name} depends on what the tokens are, which no mask knows: call fairseq_rpe.attend")
         if self.rotates:
-            alone = ", or turn them with encoding.rotate and use causal attention" if self.only_turns else ""
+            alone = ", or turn them with encoding.rotate and use causal attention" if self.is_pure_rotation else ""
             raise UserError(f"{name} turns queries and keys, which is not a bias: call fairseq_rpe.attend{alone}")
         check_count("n, the number of tokens of a mask,", n)
         _check_device(device)
@@ -123,7 +123,7 @@ class Maskable(nn.Module):
             raise UserError(f"{name} is on device 'meta', where parameters have no values: load or initialise it first")
         pos = Positions.arange(n, dtype=dtype, device=device if first is None else first.device)
         with torch.autocast(pos.k.device.type, enabled=False):
-            return self.form(pos), pos
+            return self.position_bias(pos), pos
 
 
 def _check_device(device: torch.device | str | None) -> None:

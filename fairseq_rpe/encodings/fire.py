@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Curve, Pair, Positions
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.bias import PairBias, Positions, ScaledDistanceBias
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.encodings.base import PairBias, register
+from fairseq_rpe.encodings.base import PairwiseBias, register
 from fairseq_rpe.encodings.piecewise_linear import Stage, is_piecewise_linear, straight_pieces
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 
 @register("fire")
-class Fire(PairBias):
+class Fire(PairwiseBias):
     """b(i,j) = f(psi(i-j) / psi(max(L, i))), f an MLP from R to R^H; bounded, so it diverges.
 
     Positions count from 0; 1e-6 is added to the denominator and c and L enter by absolute value, as in the
@@ -50,7 +50,7 @@ class Fire(PairBias):
 
     formula = "f(psi(i-j) / psi(max(L, i))),  psi(x) = ln(c·x + 1),  f: MLP, c and L learned"
     paper = "Li et al. 2024 (arXiv 2310.04418), Eq. 4"
-    shares = ("layer", "model")
+    sharing_modes = ("layer", "model")
 
     def setup(self) -> None:
         cfg = self.config
@@ -90,22 +90,22 @@ class Fire(PairBias):
         layers = (cast(nn.Linear, layer) for layer in self.mlp)
         return [(layer.weight, layer.bias, _ACTIVATIONS[a]) for layer, a in zip(layers, names, strict=True)]
 
-    def form(self, pos: Positions) -> Pair:
+    def position_bias(self, pos: Positions) -> PairBias:
         stages = self.stages()
         # a smooth network has no straight pieces, and pieces that are close have wrong derivatives
         if self.config.exact or not pos.contiguous or not is_piecewise_linear(stages):
-            return Pair(self.bias)
+            return PairBias(self.bias)
         d = torch.arange(pos.k.shape[1], device=pos.k.device, dtype=pos.k.dtype) * pos.step
         pieces = functools.partial(straight_pieces, stages, dtype=pos.k.dtype)
-        return Curve(self.bias, far=self.psi(d), near=1 / self.threshold(pos.q), pieces=pieces)
+        return ScaledDistanceBias(self.bias, far=self.psi(d), near=1 / self.threshold(pos.q), pieces=pieces)
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         length = None if self.L_multiplier is None else self.L_multiplier * self.config.init_L
         return {name: value.abs() for name, value in (("c", self.c), ("L", length)) if value is not None}
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         note = (
             "an MLP of a ratio in [0, 1] is bounded, so Σ_j exp b(i,j) = Θ(i) grows with the query's position i, on "
             "which the bias depends as well (not Toeplitz)"
         )
-        return [LogWeight("0", note, at_least=True)] * self.heads
+        return [LogBias("0", note, at_least=True)] * self.heads

@@ -63,9 +63,9 @@ class Floater(Encoding):
 
     formula = "q_i + p_i^q, k_j + p_j^k, v_j + p_j^v,  p_i = p(i·Δt),  dp/dt = h(t, p) learned"
     paper = "Liu et al. 2020 (arXiv 2003.09229)"
-    shares = ("layer", "model")
-    positions = "whole"
-    rotation_is_fixed = True
+    sharing_modes = ("layer", "model")
+    position_type = "whole"
+    fixed_rotation = True
 
     def setup(self) -> None:
         need_solver("floater")
@@ -91,7 +91,7 @@ class Floater(Encoding):
         times = (times * (self.config.dt / steps)).to(known.dtype)
         return torch.cat([known, solve(self.flow, known[-1], times, steps, adjoint=self.config.adjoint)[1:]])
 
-    def settle(self, pos: Positions) -> Positions:
+    def prepare_positions(self, pos: Positions) -> Positions:
         count = int(torch.maximum(pos.q.max(), pos.k.max())) + 1
         if torch.is_grad_enabled():
             path = self.path(count)
@@ -115,7 +115,7 @@ class Floater(Encoding):
 
     def _added(self, x: Tensor, at: Tensor, pos: Positions, which: int) -> Tensor:
         if not isinstance(pos, Flowed):
-            pos = self.settle(pos)
+            pos = self.prepare_positions(pos)
         assert isinstance(pos, Flowed) and pos.path is not None
         p = pos.path[:, which][at.long().clamp_min(0)]
         return x + p.unflatten(-1, (x.shape[1], -1)).transpose(1, 2).to(x.dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Form, Levels, Positions
+from fairseq_rpe.core.bias import Bias, Positions, TokenBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.log_bias import exact
 from fairseq_rpe.core.spec import option
@@ -33,9 +33,9 @@ class Forgetting(Encoding):
 
     formula = "c_i - c_j,  c_i = Σ_(l<=i) ln σ(w·x_l + b)"
     paper = "Lin et al. 2025 (arXiv 2503.02130)"
-    shares = ("layer", "model")
-    positions = "none"
-    depends = (
+    sharing_modes = ("layer", "model")
+    position_type = "none"
+    dependence = (
         "Σ exp(bias) is at most 1/(1 - f) where no f of a text is above f < 1, and grows with the text as f nears 1"
     )
 
@@ -54,7 +54,7 @@ class Forgetting(Encoding):
         start = torch.zeros(self.heads) if cfg.gate == "full" else -(1 / times).expm1().log().float()
         self.bias = nn.Parameter(start, requires_grad=cfg.gate != "fixed")
 
-    def series(self) -> list[str] | None:
+    def log_bias_formulas(self) -> list[str] | None:
         """-n·|ln f| of each head where f is no matter of the input."""
         if self.config.gate == "full":
             return None
@@ -62,23 +62,23 @@ class Forgetting(Encoding):
         return [f"-{exact(rate)}*n" for rate in rates.tolist()]
 
     @torch.no_grad()
-    def profile(self, n: int) -> Tensor:
+    def bias_profile(self, n: int) -> Tensor:
         if self.config.gate == "full":
-            return super().profile(n)
+            return super().bias_profile(n)
         return F.logsigmoid(self.bias.double())[:, None] * torch.arange(n, device=self.bias.device)
 
-    def note(self, x: Tensor) -> Tensor:
+    def token_features(self, x: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         bias = self.bias.to(x.dtype).expand(*x.shape[:2], -1)
         logits = bias if self.project is None else F.linear(x, self.project.weight.to(x.dtype)) + bias
         return logits.transpose(1, 2)[..., None]
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
         assert notes is not None
         kept = F.logsigmoid(notes[..., 0].double())
         padding = pos.k.diff(dim=1, prepend=pos.k[:, :1] - 1) <= 0  # does not count, and so does not forget
         total = kept.masked_fill(padding[:, None], 0.0).cumsum(2)
-        return Levels(total[:, :, -q.shape[2] :], -total)
+        return TokenBias(total[:, :, -q.shape[2] :], -total)
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         return {} if self.config.gate == "full" else {"time": -1 / F.logsigmoid(self.bias)}

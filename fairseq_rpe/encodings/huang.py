@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.bias import ByKey, ByQuery, Form, Positions, QueryKeyTableBias, Sum
+from fairseq_rpe.core.bias import Bias, KeyTableBias, Positions, QueryKeyTableBias, QueryTableBias, SumBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
@@ -36,9 +36,11 @@ class Huang(Encoding):
 
     formula = "1: a_c·(q_i·k_j)/√D;  3: Σ_e q_ie·k_je·a_ce/√D;  4: (q_i·k_j + q_i·a_c + k_j·a_c)/√D;  c = min(i-j, K)"
     paper = "Huang et al. 2020 (arXiv 2009.13658), Section 4"
-    shares = ("layer", "model")
-    positions = "whole"
-    bounded = "the bias is a product of q and k with learned numbers, bounded where they are, and the same from K on"
+    sharing_modes = ("layer", "model")
+    position_type = "whole"
+    bounded_reason = (
+        "the bias is a product of q and k with learned numbers, bounded where they are, and the same from K on"
+    )
 
     def setup(self) -> None:
         clip = self.config.max_distance or self.length
@@ -50,10 +52,10 @@ class Huang(Encoding):
         else:
             self.table = nn.Parameter(torch.ones(clip + 1, 1 if self.config.method == 1 else width))
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
         width = q.shape[-1]
         scaled, table = q * width**-0.5, self.table.to(q.dtype)[None]  # (B, H, n, D), (1, K + 1, 1 or D)
         if self.config.method == 4:
-            return Sum((ByQuery(scaled, table), ByKey(k * width**-0.5, table)))
+            return SumBias((QueryTableBias(scaled, table), KeyTableBias(k * width**-0.5, table)))
         # attention itself adds q·k/sqrt(D), which the bias takes away again
         return QueryKeyTableBias(scaled, k, table - 1)

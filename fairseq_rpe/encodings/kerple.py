@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.log_bias import LogWeight, exact
+from fairseq_rpe.core.log_bias import LogBias, exact
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
@@ -81,15 +81,15 @@ class _Kerple(DistanceBias):
         """(H,) scales."""
         return _POSITIVE[0](self.raw_a.to(dtype) + self._a_offset)
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         return self.p(like.dtype), self.a(like.dtype)
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         return {"p": self.p(), "a": self.a()}
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         p, a = _exact(self.config.p, self.p(), self.raw_p), _exact(self.config.a, self.a(), self.raw_a)
-        return [LogWeight(self.term.format(p=p_h, a=a_h), self.verdict) for p_h, a_h in zip(p, a, strict=True)]
+        return [LogBias(self.term.format(p=p_h, a=a_h), self.verdict) for p_h, a_h in zip(p, a, strict=True)]
 
 
 def _exact(given: float | None, values: Tensor, raw: Tensor) -> list[str]:
@@ -106,7 +106,7 @@ class KerpleLog(_Kerple):
     term = "-{p}*log(1 + {a}*n)"
     verdict = "kerple_log converges iff p > 1"
 
-    def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
+    def head_bias(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
         return -p * torch.log1p(a * d)
 
 
@@ -125,6 +125,6 @@ class KerplePower(_Kerple):
     verdict = "kerple_power converges for every a, p > 0"
     range_of_p = _UP_TO_2
 
-    def of_head(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
+    def head_bias(self, d: Tensor, p: Tensor, a: Tensor) -> Tensor:
         # the second derivative of 0^p with respect to p would be NaN
         return -a * torch.where(d > 0, torch.where(d > 0, d, 1.0).pow(p), 0.0)

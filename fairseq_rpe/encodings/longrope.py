@@ -99,8 +99,8 @@ class LongRope(Rotary):
             raise UserError(f"'longrope' with these options does not read {wrong[0]}: leave it out")
         if (changes and cfg.short == "plain") or (cfg.factor > 1 and cfg.attention == "sqrt"):
             self._need_length()
-        self.reads_length = changes and cfg.short == "plain"
-        self.rotation_is_fixed = not self.reads_length
+        self.length_dependent = changes and cfg.short == "plain"
+        self.fixed_rotation = not self.length_dependent
 
     def _need_length(self) -> None:
         if self.original < 2:
@@ -112,7 +112,7 @@ class LongRope(Rotary):
         own, slower = (at[..., None] * x.to(at.dtype) for x in (theta, theta / s.new_tensor(self.factors)))
         if self.config.start_tokens:
             slower = torch.where(at[..., None] < self.config.start_tokens, own, slower)
-        return torch.where(length_of(pos)[:, None] > self.original, slower, own) if self.reads_length else slower
+        return torch.where(length_of(pos)[:, None] > self.original, slower, own) if self.length_dependent else slower
 
     def amplitude(self, at: Tensor, pos: Positions, key: bool) -> Tensor | None:
         m = attention_factor(self.config.attention, self.config.factor, self.original)

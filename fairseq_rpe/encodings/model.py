@@ -41,9 +41,9 @@ def build_for_model(
         UserError: the spec or the size of the model is not valid, or the encoding cannot be shared in this way.
     """
     first = build(spec, heads, width, length, symbols)
-    share = first.shares[0] if share == "auto" else share
-    if share not in first.shares:
-        raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.shares)}")
+    share = first.sharing_modes[0] if share == "auto" else share
+    if share not in first.sharing_modes:
+        raise UserError(f"--rpe-share {share}: '{spec}' can only be shared by: {', '.join(first.sharing_modes)}")
     others = [build(spec, heads, width, length, symbols) for _ in range(layers - 1)] if share == "layer" else []
     for other in others:
         other.tie(first)

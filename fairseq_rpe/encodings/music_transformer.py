@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import ByQuery, Form, Positions
+from fairseq_rpe.core.bias import Bias, Positions, QueryTableBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
@@ -27,9 +27,9 @@ class Music(Encoding):
 
     formula = "(q_i·k_j + q_i·e_(i-j))/√D"
     paper = "Huang et al. 2018 (arXiv 1809.04281), Eq. 3"
-    shares = ("layer", "model")
-    positions = "whole"
-    bounded = "the bias is q·e/√D with a learned e, bounded for bounded q, and one number from distance M on"
+    sharing_modes = ("layer", "model")
+    position_type = "whole"
+    bounded_reason = "the bias is q·e/√D with a learned e, bounded for bounded q, and one number from distance M on"
 
     def setup(self) -> None:
         rows = self.config.max_distance or self.length
@@ -38,6 +38,6 @@ class Music(Encoding):
         head = self.width // self.heads
         self.vectors = nn.Parameter(torch.randn(self.heads, rows, head) * head**-0.5)
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
         vectors = F.pad(self.vectors, (0, 0, 0, 1)) if self.config.beyond == "zero" else self.vectors
-        return ByQuery(q * q.shape[-1] ** -0.5, vectors)
+        return QueryTableBias(q * q.shape[-1] ** -0.5, vectors)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Pieces
+from fairseq_rpe.core.bias import PiecewiseLinear
 
 _SLOPES = {F.relu: lambda z: (z > 0).to(z.dtype), F.leaky_relu: lambda z: torch.where(z > 0, torch.ones_like(z), 0.01)}
 _APART = 1e-7  # of the interval: closer kinks are one, since float32 cannot tell them apart
@@ -22,7 +22,7 @@ def is_piecewise_linear(stages: Sequence[Stage]) -> bool:
     return all(activation is None or activation in _SLOPES for _, _, activation in stages)
 
 
-def straight_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> Pieces:
+def straight_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> PiecewiseLinear:
     """The pieces of f(x) = stage_n(… stage_1(x)) on [0, top], differentiable in its weights.
 
     Args:
@@ -34,7 +34,7 @@ def straight_pieces(stages: Sequence[Stage], top: float, dtype: torch.dtype) -> 
     ends = _kinks(stages, torch.tensor([0.0, top], dtype=torch.float64, device=stages[0][0].device))
     middle = ((ends[:-1] + ends[1:]) / 2).to(dtype)
     value, slope = _network(stages, middle)
-    return Pieces(ends[1:-1].to(dtype), middle, value.T, slope.T)
+    return PiecewiseLinear(ends[1:-1].to(dtype), middle, value.T, slope.T)
 
 
 def _network(stages: Sequence[Stage], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 
@@ -151,9 +151,9 @@ class Rope(Rotary):
                 raise UserError(
                     f"'rope': truncate_low={cfg.truncate_low:g} is above {high:.4g}, which is truncate_high: lower it"
                 )
-        self.reads_length = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
+        self.length_dependent = cfg.factor == "auto" or cfg.scaling == "dynamic_ntk"
         # of a class derived from this one nothing is known
-        self.rotation_is_fixed = type(self) is Rope and not self.reads_length
+        self.fixed_rotation = type(self) is Rope and not self.length_dependent
 
     def factor(self, length: Tensor) -> Tensor:
         """κ at the current lengths, in their shape."""
@@ -219,8 +219,8 @@ class Rope(Rotary):
         sharper = sharpened(at, self.original, self.config.logn == "clipped")[..., None]
         return sharper if own is None else own * sharper
 
-    def series(self) -> list[str] | list[LogWeight] | None:
-        return super().series() if self.config.logn == "none" else None  # scores grow with ln i
+    def log_bias_formulas(self) -> list[str] | list[LogBias] | None:
+        return super().log_bias_formulas() if self.config.logn == "none" else None  # scores grow with ln i
 
     def _temperature(self, at: Tensor, pos: Positions) -> Tensor | None:
         """YaRN's factor of queries and of keys, (B or 1, 1, 1)."""
@@ -237,8 +237,8 @@ def options_read(config: Rope.Config) -> tuple[str, ...]:
     reads = READS[config.scaling]
     if config.scaling == "truncated" and config.truncate_high is not None:  # it stands for 2π/(κ·L)
         reads = tuple(key for key in reads if key not in ("factor", "original_length"))
-    reads_length = config.factor == "auto" or config.logn != "none"
-    return (*_ALWAYS, *reads, *(("original_length",) if reads_length else ()))
+    length_dependent = config.factor == "auto" or config.logn != "none"
+    return (*_ALWAYS, *reads, *(("original_length",) if length_dependent else ()))
 
 
 def length_of(pos: Positions) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.rotation_regions import Region
+from fairseq_rpe.core.rotation_regions import RotationRegion
 from fairseq_rpe.core.spec import option, show
 from fairseq_rpe.encodings.base import Rotary, register, registry
 from fairseq_rpe.encodings.rope import Rope, sharpened
@@ -36,7 +36,7 @@ class Longer(Rotary):
         interleaved: bool = option(False, "turn pairs (2s, 2s+1) instead of (s, s + d/2), as trained")
         original_length: int = option(0, "L, tokens of the training; 0: the training length", minimum=0)
 
-    positions = "whole"
+    position_type = "whole"
     name: ClassVar[str] = ""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -61,7 +61,7 @@ class Longer(Rotary):
             raise UserError(f"'{self.name}' takes {key} from the original length: give {key}=N or original_length=N")
         return given or max(1, of(self.original))
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         raise NotImplementedError
 
     def angles(self, at: Tensor, pos: Positions) -> Tensor:
@@ -100,14 +100,14 @@ class Scaled(Longer):
         return (turned.to(wide) * factor[:, None, :, None].to(wide)).to(x.dtype)
 
 
-def near(pos: Positions, window: int) -> Region:
+def near(pos: Positions, window: int) -> RotationRegion:
     """Pairs of d < ``window``, at their own positions."""
-    return Region(pos.q, pos.k, lambda i, j: i - j < window, lambda first, last: (first - window, last))
+    return RotationRegion(pos.q, pos.k, lambda i, j: i - j < window, lambda first, last: (first - window, last))
 
 
-def far(q: Tensor, k: Tensor, window: int) -> Region:
+def far(q: Tensor, k: Tensor, window: int) -> RotationRegion:
     """Pairs of d >= ``window``, turned for ``q`` and ``k``."""
-    return Region(q, k, lambda i, j: i - j >= window, lambda first, last: (first * 0, last - window))
+    return RotationRegion(q, k, lambda i, j: i - j >= window, lambda first, last: (first * 0, last - window))
 
 
 def at(position: float, like: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class SelfExtend(Scaled):
         if self.window % group:
             raise UserError(f"'self_extend': group={group} does not divide window={self.window}: change one of them")
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         group, window = self.config.group, self.window
         q, k = (torch.div(x, group, rounding_mode="floor") for x in (pos.q, pos.k))
         return near(pos, window), far(q + (window - window // group), k, window)
@@ -168,7 +168,7 @@ class ReRope(Scaled):
         super().setup()
         self.window = self.of_length("window", lambda length: length // 8)
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         return near(pos, self.window), far(at(self.window, pos.q), at(0, pos.k), self.window)
 
 
@@ -186,7 +186,7 @@ class LeakyReRope(ReRope):
     formula = "RoPE at ρ = d where d < w, else w + (d - w)/k"
     name = "leaky_rerope"
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         window, leak = self.window, self.config.leak
         return near(pos, window), far((pos.q + window * (leak - 1)) / leak, pos.k / leak, window)
 
@@ -217,14 +217,14 @@ class DualChunk(Longer):
         if self.cap < self.chunk:
             raise UserError(f"'dual_chunk': cap={self.cap} is less than chunk={self.chunk}: raise cap or lower chunk")
 
-    def regions(self, pos: Positions) -> tuple[Region, ...]:
+    def rotation_regions(self, pos: Positions) -> tuple[RotationRegion, ...]:
         size, cap = self.chunk, self.cap
 
         def number(x: Tensor) -> Tensor:
             return torch.div(x, size, rounding_mode="floor")
 
-        def of(q: Tensor, back: int) -> Region:
-            return Region(
+        def of(q: Tensor, back: int) -> RotationRegion:
+            return RotationRegion(
                 q,
                 k,
                 lambda i, j: number(i) - number(j) == back,
@@ -232,7 +232,7 @@ class DualChunk(Longer):
             )
 
         inside, k = (torch.remainder(x, size) for x in (pos.q, pos.k))
-        older = Region(
+        older = RotationRegion(
             at(cap, pos.q),
             k,
             lambda i, j: number(i) - number(j) >= 2,

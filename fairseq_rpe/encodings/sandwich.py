@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight, exact
+from fairseq_rpe.core.log_bias import LogBias, exact
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
@@ -38,10 +38,10 @@ class Sandwich(DistanceBias):
             raise UserError(f"option 'dim' of 'sandwich' must be even, not {width}")
         self.terms = width // 2
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         return (self.heads / (8 * torch.arange(1, self.heads + 1, device=like.device, dtype=like.dtype)),)
 
-    def of_head(self, d: Tensor, scale: Tensor) -> Tensor:
+    def head_bias(self, d: Tensor, scale: Tensor) -> Tensor:
         first = 0 if self.config.form == "paper" else 1
         # in float32 the angle of a distance near 10,000 is off by 1e-3
         wide = d.double()
@@ -52,13 +52,13 @@ class Sandwich(DistanceBias):
             total = total - self.terms - 1e-4
         return total.to(d.dtype) * scale
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         shift = 0 if self.config.form == "paper" else self.terms + 1e-4
         note = (
             f"{self.terms} cosines are at least -{self.terms}, so the bias is bounded below (the bound in the paper's "
             "Raabe test ends at 15 708 tokens, and that test wants > 1 where it prints < 1)"
         )
         return [
-            LogWeight(f"-{exact((self.terms + shift) * self.heads / (8 * h))}", note, at_least=True)
+            LogBias(f"-{exact((self.terms + shift) * self.heads / (8 * h))}", note, at_least=True)
             for h in range(1, self.heads + 1)
         ]

@@ -27,12 +27,12 @@ class _Series(DistanceBias):
         )
 
     paper = "Qin, Zhong, Deng 2024, Exploring Transformer Extrapolation (arXiv 2307.10156)"
-    formulas: ClassVar[tuple[str, str]]  # of x = k_h·d, and of n = d; ``of_head`` has no k for the latter
+    formulas: ClassVar[tuple[str, str]]  # of x = k_h·d, and of n = d; ``head_bias`` has no k for the latter
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         return (slopes(self.heads, like.dtype, like.device),) if self.config.form == "heads" else ()
 
-    def series(self) -> list[str]:
+    def log_bias_formulas(self) -> list[str]:
         if self.config.form == "heads":
             return [self.formulas[0].replace("x", f"({exact(k)}*n)") for k in alibi_slopes(self.heads)]
         return [self.formulas[1]] * self.heads
@@ -45,7 +45,7 @@ class Type1(_Series):
     formula = "heads: -ln(1 + (k_h·d)²);  paper: -2·ln(1+d)"
     formulas = ("-log(1 + x**2)", "-2*log(1 + n)")
 
-    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+    def head_bias(self, d: Tensor, k: Tensor | None = None) -> Tensor:
         return -2 * torch.log1p(d) if k is None else -torch.log1p((k * d).square())
 
 
@@ -56,7 +56,7 @@ class Type2(_Series):
     formula = "heads: -ln²(3 + k_h·d);  paper: -ln²(1+d)"
     formulas = ("-log(3 + x)**2", "-log(1 + n)**2")
 
-    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+    def head_bias(self, d: Tensor, k: Tensor | None = None) -> Tensor:
         return -(torch.log1p(d) if k is None else torch.log(3 + k * d)).square()
 
 
@@ -67,7 +67,7 @@ class InverseN(_Series):
     formula = "heads: -ln(1 + k_h·d);  paper: -ln(1+d)"
     formulas = ("-log(1 + x)", "-log(1 + n)")
 
-    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+    def head_bias(self, d: Tensor, k: Tensor | None = None) -> Tensor:
         return -torch.log1p(d if k is None else k * d)
 
 
@@ -78,6 +78,6 @@ class InverseNLogN(_Series):
     formula = "heads: -ln(x) - ln(ln(x)), x = 3 + k_h·d;  paper: the same with k_h = 1"
     formulas = ("-log(3 + x) - log(log(3 + x))", "-log(3 + n) - log(log(3 + n))")
 
-    def of_head(self, d: Tensor, k: Tensor | None = None) -> Tensor:
+    def head_bias(self, d: Tensor, k: Tensor | None = None) -> Tensor:
         log = torch.log(3 + (d if k is None else k * d))
         return -(log + torch.log(log))

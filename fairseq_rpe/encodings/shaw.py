@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.bias import ByQuery, Form, Positions, Reading
+from fairseq_rpe.core.bias import Bias, Positions, QueryTableBias, RelativeValues
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, register
 
@@ -26,17 +26,17 @@ class Shaw(Encoding):
 
     formula = "q_i·(k_j + a_min(i-j, K))/√D;  with values  Σ_j p_ij·(v_j + b_min(i-j, K))"
     paper = "Shaw et al. 2018 (arXiv 1803.02155), Eq. 3-5"
-    shares = ("layer", "model")
-    positions = "whole"
-    bounded = "the bias is q·a/√D with a learned a, bounded for bounded q, and one number from distance K on"
+    sharing_modes = ("layer", "model")
+    position_type = "whole"
+    bounded_reason = "the bias is q·a/√D with a learned a, bounded for bounded q, and one number from distance K on"
 
     def setup(self) -> None:
         shape = self.config.clip + 1, self.width // self.heads
         self.keys = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape)))
         self.values = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape))) if self.config.values else None
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
-        return ByQuery(q * q.shape[-1] ** -0.5, self.keys[None])
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
+        return QueryTableBias(q * q.shape[-1] ** -0.5, self.keys[None])
 
-    def reading(self, pos: Positions) -> Reading | None:
-        return None if self.values is None else Reading(self.values[None])
+    def relative_values(self, pos: Positions) -> RelativeValues | None:
+        return None if self.values is None else RelativeValues(self.values[None])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight, exact
+from fairseq_rpe.core.log_bias import LogBias, exact
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
@@ -50,7 +50,7 @@ class T5Bias(DistanceBias):
 
     formula = "table[bucket(d), h]"
     paper = "Raffel et al. 2020 (arXiv 1910.10683)"
-    positions = "whole"
+    position_type = "whole"
 
     def setup(self) -> None:
         half, given = self.config.buckets // 2, self.config.max_distance
@@ -76,10 +76,10 @@ class T5Bias(DistanceBias):
             return d.clamp_max(self.config.buckets - 1).to(torch.int64)
         return bucket(d, self.config.buckets, self.max_distance)
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         return {"t5_mean": self.table.mean(0), "t5_last": self.table[-1]}
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         last = self.config.buckets - 1 if self.clipped else self.max_distance
         note = f"every distance of {last} and more shares the last bucket, a constant"
-        return [LogWeight(exact(value), note, at_least=True) for value in self.table[-1].tolist()]
+        return [LogBias(exact(value), note, at_least=True) for value in self.table[-1].tolist()]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.log_bias import LogWeight, exact
+from fairseq_rpe.core.log_bias import LogBias, exact
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
@@ -26,7 +26,7 @@ class Tisa(DistanceBias):
 
     formula = "Σ_r a_rh·exp(-abs(b_rh)·(c_rh + d)²),  a, b, c learned"
     paper = "Wennberg, Henter 2021 (arXiv 2106.01950)"
-    shares = ("layer", "model")
+    sharing_modes = ("layer", "model")
 
     def setup(self) -> None:
         shape = self.config.kernels, self.heads
@@ -34,21 +34,21 @@ class Tisa(DistanceBias):
         self.sharpness = nn.Parameter(0.1 + 0.01 * torch.randn(shape))
         self.offsets = nn.Parameter(5 * torch.randn(shape))
 
-    def numbers(self, like: Tensor) -> tuple[Tensor, ...]:
+    def head_parameters(self, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(row for x in (self.amplitudes, self.sharpness, self.offsets) for row in x.to(like.dtype))
 
-    def of_head(self, d: Tensor, *numbers: Tensor) -> Tensor:
+    def head_bias(self, d: Tensor, *numbers: Tensor) -> Tensor:
         count = self.config.kernels
         total = torch.zeros_like(d)
         for a, b, c in zip(numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True):
             total = total + a * torch.exp(-abs(b) * (c + d) * (c + d))
         return total
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         here = self.bias(torch.zeros(1, device=self.offsets.device))[:, 0]
         return {"tisa_here": here, "tisa_amplitude": self.amplitudes.sum(0)}
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         note = "far bumps fade to 0, so the bias is bounded below"
         falls = (-self.amplitudes.clamp_max(0)).T.tolist()
-        return [LogWeight("-(" + " + ".join(map(exact, row)) + ")", note, at_least=True) for row in falls]
+        return [LogBias("-(" + " + ".join(map(exact, row)) + ")", note, at_least=True) for row in falls]

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fairseq_rpe.core.bias import ByQuery, Dense, Form, Levels, Positions, Sum
+from fairseq_rpe.core.bias import Bias, DenseBias, Positions, QueryTableBias, SumBias, TokenBias
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Encoding, is_far, reach_of, register
 
@@ -26,9 +26,9 @@ class TransformerXL(Encoding):
 
     formula = "((q_i + u)·k_j + (q_i + v)·W_R·R_(i-j))/√D"
     paper = "Dai et al. 2019 (arXiv 1901.02860), section 3.3"
-    shares = ("layer", "model")
-    positions = "whole"
-    bounded = "the bias is (q + v)·W_R·R/√D + u·k/√D with sines R, bounded for bounded q and k"
+    sharing_modes = ("layer", "model")
+    position_type = "whole"
+    bounded_reason = "the bias is (q + v)·W_R·R/√D + u·k/√D with sines R, bounded for bounded q and k"
 
     def setup(self) -> None:
         head = self.width // self.heads
@@ -46,23 +46,23 @@ class TransformerXL(Encoding):
         waves = torch.cat([angles.sin(), angles[:, : self.width // 2].cos()], dim=1)
         return torch.matmul(waves, self.project.weight.to(d.dtype).T).unflatten(1, (self.heads, -1)).transpose(0, 1)
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Form:
+    def content_bias(self, q: Tensor, k: Tensor, pos: Positions, notes: Tensor | None) -> Bias:
         step, scale = pos.step or 1.0, q.shape[-1] ** -0.5
         of_key = torch.matmul(k, (self.u * scale).to(k.dtype)[:, :, None])[..., 0]
-        levels = Levels(of_key.new_zeros(1).expand(q.shape[:3]), of_key)
+        levels = TokenBias(of_key.new_zeros(1).expand(q.shape[:3]), of_key)
         query, reach = (q + self.v.to(q.dtype)[:, None]) * scale, reach_of(pos, step)
         if is_far(pos, min(reach, int(self.config.clamp / step) + 2) if self.config.clamp else reach):
-            return Sum((self._by_pair(query, pos), levels))
+            return SumBias((self._by_pair(query, pos), levels))
         d = torch.arange(reach, device=q.device, dtype=q.dtype) * step
         if self.config.clamp:
             d = d[: int(self.config.clamp / step) + 2].clamp_max(self.config.clamp)
-        return Sum((ByQuery(query, self.vectors(d), step=step), levels))
+        return SumBias((QueryTableBias(query, self.vectors(d), step=step), levels))
 
-    def _by_pair(self, query: Tensor, pos: Positions) -> Dense:
+    def _by_pair(self, query: Tensor, pos: Positions) -> DenseBias:
         """The same of tokens so far apart that there are more distances than pairs: query (B, H, n, D)."""
         d = (pos.q[:, :, None] - pos.k[:, None]).clamp_min(0).to(query.dtype)  # (B or 1, n, m)
         if self.config.clamp:
             d = d.clamp_max(self.config.clamp)
         # (H, B or 1, n, m, D) · (B, H, n, D) -> (B, H, n, m)
         vectors = self.vectors(d.flatten()).unflatten(1, d.shape).expand(-1, len(query), -1, -1, -1)
-        return Dense(torch.einsum("hbnmd,bhnd->bhnm", vectors, query))
+        return DenseBias(torch.einsum("hbnmd,bhnd->bhnm", vectors, query))

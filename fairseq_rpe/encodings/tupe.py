@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_rpe.core.bias import Pair, Positions
+from fairseq_rpe.core.bias import PairBias, Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.encodings.base import PairBias, register
+from fairseq_rpe.encodings.base import PairwiseBias, register
 from fairseq_rpe.encodings.t5 import bucket
 
 
 @register("tupe")
-class Tupe(PairBias):
+class Tupe(PairwiseBias):
     """Positions have queries and keys of their own, apart from the tokens'; refuses positions beyond its table.
 
     The score is (x_i W_Q)·(x_j W_K)/sqrt(2D) + (p_i U_Q)·(p_j U_K)/sqrt(2D), with ``relative=true`` plus T5's learned
@@ -35,9 +35,9 @@ class Tupe(PairBias):
 
     formula = "(p_i U_Q)·(p_j U_K) / sqrt(2D) [+ table[bucket(d), h]],  and q·k / sqrt(2D)"
     paper = "Ke, He, Liu 2021 (arXiv 2006.15595)"
-    shares = ("model",)
-    positions = "whole"
-    rotation_is_fixed = True
+    sharing_modes = ("model",)
+    position_type = "whole"
+    fixed_rotation = True
     buckets, max_distance = 32, 128
 
     def setup(self) -> None:
@@ -65,7 +65,7 @@ class Tupe(PairBias):
             return p
         return F.layer_norm(p, (self.width,), self.norm.weight.to(dtype), self.norm.bias.to(dtype), self.norm.eps)
 
-    def form(self, pos: Positions) -> Pair:
+    def position_bias(self, pos: Positions) -> PairBias:
         """Vectors of queries (R, H, E) and keys (R', H or 1, E) of which a pair's bias is the inner product.
 
         Where queries are few, as in decoding, U_K goes to their side: then no key has to be projected.
@@ -87,7 +87,7 @@ class Tupe(PairBias):
         else:
             k = F.linear(p, w_k, b_k).unflatten(1, (heads, -1))
         near = () if self.relative is None else (self.relative.to(dtype),)
-        return Pair(partial(self._between, first), (q, k, *near))
+        return PairBias(partial(self._between, first), (q, k, *near))
 
     def _between(self, first: int, i: Tensor, j: Tensor, q: Tensor, k: Tensor, *near: Tensor) -> Tensor:
         queries, keys = q[(i.long() - first).clamp_min(0)], k[j.long().clamp_min(0)]
@@ -98,12 +98,12 @@ class Tupe(PairBias):
         return found
 
     def bias(self, i: Tensor, j: Tensor) -> Tensor:
-        form = self.form(Positions(i, j, contiguous=False))
+        form = self.position_bias(Positions(i, j, contiguous=False))
         return form.fn(i, j, *form.aux)
 
-    def scalars(self) -> dict[str, Tensor]:
+    def logged_scalars(self) -> dict[str, Tensor]:
         return {} if self.relative is None else {"tupe_last": self.relative[-1]}
 
-    def series(self) -> list[LogWeight]:
+    def log_bias_formulas(self) -> list[LogBias]:
         note = "a learned number for each pair of positions is bounded, and there is none beyond its table"
-        return [LogWeight("0", note, at_least=True)] * self.heads
+        return [LogBias("0", note, at_least=True)] * self.heads

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import DistanceBias, register
 
@@ -25,8 +25,8 @@ class Window(DistanceBias):
     formula = "0 where d < window, else -inf"
     paper = "Qin, Zhong, Deng 2024 (arXiv 2307.10156), Eq. 8"
 
-    def of_head(self, d: Tensor) -> Tensor:
+    def head_bias(self, d: Tensor) -> Tensor:
         return torch.zeros_like(d).masked_fill(d >= self.config.window, float("-inf"))
 
-    def series(self) -> list[LogWeight]:
-        return [LogWeight("0", keys=self.config.window)] * self.heads
+    def log_bias_formulas(self) -> list[LogBias]:
+        return [LogBias("0", keys=self.config.window)] * self.heads

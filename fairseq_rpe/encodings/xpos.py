@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.bias import Positions
 from fairseq_rpe.core.errors import UserError
-from fairseq_rpe.core.log_bias import LogWeight
+from fairseq_rpe.core.log_bias import LogBias
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.encodings.base import Rotary, register
 
@@ -21,7 +21,8 @@ class XPos(Rotary):
     A query gets ζ_s^((i-c)/S) and a key ζ_s^((c-j)/S). The centre c cancels; the official code takes the middle of
     the input, here it is the middle of the *queries*, so that a decoded token has factor 1 and every key it sees at
     most 1. Where queries are so many that the factors would leave the dtype's range, attention takes them in parts
-    (``query_limit``). Pairs are interleaved, as in the official code. A survey prints one scalar γ in place of ζ_s;
+    (``max_queries_per_call``). Pairs are interleaved, as in the official code. A survey prints one scalar γ in place
+    of ζ_s;
     this follows the paper. Its blockwise causal attention at evaluation is not part of the encoding.
     """
 
@@ -41,7 +42,7 @@ class XPos(Rotary):
 
     formula = "Σ_s ζ_s^((i-j)/S)·(R_i q)_s·(R_j k)_s,  ζ_s = (2s + γd) / ((1 + γ)d)"
     paper = "Sun et al. 2023 (arXiv 2212.10554)"
-    bounded = "scores decay to 0, so their exponentials tend to 1"
+    bounded_reason = "scores decay to 0, so their exponentials tend to 1"
 
     @classmethod
     def rotation_scaling(cls, config: Any) -> str:
@@ -57,11 +58,11 @@ class XPos(Rotary):
         if cfg.decay == 1:
             raise UserError("'xpos:decay=1' does not decay, which is 'rope': use that, or a decay below 1")
 
-    def series(self) -> list[str] | list[LogWeight] | None:
+    def log_bias_formulas(self) -> list[str] | list[LogBias] | None:
         if self.rotary_fraction == 1:
-            return super().series()
+            return super().log_bias_formulas()
         # scores of elements that pass through do not decay
-        return [LogWeight("0", f"no additive bias: {Rotary.bounded}")] * self.heads
+        return [LogBias("0", f"no additive bias: {Rotary.bounded_reason}")] * self.heads
 
     def _pairs(self, at: Tensor) -> Tensor:
         return torch.arange(self.rotated // 2, device=at.device, dtype=torch.float64)
@@ -85,7 +86,7 @@ class XPos(Rotary):
         tokens = (centre - at) if key else (at - centre)
         return torch.exp(tokens[..., None] * self.log_decay(at).to(at.dtype))
 
-    def query_limit(self, pos: Positions, dtype: torch.dtype) -> int:
+    def max_queries_per_call(self, pos: Positions, dtype: torch.dtype) -> int:
         """How many neighbouring queries keep both factors well within the range of ``dtype``."""
         # log2 of the ratio of largest to smallest factor in one call: what the dtype holds, less room for q·k itself
         room = 8 if dtype == torch.float16 else 64

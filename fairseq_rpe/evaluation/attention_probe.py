@@ -123,14 +123,14 @@ def bias_alone(decoder: Any, length: int, rows: int, epsilons: Sequence[float]) 
     are changed.
     """
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
-    if decoder.moves.active(False) is not None or any(e.of_content or e.reads_tokens for e in encodings):
+    if decoder.moves.active(False) is not None or any(e.is_content_dependent or e.needs_token_ids for e in encodings):
         return None
     first = next(decoder.parameters())
     wide = torch.promote_types(first.dtype, torch.float32)
     positions = Positions.arange(length, device=first.device, dtype=wide)
     found = Field(decoder, length, rows, epsilons)
     for encoding in encodings:
-        if (form := encoding.form(positions)) is None:
+        if (form := encoding.position_bias(positions)) is None:
             return None
         nothing = torch.zeros(1, encoding.heads, length, 1, device=positions.k.device)
         found.measure(nothing, nothing, nothing, Plan(positions, form))

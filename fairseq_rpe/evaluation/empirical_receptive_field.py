@@ -95,7 +95,7 @@ def series_weights(decoder: Any, length: int) -> Tensor:
     """
     encodings = [decoder.encoding_of(layer) for layer in range(len(decoder.layers))]
     # softmax: exp of a large bias does not overflow, and TRF does not depend on the sum
-    return torch.stack([encoding.profile(length).double().softmax(-1) for encoding in encodings]).cpu()
+    return torch.stack([encoding.bias_profile(length).double().softmax(-1) for encoding in encodings]).cpu()
 
 
 def through(

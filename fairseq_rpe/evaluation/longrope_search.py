@@ -271,7 +271,7 @@ class _Measured:
         decoder = self._model.decoder
         old = decoder.encodings[0]
         made = build(spec, old.heads, old.width, self.length).to(next(self._model.parameters()).device)
-        decoder.encodings, decoder.reads_length = nn.ModuleList([made]).eval(), made.reads_length
+        decoder.encodings, decoder.length_dependent = nn.ModuleList([made]).eval(), made.length_dependent
         rows = max(1, BATCH_TOKENS // request.tokens)
         batches = zip(*(x.split(rows) for x in self._blocks), strict=True)
         nats, count = by_position(self._model, batches, request.tokens, self._pad, lambda scored: None)

@@ -197,7 +197,7 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     decoder = model.decoder
     if stride >= window:
         return f"windows of {window} do not overlap at stride {stride}, so nothing can be cached: leave that window out"
-    if decoder.reads_tokens:
+    if decoder.needs_token_ids:
         return "this encoding reads the tokens before, which differ from window to window: use recomputation"
     device = next(decoder.parameters()).device
     where = decoder.moves(Positions.arange(window, device=device), torch.tensor([window]), False, False)
@@ -212,9 +212,9 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
     layers = len(decoder.layers)
     if layers == 1:
         return None
-    if any(e.of_content for e in decoder.encodings):
+    if any(e.is_content_dependent for e in decoder.encodings):
         return f"scores here depend on the tokens, so with {layers} layers cached states may differ: use recomputation"
-    if any(e.regions(where) is not None for e in decoder.encodings):
+    if any(e.rotation_regions(where) is not None for e in decoder.encodings):
         return f"this encoding turns keys by their place in the window, so with {layers} layers use recomputation"
     scores = [_scores(decoder.encoding_of(layer), where) for layer in range(layers)]
     # The farthest key that the last query of the window sees, by the score of any head.
@@ -235,7 +235,7 @@ def why_not_cached(model: Any, window: int, stride: int) -> str | None:
 def _scores(encoding: Encoding, where: Positions) -> list[Tensor]:
     """Scores (1, H, 1, i + 1) of equal queries i, the window's last and a few before, and equal keys, nearest first."""
     m = where.k.shape[1]
-    form, heads = encoding.form(where), encoding.heads
+    form, heads = encoding.position_bias(where), encoding.heads
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 1, heads, 1, encoding.width // heads, dtype=torch.float64, generator=generator)
     q, k = x.to(where.k.device).expand(-1, -1, -1, m, -1)

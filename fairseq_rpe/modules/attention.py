@@ -18,7 +18,7 @@ class MovableCache(dict[str, Any]):
     """An incremental state whose tokens may get other positions later, as when the oldest of them are dropped.
 
     Its keys are never kept turned. In any other dict that fairseq's decoders take as incremental state they are where
-    the encoding allows it (``rotation_is_fixed``), and then every token has to stay at its position.
+    the encoding allows it (``fixed_rotation``), and then every token has to stay at its position.
     """
 
 

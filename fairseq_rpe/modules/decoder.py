@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_rpe.attention import Plan, check_eps, choose
 from fairseq_rpe.attention.forward import Tables, check_separable, counted, plan_of, separated
-from fairseq_rpe.core.bias import Positions, Toeplitz
+from fairseq_rpe.core.bias import Positions, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.encodings import Encoding
 from fairseq_rpe.modules.attention import MovableCache, RPEDecoderLayer
@@ -39,8 +39,8 @@ class RPEDecoder(TransformerDecoderBase):
         self.checkpointed = bool(cfg.checkpoint_activations)
         self.encodings = nn.ModuleList(encodings)
         self.moves = moves
-        self.reads_length = any(e.reads_length for e in encodings)
-        self.reads_tokens = any(e.reads_tokens for e in encodings)
+        self.length_dependent = any(e.length_dependent for e in encodings)
+        self.needs_token_ids = any(e.needs_token_ids for e in encodings)
         self.compute = COMPUTE[compute]
         self.attend = choose(backend, encodings)
         self.eps = 0.0
@@ -55,7 +55,7 @@ class RPEDecoder(TransformerDecoderBase):
         if not self.attend.prunes:
             raise UserError("attention prunes on the backends sdpa and triton: choose --attention-backend sdpa")
         for encoding in self.encodings:
-            if encoding.reads_tokens or not isinstance(encoding.form(Positions.arange(2)), Toeplitz):
+            if encoding.needs_token_ids or not isinstance(encoding.position_bias(Positions.arange(2)), ToeplitzBias):
                 raise UserError("this encoding adds no bias of the distance alone: its attention cannot be pruned")
         self.eps = eps
 
@@ -164,7 +164,7 @@ class RPEDecoder(TransformerDecoderBase):
         wide = torch.promote_types(next(self.embed_tokens.parameters()).dtype, torch.float32)
         unread, last_query = prev_output_tokens.eq(self.padding_idx), None
         if documents is None:
-            positions, padding = counted(unread, tokens.shape[1], self.reads_length, wide)
+            positions, padding = counted(unread, tokens.shape[1], self.length_dependent, wide)
         else:
             if incremental_state is not None:
                 raise UserError("a text that is decoded with a cache is one document: leave documents out")
@@ -178,7 +178,7 @@ class RPEDecoder(TransformerDecoderBase):
             rows = [ids[ids.ne(self.padding_idx)] for ids in prev_output_tokens.cpu()] if drawn else []
             positions = self.moves(positions, lengths, self.training, incremental_state is not None, rows)
 
-        if self.reads_tokens:
+        if self.needs_token_ids:
             ids = prev_output_tokens.masked_fill(prev_output_tokens.eq(self.padding_idx), -1)
             positions = replace(positions, tokens=ids)
 
@@ -193,11 +193,11 @@ class RPEDecoder(TransformerDecoderBase):
         states = [x]
         plans: dict[int, Plan] = {}
         tables = self._tables(incremental_state)
-        stay = not isinstance(incremental_state, MovableCache) and self.moves.settled(self.training)
+        stay = not isinstance(incremental_state, MovableCache) and self.moves.length_invariant(self.training)
         for layer in self.layers:
             encoding = self.encoding_of(layer.index)
             if id(encoding) not in plans:
-                turned = tables is not None and stay and encoding.rotates and encoding.rotation_is_fixed
+                turned = tables is not None and stay and encoding.rotates and encoding.fixed_rotation
                 plans[id(encoding)] = plan_of(
                     encoding,
                     positions,

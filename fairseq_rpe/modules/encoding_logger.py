@@ -85,13 +85,13 @@ class Inspector:
             # an encoding that draws must not move the draws of the training
             forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
             with forked, torch.autocast(device.type, enabled=False):
-                profiles[place] = encoding.profile(self.length).cpu()
+                profiles[place] = encoding.bias_profile(self.length).cpu()
                 self._write(encoding, place, profiles[place])
         self.history.add(step, profiles)
         self.writer.flush()
 
     def _write(self, encoding: Encoding, place: str, profile: Tensor) -> None:
-        for name, value in encoding.scalars().items():
+        for name, value in encoding.logged_scalars().items():
             values = value.detach().double().cpu()
             if values.dim() == 0:
                 self.writer.add_scalar(f"rpe/{name}/{place}", values.item(), self.written)

@@ -7,14 +7,14 @@ from fairseq_rpe.core.arguments import check_count, check_text
 from fairseq_rpe.core.contract import call, is_shipped
 from fairseq_rpe.core.spec import option
 from fairseq_rpe.positions import cape, clex_sampling, interpolate, pose, randomized, shift, warp  # noqa: F401  (registers)
-from fairseq_rpe.positions.base import Moved, Transform, freeze, freeze_rows, register, registry
+from fairseq_rpe.positions.base import Transform, TransformedPositions, freeze, freeze_rows, register, registry
 from fairseq_rpe.positions.contract import check_contract
 from fairseq_rpe.positions.warp import SKEWS
 
 __all__ = [
     "SKEWS",
-    "Moved",
     "Transform",
+    "TransformedPositions",
     "build",
     "describe",
     "freeze",

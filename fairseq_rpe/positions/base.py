@@ -19,7 +19,7 @@ EXACT = 1 << 24  # float32 holds every whole number up to here
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransformedPositions:
     """Positions after a transform.
 
     Attributes:
@@ -53,7 +53,7 @@ class Transform:
     paper: ClassVar[str] = ""
     random: ClassVar[bool] = False
     fractional: bool = False
-    settled: bool = False
+    length_invariant: bool = False
     evaluation: str = "identity"
     longest: int | None = None
 
@@ -64,7 +64,9 @@ class Transform:
     def setup(self) -> None:
         """Check and prepare; ``config`` and ``train_length`` are set."""
 
-    def __call__(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Moved:
+    def __call__(
+        self, index: Tensor, lengths: Tensor, generator: torch.Generator | None = None
+    ) -> TransformedPositions:
         """Move the tokens of one forward pass; ``generator`` is on the CPU.
 
         index (B or 1, m) float: the plain positions 0, 1, 2 … of each row counted without padding; tokens that are
@@ -77,9 +79,9 @@ class Transform:
         _check(index, lengths, generator)
         if self.random and generator is None:
             raise UserError(f"position transform {type(self).__name__} draws random numbers: pass a generator")
-        return self.move(index, lengths, generator)
+        return self.transform(index, lengths, generator)
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         raise NotImplementedError
 
 
@@ -112,26 +114,30 @@ register = registry.register
 class Fixed(Transform):
     """Looks positions up in a table, one for all rows or one for each; not registered, made by :func:`freeze`."""
 
-    settled = True
+    length_invariant = True
 
-    def __init__(self, moved: Moved, fractional: bool) -> None:
+    def __init__(self, moved: TransformedPositions, fractional: bool) -> None:
         self.moved, self.fractional = moved, fractional
         super().__init__(self.Config())
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         table = self.moved.k.to(index)
         if int(lengths.max()) > table.shape[1]:
             raise UserError(
                 f"a row of {int(lengths.max())} tokens is longer than the {table.shape[1]} frozen positions"
             )
         at, rows = index.clamp(0, table.shape[1] - 1).long(), max(len(index), len(table))
-        return Moved(table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.moved.step, self.moved.contiguous)
+        return TransformedPositions(
+            table.expand(rows, -1).gather(1, at.expand(rows, -1)), self.moved.step, self.moved.contiguous
+        )
 
     def of_rows(self, order: Tensor) -> "Fixed":
         """The same for the rows ``order`` (B',) int64 of these."""
         if len(self.moved.k) == 1:
             return self
-        moved = Moved(self.moved.k[order.to(self.moved.k.device)], self.moved.step, self.moved.contiguous)
+        moved = TransformedPositions(
+            self.moved.k[order.to(self.moved.k.device)], self.moved.step, self.moved.contiguous
+        )
         return Fixed(moved, self.fractional)
 
 
@@ -171,10 +177,10 @@ def freeze_rows(transform: Transform, lengths: Sequence[int], generators: Sequen
     steps = {one.step for one in found}
     step = steps.pop() if len(steps) == 1 else None
     even = step is not None and all(one.contiguous for one in found)
-    return Fixed(Moved(table, step, even), transform.fractional)
+    return Fixed(TransformedPositions(table, step, even), transform.fractional)
 
 
-def _finished(transform: Transform, length: int, generator: torch.Generator | None) -> Moved:
+def _finished(transform: Transform, length: int, generator: torch.Generator | None) -> TransformedPositions:
     if not isinstance(transform, Transform):
         raise UserError(f"transform is what positions.build(...) returns, not {described(transform)}")
     index = torch.arange(length, dtype=torch.float64)[None]

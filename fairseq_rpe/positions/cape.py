@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions.base import Moved, Transform, clamped, register
+from fairseq_rpe.positions.base import Transform, TransformedPositions, clamped, register
 
 
 @register("cape")
@@ -33,7 +33,7 @@ class Cape(Transform):
     paper = "Likhomanenko et al. 2021 (arXiv 2106.03143)"
     random = True
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         rows, longest = len(lengths), max(1, int(lengths.max()))
         at = clamped(index, lengths)
         shift = _uniform((rows, 1), self.config.shift, generator).to(at)
@@ -41,7 +41,7 @@ class Cape(Transform):
         # drawn for token numbers, not columns: padding changes nothing
         jitter = _uniform((rows, longest), self.config.local, generator).to(at).gather(1, at.long())
         rigid = self.config.local == 0 and self.config.scale == 1
-        return Moved((at + shift + jitter) * scale, 1.0 if rigid else None, rigid)
+        return TransformedPositions((at + shift + jitter) * scale, 1.0 if rigid else None, rigid)
 
 
 def _uniform(shape: tuple[int, int], reach: float, generator: torch.Generator | None) -> Tensor:

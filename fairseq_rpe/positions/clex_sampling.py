@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions.base import EXACT, Moved, Transform, below, clamped, register, subset
+from fairseq_rpe.positions.base import EXACT, Transform, TransformedPositions, below, clamped, register, subset
 
 
 @register("stretch")
@@ -26,7 +26,7 @@ class Stretch(Transform):
     paper = "Chen et al. 2023 (arXiv 2310.16450), position extrapolation"
     random = True
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         sizes = lengths.clamp_min(1).tolist()
         longest = max(sizes)
         if self.config.times * longest > EXACT:
@@ -39,7 +39,7 @@ class Stretch(Transform):
         table = torch.zeros(len(sizes), longest, dtype=torch.int64)
         for row, size in zip(table, sizes, strict=True):
             row[:size] = drawn[size]
-        return Moved(table.to(index).gather(1, clamped(index, lengths).long()), 1.0, t == 1)
+        return TransformedPositions(table.to(index).gather(1, clamped(index, lengths).long()), 1.0, t == 1)
 
 
 def _thinned(size: int, limit: int, generator: torch.Generator | None) -> Tensor:

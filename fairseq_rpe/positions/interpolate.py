@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions.base import Moved, Transform, register
+from fairseq_rpe.positions.base import Transform, TransformedPositions, register
 
 
 @register("interpolate")
@@ -45,7 +45,7 @@ class Interpolate(Transform):
     def setup(self) -> None:
         self.length: int | None = None  # that auto compares with
         if self.config.ratio != "auto":
-            self.settled = True
+            self.length_invariant = True
             return
         self.length = self.config.train or self.train_length
         if self.length is None:
@@ -53,12 +53,12 @@ class Interpolate(Transform):
                 "'interpolate' needs a training length, unknown here: give train=LENGTH or a ratio such as ratio=1/4"
             )
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         if self.length is not None:
             ratios = (self.length / lengths.clamp_min(1).double()).clamp_max(1.0)
         else:
             ratios = torch.tensor([self.config.ratio], dtype=torch.float64)
         low, high = ratios.min().item(), ratios.max().item()
         if low != high:
-            return Moved(index * ratios.to(index)[:, None], None, False)
-        return Moved(index if low == 1 else index * low, low, True)
+            return TransformedPositions(index * ratios.to(index)[:, None], None, False)
+        return TransformedPositions(index if low == 1 else index * low, low, True)

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions.base import EXACT, Moved, Transform, below, check_longest, clamped, register, subset
+from fairseq_rpe.positions.base import (
+    EXACT,
+    Transform,
+    TransformedPositions,
+    below,
+    check_longest,
+    clamped,
+    register,
+    subset,
+)
 
 
 @register("pose")
@@ -31,7 +40,7 @@ class Pose(Transform):
     def setup(self) -> None:
         self.longest = self.config.target
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         check_longest(lengths, self.config.target, "pose", "target")
         sizes = lengths.cpu().clamp_min(1)
         at = clamped(index, lengths)
@@ -40,7 +49,7 @@ class Pose(Transform):
             skip = below(self.config.target - sizes - shift + 1, generator)
             moved = moved + skip.to(at)[:, None] * (at >= start.to(at)[:, None])
             shift = shift + skip
-        return Moved(moved, 1.0, False)
+        return TransformedPositions(moved, 1.0, False)
 
     def _starts(self, sizes: Tensor, generator: torch.Generator | None) -> list[Tensor]:
         """(B,) first token of the second chunk, of the third …; the row's length where a chunk is empty."""

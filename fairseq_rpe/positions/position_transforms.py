@@ -43,10 +43,10 @@ class Moves:
         transform = self.train if training else self.evaluation
         return None if isinstance(transform, Identity) else transform
 
-    def settled(self, training: bool) -> bool:
+    def length_invariant(self, training: bool) -> bool:
         """Whether tokens stay where they are while their row gets longer."""
         transform = self.active(training)
-        return transform is None or transform.settled
+        return transform is None or transform.length_invariant
 
     def __call__(
         self, plain: Positions, lengths: Tensor, training: bool, decoding: bool, rows: Sequence[Tensor] = ()
@@ -93,9 +93,9 @@ def check_moves(moves: Moves, encoding: Encoding, spec: str) -> None:
         UserError: the encoding reads no positions, or whole ones only where a transform makes fractions.
     """
     for flag, transform in (("--positions-train", moves.active(True)), ("--positions-eval", moves.active(False))):
-        if transform is not None and encoding.positions == "none":
+        if transform is not None and encoding.position_type == "none":
             raise UserError(f"{flag}: '{spec}' reads no positions, so moving them does nothing: drop the flag")
-        if transform is not None and transform.fractional and encoding.positions == "whole":
+        if transform is not None and transform.fractional and encoding.position_type == "whole":
             raise UserError(f"{flag}: '{spec}' accepts whole positions only and this transform makes fractions")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions.base import EXACT, Moved, Transform, check_longest, clamped, register, subset
+from fairseq_rpe.positions.base import EXACT, Transform, TransformedPositions, check_longest, clamped, register, subset
 
 
 @register("randomized")
@@ -55,14 +55,14 @@ class Randomized(Transform):
         if self.max > EXACT:
             raise UserError(f"'randomized:times={self.config.times}' is more than {EXACT} positions: lower times")
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         check_longest(lengths, self.max, "randomized", *self.counted)
         sizes = lengths.clamp_min(1).tolist()
         longest = max(sizes)
         if self.config.per == "batch":
             table = subset(longest, self.max, generator).to(index)
-            return Moved(table[index.clamp(0, longest - 1).long()], 1.0, False)
+            return TransformedPositions(table[index.clamp(0, longest - 1).long()], 1.0, False)
         table = torch.zeros(len(sizes), longest, dtype=torch.int64)
         for row, size in zip(table, sizes, strict=True):
             row[:size] = subset(size, self.max, generator)
-        return Moved(table.to(index).gather(1, clamped(index, lengths).long()), 1.0, False)
+        return TransformedPositions(table.to(index).gather(1, clamped(index, lengths).long()), 1.0, False)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_rpe.core.spec import option
-from fairseq_rpe.positions.base import EXACT, Moved, Transform, below, check_longest, register
+from fairseq_rpe.positions.base import EXACT, Transform, TransformedPositions, below, check_longest, register
 
 
 @register("identity")
@@ -14,10 +14,10 @@ class Identity(Transform):
     """The plain positions 0, 1, 2 …"""
 
     formula = "p_j = j"
-    settled = True
+    length_invariant = True
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        return Moved(index, 1.0, True)
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
+        return TransformedPositions(index, 1.0, True)
 
 
 @register("offset")
@@ -29,11 +29,11 @@ class Offset(Transform):
         by: int = option(0, "positions to add to every token", minimum=0, maximum=EXACT)
 
     formula = "p_j = j + by"
-    settled = True
+    length_invariant = True
     paper = "Kiyono et al. 2021 (arXiv 2109.05644), evaluation in their code"
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        return Moved(index + self.config.by, 1.0, True)
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
+        return TransformedPositions(index + self.config.by, 1.0, True)
 
 
 @register("shape")
@@ -58,8 +58,10 @@ class Shape(Transform):
         if self.config.eval_offset == "K":
             self.evaluation = f"offset:by={self.config.max}"
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
-        return Moved(index + below(torch.full_like(lengths, self.config.max), generator).to(index)[:, None], 1.0, True)
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
+        return TransformedPositions(
+            index + below(torch.full_like(lengths, self.config.max), generator).to(index)[:, None], 1.0, True
+        )
 
 
 @register("random_padding")
@@ -81,6 +83,8 @@ class RandomPadding(Transform):
     def setup(self) -> None:
         self.longest = self.config.max
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         check_longest(lengths, self.config.max, "random_padding", "max")
-        return Moved(index + below(self.config.max - lengths + 1, generator).to(index)[:, None], 1.0, True)
+        return TransformedPositions(
+            index + below(self.config.max - lengths + 1, generator).to(index)[:, None], 1.0, True
+        )

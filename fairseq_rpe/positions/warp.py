@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.core.spec import number, option, show
-from fairseq_rpe.positions.base import Moved, Transform, clamped, register
+from fairseq_rpe.positions.base import Transform, TransformedPositions, clamped, register
 
 
 def beta_cdf(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Warp(Transform):
                 raise UserError("'warp:length=train' needs a training length that is unknown here: use length=row")
             self.whole = self.longest = self.train_length
 
-    def move(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> Moved:
+    def transform(self, index: Tensor, lengths: Tensor, generator: torch.Generator | None) -> TransformedPositions:
         if self.whole is not None and int(lengths.max()) > self.whole:
             raise UserError(
                 f"'warp:length=train': a row of {int(lengths.max())} tokens is longer than the training length "
@@ -100,7 +100,7 @@ class Warp(Transform):
         scale = torch.where(u < self.config.head, alpha, 1.0).masked_fill(tail, 1.0)
         if not tail.any() and (scale == scale[0]).all():
             step = scale[0].item()
-            return Moved(index if step == 1 else index * step, step, True)
+            return TransformedPositions(index if step == 1 else index * step, step, True)
         at = clamped(index, lengths)
         moved = at * scale.to(at)[:, None]
         if tail.any():
@@ -110,4 +110,4 @@ class Warp(Transform):
             # in double: near 0 the CDF is a small difference of numbers near 1
             ends = lengths.to(at.device)[chosen].clamp_min(1).double()[:, None]
             moved[chosen] = (ends * SKEWS[self.config.skew](at[chosen].double() / ends)).to(at.dtype)
-        return Moved(moved, None, False)
+        return TransformedPositions(moved, None, False)

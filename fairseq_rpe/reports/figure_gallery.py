@@ -13,7 +13,7 @@ from fairseq_rpe.analysis import bias_history, verdict_tables
 from fairseq_rpe.analysis.bias_map import bias_map
 from fairseq_rpe.core.errors import UserError
 from fairseq_rpe.data.folder import check_output
-from fairseq_rpe.encodings import Encoding, PairBias
+from fairseq_rpe.encodings import Encoding, PairwiseBias
 from fairseq_rpe.evaluation import empirical_receptive_field
 from fairseq_rpe.evaluation.loading import find_subjects
 from fairseq_rpe.figures import biases, receptive_fields, sweep_curves
@@ -136,7 +136,7 @@ def of_checkpoint(path: Path, queries: Sequence[int], layers: Sequence[int]) -> 
         raise UserError(f"{given}: choose positions with --query, 0 to {LAST_QUERY}")
     every = list(range(len(found)))
     places = list(layers) or (every if len(every) <= _FEW else [round(k * every[-1] / (_FEW - 1)) for k in range(_FEW)])
-    rows = {i: torch.stack([found[k].profile(i + 1).flip(-1) for k in places]) for i in shown}
+    rows = {i: torch.stack([found[k].bias_profile(i + 1).flip(-1) for k in places]) for i in shown}
     return biases.of_queries(rows, name, places if len(found) > 1 else ())
 
 
@@ -178,7 +178,7 @@ def draw(gallery: Gallery, folder: Path, tick: Callable[[], object] = lambda: No
 def _reaches(encoding: Encoding, length: int) -> bool:
     """Whether it has a bias at so many tokens, as a table of positions may not."""
     try:
-        return encoding.profile(length).shape[1] == length
+        return encoding.bias_profile(length).shape[1] == length
     except UserError:
         return False
 
@@ -192,7 +192,7 @@ def _heat_maps(gallery: Gallery) -> dict[str, Figure]:
 
 
 def _profiles(gallery: Gallery) -> dict[str, Figure]:
-    values = {name: encoding.profile(gallery.length) for name, encoding in gallery.biased.items()}
+    values = {name: encoding.bias_profile(gallery.length) for name, encoding in gallery.biased.items()}
     if not values:
         return {}
     one = {name: profile[gallery.index] for name, profile in values.items()}
@@ -242,9 +242,9 @@ def _queries(gallery: TrainedGallery) -> dict[str, Figure]:
     at = gallery.state.settings.tokens or gallery.length
     figures = {}
     for name, layers in gallery.encodings.items():
-        if isinstance(layers[0], PairBias) and list(layers[0].parameters()) and _reaches(layers[0], gallery.length):
+        if isinstance(layers[0], PairwiseBias) and list(layers[0].parameters()) and _reaches(layers[0], gallery.length):
             shown = sorted({at // 2, at, gallery.length})
-            rows = {i: torch.stack([e.profile(i + 1).flip(-1) for e in layers]) for i in shown}
+            rows = {i: torch.stack([e.bias_profile(i + 1).flip(-1) for e in layers]) for i in shown}
             figures[f"queries-{slug(name, gallery.seed)}"] = biases.of_queries(rows, name)
     return figures
 

@@ -63,7 +63,7 @@ def filled(asked: Request) -> Request:
     if asked.rpe_module is not None:
         encodings.load_module(asked.rpe_module)
     heads, width, layers = (checkpoint.size(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers"))
-    if own.get("rpe_share") not in ("auto", *encodings.build(asked.rpe, heads, width, original).shares):
+    if own.get("rpe_share") not in ("auto", *encodings.build(asked.rpe, heads, width, original).sharing_modes):
         own.pop("rpe_share", None)
     share = asked.rpe_share or str(own.get("rpe_share") or "auto")
     made = build_for_model(asked.rpe, heads, width, layers, original, share=share)

@@ -172,7 +172,7 @@ def check_separate_documents(encoding: Encoding, rpe: str, transforms: Iterable[
     Raises:
         UserError: the encoding reads more of a row than positions, or a transform moves whole rows.
     """
-    if encoding.reads_length or encoding.reads_tokens:
+    if encoding.length_dependent or encoding.needs_token_ids:
         raise UserError(
             f"--separate-documents: '{rpe}' reads more of a row than positions, and documents share rows: use --blocks "
             "document"

@@ -216,7 +216,7 @@ def _with_parameters(
     """
     first, named = checkpoint.path, f"--rpe {request.rpe}"
     heads, width, layers = (checkpoint.size(f"decoder_{key}") for key in ("attention_heads", "embed_dim", "layers"))
-    if request.rpe_share not in (None, "auto", *encodings.build(request.rpe, heads, width, original).shares):
+    if request.rpe_share not in (None, "auto", *encodings.build(request.rpe, heads, width, original).sharing_modes):
         request = replace(request, rpe_share="auto")
     assert request.data is not None
     symbols = corpus.read_dictionary(request.data / "dict.txt")
@@ -234,7 +234,7 @@ def _with_parameters(
                 "that encoding, or train from the start"
             )
     fresh = {name: value for name, value in own.items() if name not in there}
-    if made[0].embeds and made[0].positions == "whole":
+    if made[0].embeds and made[0].position_type == "whole":
         if fresh:
             raise UserError(f"{named} is a table of positions that {first} has not learned: train from the start")
         made[0].embed(torch.zeros(1, tokens, width), Positions.arange(tokens))

@@ -113,7 +113,7 @@ def _asked(sweep: Sweep, folder: Folder, cell: Cell, method: Method) -> Evaluati
     data, first = Path(folder.data), (cell.parent or cell).plan.settings.tokens
     lengths, left_out = within(longest_row(method.positions_eval, first), sweep.lengths, method, "tokens")
     request = QuestionRequest(
-        checkpoint=cell.folder.checkpoints.checkpoint_file(asking.checkpoint),
+        checkpoint=cell.folder.checkpoints.file(asking.checkpoint),
         data=data,
         lengths=lengths,
         sets=folder.sets or None,

@@ -49,11 +49,11 @@ def check(encoding, fits, length: int, queries: list[int]) -> None:
     k = torch.arange(length, dtype=torch.float64)[None]
     pos = Positions(k[:, queries], k, contiguous=False)
     past = k[0] <= pos.q[0, :, None]
-    expected = block(encoding.form(pos), pos)
+    expected = block(encoding.position_bias(pos), pos)
     for fit in fits:
         assert fit.fire.heads == len(fit.heads) and fit.threshold == length
         assert all(p.dtype == torch.float64 for p in fit.fire.parameters())
-        got = block(fit.fire.form(pos), pos)
+        got = block(fit.fire.position_bias(pos), pos)
         largest = (got - expected[:, [h - 1 for h in fit.heads]])[..., past].abs().max().item()
         assert largest <= 1e-6
         assert largest <= fit.error + 1e-7  # what is printed is what is; sums in another order
@@ -102,7 +102,7 @@ def test_sizes():
 def test_beyond_the_range_fire_goes_its_own_way():
     fire = fitted("alibi", 2, 64)[1][0].fire
     i, j = (torch.tensor([[x]], dtype=torch.float64) for x in (256.0, 156.0))
-    ratio = fire.bias(i, j).flatten() / build("alibi", 2, 128).profile(101)[:, -1]
+    ratio = fire.bias(i, j).flatten() / build("alibi", 2, 128).bias_profile(101)[:, -1]
     assert ratio.tolist() == pytest.approx([64 / 256] * 2, rel=1e-6)  # distances are scaled down to the range
 
 
@@ -118,7 +118,7 @@ def test_the_command_writes_equation_4(spec, tmp_path):
     written = json.loads(out.read_text())
     assert [written[k] for k in ("spec", "length", "heads", "seed")] == [spec, 90, 3, 4]
     torch.manual_seed(4)
-    profile = build(spec, 3, 192).profile(90).numpy()
+    profile = build(spec, 3, 192).bias_profile(90).numpy()
     for entry in written["modules"]:
         state = {name: np.array(value) for name, value in entry["state"].items()}
         heads, last, c = [h - 1 for h in entry["heads"]], entry["hidden_layers"], entry["c"]
@@ -131,7 +131,7 @@ def test_the_command_writes_equation_4(spec, tmp_path):
         # and as docs/fire-theorem.md reads it
         fire = build(entry["fire"], len(heads), len(heads)).double()
         fire.load_state_dict({k: torch.tensor(v, dtype=torch.float64) for k, v in entry["state"].items()})
-        assert np.abs(fire.profile(90).numpy() - profile[heads]).max() == pytest.approx(entry["error"], abs=1e-12)
+        assert np.abs(fire.bias_profile(90).numpy() - profile[heads]).max() == pytest.approx(entry["error"], abs=1e-12)
         assert f"largest error: {entry['error']:.1e} nats in float64, {entry['error_float32']:.1e} in float32" in said
         assert c is None or f"psi(x) = ln(c*x + 1), c = {c:.6g}; L = 90" in said
     assert "heads 1-3: one hidden layer of " in said and f"parameters: {out}" in said
@@ -158,7 +158,7 @@ def test_the_papers_equation_4_by_hand_meets_the_bias(spec):
     """Written out in numpy for every pair of positions, of what ``as_dict`` has."""
     for heads, length in ((3, 600), (2, 1), (2, 2)):
         encoding, fits = of_paper(spec, heads, length)
-        target = encoding.profile(length).numpy()
+        target = encoding.bias_profile(length).numpy()
         assert sum((fit.heads for fit in fits), ()) == tuple(range(1, heads + 1))
         for fit in fits:
             assert fit.sigma == PAPER[spec] and fit.error <= 1e-9
@@ -174,7 +174,7 @@ def test_the_papers_equation_4_by_hand_meets_the_bias(spec):
 def test_steps_on_the_edges_fail_in_the_listing_only():
     """A bucket too late: its first distance has the bias of the bucket before."""
     encoding, [fit] = of_paper("t5_bias:init_std=1", 4, 128)
-    target = encoding.profile(128)
+    target = encoding.bias_profile(128)
     edges = fit.shift - 0.5 / 128
     assert torch.allclose(fit.values(shift=edges), target, atol=1e-12)  # Eq. 4; 128 divides without rounding
     late = fit.values(more=1e-6, shift=edges)
@@ -195,7 +195,7 @@ def test_the_printed_frequencies_are_not_sandwichs():
 
 def test_the_figure_shows_both_and_their_errors():
     encoding, fits = fitted("t5_bias", 4, 40)
-    target = encoding.profile(40)
+    target = encoding.bias_profile(40)
     left, right = constructions("t5_bias", target, fits[0], paper_fits(encoding, "t5_bias", 40)).axes
     assert len(left.lines) == 6
     for line, head in zip(left.lines, (0, 3) * 3, strict=True):

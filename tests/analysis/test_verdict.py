@@ -21,7 +21,7 @@ from fairseq_rpe.analysis.convergence import CONVERGES, DEPENDS, DIVERGES, UNDEC
 from fairseq_rpe.analysis.expansions import ONE, Expansion, Unknown, exactly, level, times
 from fairseq_rpe.analysis.formula import N, parse
 from fairseq_rpe.analysis.intervals_float import ranges
-from fairseq_rpe.core import LogWeight, UserError
+from fairseq_rpe.core import LogBias, UserError
 from fairseq_rpe.encodings import DistanceBias, Encoding, Rotary
 from fairseq_rpe.encodings.alibi import alibi_slopes
 from fairseq_rpe.figures.receptive_fields import theoretical
@@ -85,10 +85,10 @@ def test_formulas_are_the_biases(spec):
     if isinstance(encoding, DistanceBias):
         expected = encoding.bias(n).detach()
     else:
-        assert encoding.form(None) is None
+        assert encoding.position_bias(None) is None
         expected = torch.zeros(8, len(n))
-    for weight, row in zip(encoding.series(), expected, strict=True):
-        weight = weight if isinstance(weight, LogWeight) else LogWeight(weight)
+    for weight, row in zip(encoding.log_bias_formulas(), expected, strict=True):
+        weight = weight if isinstance(weight, LogBias) else LogBias(weight)
         low, high = ranges(parse(weight.formula), n.numpy(), n.numpy())
         kept = n < (weight.keys or math.inf)
         assert not weight.at_least
@@ -100,7 +100,7 @@ def test_formulas_are_the_biases(spec):
 def test_bounds_are_below_the_biases(spec):
     encoding = encodings.build(spec, 8, 512)
     bias = encoding.bias(torch.arange(128, 40_000).double()).detach()
-    for weight, row in zip(encoding.series(), bias, strict=True):
+    for weight, row in zip(encoding.log_bias_formulas(), bias, strict=True):
         assert weight.at_least and float(row.min()) >= float(parse(weight.formula)) - 1e-9
 
 

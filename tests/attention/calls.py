@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from fairseq_rpe.attention import BACKENDS, Plan
 from fairseq_rpe.attention.forward import carry_out, noted, plan_of, separated
-from fairseq_rpe.core import Form, Positions, Toeplitz
+from fairseq_rpe.core import Bias, Positions, ToeplitzBias
 from fairseq_rpe.encodings import Encoding, build
 
 B, H, D = 2, 2, 32
 Result = dict[str, Tensor]
-Made = Callable[[str], tuple[Tensor, Form]]  # of a device: a tensor that is learned, and a form that is made of it
+Made = Callable[[str], tuple[Tensor, Bias]]  # of a device: a tensor that is learned, and a form that is made of it
 INPUTS = ("out", "q", "k", "v")
 
 
@@ -165,10 +165,10 @@ def warped(n: int, m: int | None = None) -> Positions:
 def table(columns: int, origin: int = 0, step: float = 1.0) -> Made:
     """A learned table of any length and origin."""
 
-    def make(device: str) -> tuple[Tensor, Form]:
+    def make(device: str) -> tuple[Tensor, Bias]:
         torch.manual_seed(7)
         learned = torch.randn(H, columns).to(device).requires_grad_()
-        return learned, Toeplitz(learned, origin, step)
+        return learned, ToeplitzBias(learned, origin, step)
 
     return make
 

@@ -71,7 +71,7 @@ def write(spec: str, warped: bool, backwards: bool) -> str:
     at = torch.arange(float(N))[None] ** 0.9
     pos = Positions(at, at, None, False) if warped else Positions.arange(N)
     q, k, v = (torch.randn(2, HEADS, N, WIDTH, requires_grad=True) for _ in range(3))
-    form = build(spec, HEADS, HEADS * WIDTH).form(pos)
+    form = build(spec, HEADS, HEADS * WIDTH).position_bias(pos)
     with contextlib.suppress(InductorError):
         backend.flex(q, k, v, Plan(pos, form, torch.zeros(2, N, dtype=torch.bool))).sum().backward()
     return written[0]

@@ -80,7 +80,7 @@ def test_queries_keys_and_values(change):
 @pytest.mark.parametrize("change", [name for name in CHANGED if name != "none"])
 def test_positions_padding_and_notes(change):
     at, hidden, forgetting = torch.arange(float(N)), torch.zeros(B, N), made("forgetting")
-    notes = forgetting.note(ROWS).detach()
+    notes = forgetting.token_features(ROWS).detach()
     assert_refused(lambda: attend(X, X, X, "alibi", padding=CHANGED[change](hidden)), "padding")
     assert_refused(lambda: attend(X, X, X, forgetting, notes=CHANGED[change](notes)), "notes")
     if change != "flat":  # which they are
@@ -136,7 +136,7 @@ def test_counts(value):
         "width": lambda: build("alibi", heads=2, width=value),
         "length": lambda: build("alibi", heads=2, width=16, length=value),
         "train_length": lambda: positions.build("identity", value),
-        "n must": lambda: alibi.profile(value),
+        "n must": lambda: alibi.bias_profile(value),
         "n, the number of tokens": lambda: alibi.mask(value),
         "n, the number of tokens of": lambda: alibi.score_mod(value),
         "length must": lambda: positions.freeze(positions.build("identity"), value),
@@ -151,7 +151,7 @@ def test_counts(value):
 
 
 def test_integers_of_other_packages_are_counts():
-    assert build("alibi", np.int64(2), torch.tensor(16), np.int32(9)).profile(np.int64(3)).shape == (2, 3)
+    assert build("alibi", np.int64(2), torch.tensor(16), np.int32(9)).bias_profile(np.int64(3)).shape == (2, 3)
 
 
 @pytest.mark.parametrize("value", PROBABILITIES)
@@ -303,7 +303,7 @@ def test_sizes_that_no_memory_holds(spec):
 
 def test_lengths_that_no_memory_holds():
     alibi = made("alibi")
-    for call in (alibi.profile, alibi.mask, alibi.score_mod):
+    for call in (alibi.bias_profile, alibi.mask, alibi.score_mod):
         assert_refused(lambda call=call: call(10**12), "not enough memory for", "1000000000000")
         assert_refused(lambda call=call: call(10**30), "must be at most")
 

@@ -25,7 +25,7 @@ from fairseq_rpe.attention import (
 from fairseq_rpe.attention.calibration import Calibrator
 from fairseq_rpe.attention.call_signature import kind_of
 from fairseq_rpe.attention.rank_consensus import agreed, store_of_ranks
-from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
+from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias, UserError
 from fairseq_rpe.encodings import build
 
 H, D, N = 2, 8, 33
@@ -74,7 +74,7 @@ def failing(name, error, only_from=0):
 
 
 def with_table(plan, change):
-    form = Toeplitz(change(plan.form.table), plan.form.origin, plan.form.step)
+    form = ToeplitzBias(change(plan.form.table), plan.form.origin, plan.form.step)
     return Plan(plan.positions, form, plan.padding)
 
 
@@ -132,7 +132,7 @@ def call(spec="kerple_log", n=N, m=None, *, padded=False, dtype=torch.float32, g
     if padded:
         padding = torch.zeros(3, m, dtype=torch.bool)
         padding[0, :4] = True
-    form = build(spec, H, H * D, 64).form(pos) if form is None else form
+    form = build(spec, H, H * D, 64).position_bias(pos) if form is None else form
     return q, k, v, Plan(pos, form, padding)
 
 
@@ -188,7 +188,7 @@ def test_right_ones_agree_whatever_the_form(spec, padded, caplog):
             assert calibrator(good).choice(*call(spec, n, m, padded=padded, dtype=dtype)) == "fast"
     with torch.inference_mode():
         assert calibrator(good).choice(*call(spec, padded=padded, grads=False)) == "fast"
-    dense = Dense(torch.randn(3, H, N, N, requires_grad=True))
+    dense = DenseBias(torch.randn(3, H, N, N, requires_grad=True))
     assert calibrator(good).choice(*call(form=dense, padded=padded)) == "fast"
     assert calibrator(good).choice(*call(spec, padded=padded), 0.3) == "fast"
     assert caplog.text == ""
@@ -218,7 +218,7 @@ def test_pruning_may_be_off_by_its_bound_alone(caplog, monkeypatch):
         return table.index_fill(1, torch.arange(128, table.shape[1]), float("-inf"))
 
     too_near = stand_in("too near", lambda q, k, v, plan: (q, k, v, with_table(plan, near)))
-    q, k, v, plan = call(form=Toeplitz(-0.001 * torch.arange(720.0).expand(H, -1)), n=720, grads=False)
+    q, k, v, plan = call(form=ToeplitzBias(-0.001 * torch.arange(720.0).expand(H, -1)), n=720, grads=False)
     plan = Plan(plan.positions, plan.form, prune=1e-3)
     assert calibrator(good).choice(q, k, v, plan) == "fast" and caplog.text == ""
     assert calibrator(too_near, machine=lambda device: {}).choice(q, k, v, plan) == "sdpa"
@@ -296,7 +296,7 @@ def test_it_leaves_no_trace():
     """Generators, gradients, the caller's graph and its hooks for saved tensors are as they were."""
     q, k, v, plan = call("kerple_log")
     encoding = build("kerple_log", H, H * D)
-    plan = Plan(plan.positions, encoding.form(plan.positions))
+    plan = Plan(plan.positions, encoding.position_bias(plan.positions))
     packed = []
     before = torch.get_rng_state()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):

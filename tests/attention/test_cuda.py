@@ -25,7 +25,7 @@ def gradients(attend, spec, n, dtype, dropout, padded):
         padding = torch.zeros(2, n, dtype=torch.bool, device="cuda")
         padding[0, :5] = True
     torch.manual_seed(1)
-    out = attend(q, k, v, Plan(pos, encoding.form(pos), padding), dropout)
+    out = attend(q, k, v, Plan(pos, encoding.position_bias(pos), padding), dropout)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out))
     return [out, q.grad, k.grad, v.grad, *(p.grad for p in encoding.parameters())]
 

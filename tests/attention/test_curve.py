@@ -10,8 +10,8 @@ from test_sdpa import outcome
 from torch.nn import functional as F
 
 from fairseq_rpe.attention import Plan, reference, scaled_distance_bias, sdpa
-from fairseq_rpe.attention.scaled_distance_bias import CurveBias, last_row
-from fairseq_rpe.core import Curve, Dense, Pair, Positions, block
+from fairseq_rpe.attention.scaled_distance_bias import ScaledDistanceBlocks, last_row
+from fairseq_rpe.core import DenseBias, PairBias, Positions, ScaledDistanceBias, block
 from fairseq_rpe.encodings import build
 from fairseq_rpe.encodings.piecewise_linear import straight_pieces
 
@@ -84,7 +84,7 @@ def test_attention_and_every_gradient(spec, dropout, monkeypatch):
 
 def both_ways(pos, spec="fire:init_L=30"):
     """The output of sdpa, which is that of the reference, and the form."""
-    form = trained(spec).form(pos)
+    form = trained(spec).position_bias(pos)
     q, k, v = torch.randn(3, 2, 4, pos.q.shape[1], 8, generator=torch.Generator().manual_seed(0))
     expected, found = (attend(q, k, v, Plan(pos, form)) for attend in (reference, sdpa))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -94,12 +94,12 @@ def both_ways(pos, spec="fire:init_L=30"):
 @pytest.mark.parametrize("step", [1.0, 0.25])
 def test_offset_and_interpolated_positions(step):
     at = torch.arange(7.0, 407)[None] * step
-    assert isinstance(both_ways(Positions(at, at, step))[1], Curve)
+    assert isinstance(both_ways(Positions(at, at, step))[1], ScaledDistanceBias)
 
 
 def test_exact_runs_the_network_for_every_pair():
     (curve, form), (exact, plain) = (both_ways(Positions.arange(300), x) for x in ("fire", "fire:exact=true"))
-    assert isinstance(form, Curve) and type(plain) is Pair
+    assert isinstance(form, ScaledDistanceBias) and type(plain) is PairBias
     assert not torch.equal(curve, exact)
     torch.testing.assert_close(curve, exact, rtol=1e-5, atol=1e-5)
 
@@ -119,7 +119,7 @@ def test_first_and_second_derivatives_of_smooth_networks(spec):
     n, fire = 260, build(spec, 2, 8, 64).double()  # more than CURVE_FROM
     names, parameters = zip(*fire.named_parameters(), strict=True)
     q, k, v, w = torch.randn(4, 1, 2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plan = Plan(pos := Positions.arange(n, dtype=torch.float64), fire.form(pos))
+    plan = Plan(pos := Positions.arange(n, dtype=torch.float64), fire.position_bias(pos))
     found = []
     for attend in (sdpa, reference):
         first = torch.autograd.grad((attend(q, k, v, plan) * w).sum(), parameters, create_graph=True)
@@ -134,10 +134,10 @@ def test_first_and_second_derivatives_of_smooth_networks(spec):
 def test_bands_of_a_block(spec, start, bands):
     """Beyond L a few distances of a block are in two pieces, below it none; the block is the network's all the same."""
     n, stop, pos = 2048, start + 128, Positions.arange(2048)
-    form = trained(spec).form(pos)
+    form = trained(spec).position_bias(pos)
     pieces = form.pieces(1.0)
     tensors = pieces.value, pieces.slope, form.far, form.near[0], pieces.ends, pieces.middle
-    bias = CurveBias(n, torch.zeros(1, 4, n, 8), *tensors)
+    bias = ScaledDistanceBlocks(n, torch.zeros(1, 4, n, 8), *tensors)
     found = bias.block(start, stop, slice(1, 3)).flip(1)
     expected = block(form, pos, slice(start, stop), slice(stop))[0, 1:3]
     seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
@@ -158,9 +158,9 @@ def test_the_last_row_of_a_curve():
     """By pieces as by the network, for rows of a batch with their own positions; not where x is beyond the pieces."""
     at = torch.arange(77.0)[None] + torch.tensor([[0.0], [9.0]])
     pos = Positions(at[:, -1:], at)
-    form = trained("fire:init_L=30").form(pos)
+    form = trained("fire:init_L=30").position_bias(pos)
     pieces = form.pieces(1.0)
     row = last_row(form, pieces, 1.0)
-    assert isinstance(row, Dense) and row.bias.shape == (2, 4, 1, 77)
+    assert isinstance(row, DenseBias) and row.bias.shape == (2, 4, 1, 77)
     torch.testing.assert_close(row.bias, block(form, pos), rtol=1e-5, atol=1e-5)
     assert last_row(form, pieces, 0.5) is form

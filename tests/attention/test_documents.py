@@ -21,7 +21,7 @@ from fairseq_rpe.attention.forward import plan_of, separated
 from fairseq_rpe.core import Positions, UserError
 from fairseq_rpe.encodings import build
 
-SPECS = [s for s in representatives() if not build(s, H, H * D, 64).reads_length]
+SPECS = [s for s in representatives() if not build(s, H, H * D, 64).length_dependent]
 LENGTHS = [[1, 12, 2, 22], [30, 7]]
 
 
@@ -36,7 +36,11 @@ def parts(lengths):
 def test_attention_is_that_of_each_document_alone(spec):
     encoding, n, generator = lively(spec), 37, torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(B, H, n, D, generator=generator).to(DEVICE) for _ in range(3))
-    notes = encoding.note(torch.randn(B, n, H * D, generator=generator).to(DEVICE)) if encoding.notes else None
+    notes = (
+        encoding.token_features(torch.randn(B, n, H * D, generator=generator).to(DEVICE))
+        if encoding.has_token_features
+        else None
+    )
     found = attend(q, k, v, encoding, documents=numbered(LENGTHS).to(DEVICE), notes=notes, backend="reference")
     for row, tokens in parts(LENGTHS):
         at = row, slice(None), tokens

@@ -26,7 +26,7 @@ def second(spec, n, backend="auto", *, m=None, constant=True, dtype=torch.float6
         for p in encoding.parameters():
             p.add_(0.05 * torch.randn_like(p))
     q, k, v = (torch.randn(2, H, length, width).to(dtype).requires_grad_() for length in (n, m or n, m or n))
-    notes = encoding.note(torch.randn(2, n, H * width).to(dtype)) if encoding.notes else None
+    notes = encoding.token_features(torch.randn(2, n, H * width).to(dtype)) if encoding.has_token_features else None
     out = around(q, k, v, encoding, backend=backend, notes=notes, **options)
     grad = torch.randn(out.shape).to(dtype).requires_grad_(not constant)
     inputs = [q, k, v, *encoding.parameters()]

@@ -17,12 +17,21 @@ from fairseq_rpe.attention import BACKENDS, Plan, check_training, reference
 from fairseq_rpe.attention import flex as backend
 from fairseq_rpe.attention.flex import KEPT_MASKS, _block_mask, _causal_mask, _mask, flex, score_mod
 from fairseq_rpe.attention.forward import plan_of, separated
-from fairseq_rpe.core import Curve, Dense, Pair, Pieces, Pointwise, Positions, Toeplitz, block
+from fairseq_rpe.core import (
+    DenseBias,
+    PairBias,
+    PiecewiseLinear,
+    PointwiseBias,
+    Positions,
+    ScaledDistanceBias,
+    ToeplitzBias,
+    block,
+)
 from fairseq_rpe.encodings import DistanceBias, build
 from fairseq_rpe.encodings.alibi import Alibi
 
 DISTANCES = [
-    s for s in ALL_SPECS if isinstance(made := build(s, H, H * D, 64), DistanceBias) and made.positions == "any"
+    s for s in ALL_SPECS if isinstance(made := build(s, H, H * D, 64), DistanceBias) and made.position_type == "any"
 ]
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="the CPU's part")
 GELU = "fire:hidden_layers=1,threshold=fixed,init_L=9,activation=gelu,output_activation=relu"
@@ -73,7 +82,7 @@ def test_equals_the_reference(spec, call):
 def dense(device):
     torch.manual_seed(0)
     made = torch.randn(B, H, 131, 131).to(device).requires_grad_()
-    return made, Dense(made.transpose(2, 3))
+    return made, DenseBias(made.transpose(2, 3))
 
 
 @pytest.fixture
@@ -106,8 +115,8 @@ def test_gradients(backward, spec, call):
 def test_distances_at_warped_positions(spec):
     """A function of both positions instead of a table, worked out for one head and pair at a time."""
     pos, h, i = warped(37), torch.arange(H, device=DEVICE)[:, None, None], torch.arange(37, device=DEVICE)
-    form = build(spec, H, H * D, 64).to(DEVICE).form(pos)
-    assert isinstance(form, Pointwise)
+    form = build(spec, H, H * D, 64).to(DEVICE).position_bias(pos)
+    assert isinstance(form, PointwiseBias)
     zero = torch.zeros((), dtype=torch.long, device=DEVICE)
     pairs = score_mod(Plan(pos, form), B)(torch.zeros(H, 37, 37, device=DEVICE), zero, h, i[:, None], i)
     a, b = (x.masked_fill(i > i[:, None], 0.0) for x in (block(form, pos)[0], pairs))
@@ -121,9 +130,9 @@ def test_functions_that_no_gpu_compiles():
 
     def learned(device):
         number = torch.tensor(0.1, requires_grad=True)
-        return number, Pair(products, (number,))
+        return number, PairBias(products, (number,))
 
-    assert type(build("fire", H, H * D, 64).form(warped(37))) is Pair
+    assert type(build("fire", H, H * D, 64).position_bias(warped(37))) is PairBias
     compare("flex", learned, n=37, pos=warped(37), grads=False)
 
 
@@ -133,8 +142,8 @@ def test_an_encoding_that_says_its_bias_for_all_heads_at_once_has_no_scalar_form
             return -d.expand(self.heads, -1)
 
     own = Own(Alibi.Config(), H, H * D)
-    assert type(own.form(warped(7))) is Pair
-    assert block(own.form(warped(7)), warped(7))[0, :, 3, 1].tolist() == pytest.approx([1 - 3**0.9] * H)
+    assert type(own.position_bias(warped(7))) is PairBias
+    assert block(own.position_bias(warped(7)), warped(7))[0, :, 3, 1].tolist() == pytest.approx([1 - 3**0.9] * H)
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -144,9 +153,9 @@ def test_pieces_are_found(close):
     if close:
         ends = torch.cat([ends, 0.5 + torch.arange(1, 12) * 6e-8 * 2]).sort().values
     count = len(ends) + 1
-    pieces = Pieces(ends, torch.zeros(count), torch.arange(float(count)).expand(H, -1), torch.zeros(H, count))
+    pieces = PiecewiseLinear(ends, torch.zeros(count), torch.arange(float(count)).expand(H, -1), torch.zeros(H, count))
     x = torch.cat([ends, ends.nextafter(torch.tensor(0.0)), torch.linspace(0, 1, 999), torch.tensor([0.0, 1.0, 1e9])])
-    form = Curve(None, far=x, near=torch.ones(1, len(x)), pieces=lambda top: pieces)
+    form = ScaledDistanceBias(None, far=x, near=torch.ones(1, len(x)), pieces=lambda top: pieces)
     add = score_mod(Plan(Positions.arange(len(x)), form), 1)
     i, zero = torch.arange(len(x)), torch.zeros((), dtype=torch.long)
     assert torch.equal(add(torch.zeros(len(x)), zero, zero, i, zero).long(), torch.bucketize(x, ends, right=True))
@@ -160,7 +169,7 @@ def inputs(n):
 def test_rows_that_see_nothing_give_zero():
     padding, pos = left_padding(37, 5).to(DEVICE), Positions.arange(37, device=DEVICE)
     padding[1] = True
-    out = flex(*inputs(37), Plan(pos, build("alibi", H, H * D).to(DEVICE).form(pos), padding))
+    out = flex(*inputs(37), Plan(pos, build("alibi", H, H * D).to(DEVICE).position_bias(pos), padding))
     assert not out[0, :, :5].any() and not out[1].any() and out[0, :, 5:].abs().amin() > 0
 
 
@@ -218,7 +227,7 @@ def test_new_lengths_and_layers_do_not_compile_again(spec, even):
         torch.manual_seed(seed)
         pos = Positions.arange(n, device=DEVICE) if even else warped(n)
         q = torch.randn(rows, H, n, D, device=DEVICE)
-        flex(q, q, q, Plan(pos, build(spec, H, H * D).to(DEVICE).form(pos)))
+        flex(q, q, q, Plan(pos, build(spec, H, H * D).to(DEVICE).position_bias(pos)))
 
     attend(140)
     before = counters["stats"]["unique_graphs"]
@@ -245,15 +254,15 @@ def test_refusals():
     with torch.enable_grad():
         for own, form in (
             (q.clone().requires_grad_(), None),
-            (q, Toeplitz(torch.zeros(H, 5, requires_grad=True))),
-            (q, build("fire", H, H * D).form(plan.positions)),
+            (q, ToeplitzBias(torch.zeros(H, 5, requires_grad=True))),
+            (q, build("fire", H, H * D).position_bias(plan.positions)),
         ):
             with refused("no backward pass on the CPU: use 'sdpa'"):
                 flex(own, k, v, Plan(plan.positions, form))
     with refused("no attention dropout, and 0.1 .*: set it to 0 or use 'sdpa'"):
         flex(q, k, v, plan, 0.1)
     with refused("needs all scores of a query, which backend 'flex' never holds: use 'sdpa'"):
-        flex(q, k, v, Plan(plan.positions, remap=lambda scores, q, pos: scores))
+        flex(q, k, v, Plan(plan.positions, transform_scores=lambda scores, q, pos: scores))
     for spec, words in (
         ("huang:method=3,max_distance=5", "backend 'flex' has no products .*: use 'sdpa'"),
         ("music:max_distance=1200", "table of at most 1,024 distances, and this one has 1,201: use 'sdpa'"),
@@ -268,7 +277,7 @@ def test_refusals():
         (8, torch.float32, None, "head widths from 16 to 256 on a GPU, not 8: use 'sdpa'"),
         (264, torch.float32, None, "not 264"),
         (16, torch.float64, None, "not torch.float64: use 'sdpa'"),
-        (16, torch.float32, Pair(lambda i, j: i), "not this function of two positions: use 'sdpa'"),
+        (16, torch.float32, PairBias(lambda i, j: i), "not this function of two positions: use 'sdpa'"),
     ],
 )
 def test_refusals_on_a_gpu(width, dtype, form, words):

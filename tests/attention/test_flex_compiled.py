@@ -16,7 +16,7 @@ from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
 from torch.nn.attention.flex_attention import flex_attention
 
 from fairseq_rpe.attention import flex as backend
-from fairseq_rpe.core import Curve, Dense, Pointwise, Positions, Toeplitz
+from fairseq_rpe.core import DenseBias, PointwiseBias, Positions, ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.encodings import build
 
 pytestmark = [
@@ -55,18 +55,18 @@ def release(*values):
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [
-        ("t5_bias:init_std=1", Toeplitz),
-        release("kerple_power", Pointwise),
-        release("window:window=40", Pointwise),
-        release("fire", Curve),
+        ("t5_bias:init_std=1", ToeplitzBias),
+        release("kerple_power", PointwiseBias),
+        release("window:window=40", PointwiseBias),
+        release("fire", ScaledDistanceBias),
     ],
 )
 def test_equals_the_reference(spec, kind):
     """Odd lengths with padding, and few queries against more keys, all in one compilation."""
     compiled = 0
     for n, m in ((150, 150), (301, 301), (140, 391)):
-        pos = warped(n, m) if kind is Pointwise else Positions.arange(n, m)
-        assert isinstance(build(spec, H, H * D, 64).form(pos), kind)
+        pos = warped(n, m) if kind is PointwiseBias else Positions.arange(n, m)
+        assert isinstance(build(spec, H, H * D, 64).position_bias(pos), kind)
         compare("flex", spec, n=n, m=m, pos=pos, padding=left_padding(m), grads=False)
         compiled = compiled or counters["stats"]["unique_graphs"]
         assert counters["stats"]["unique_graphs"] == compiled
@@ -75,4 +75,4 @@ def test_equals_the_reference(spec, kind):
 @pytest.mark.release
 def test_matrix():
     bias = torch.randn(1, H, 150, 150)
-    compare("flex", lambda device: (bias, Dense(bias)), n=150, padding=left_padding(150), grads=False)
+    compare("flex", lambda device: (bias, DenseBias(bias)), n=150, padding=left_padding(150), grads=False)

@@ -25,7 +25,7 @@ from fairseq_rpe.encodings import Encoding, export
 
 H, D, B = 4, 16, 2
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
-SPECS = [s for s in representatives() if not build(s, H, H * D, 257).of_content]
+SPECS = [s for s in representatives() if not build(s, H, H * D, 257).is_content_dependent]
 SPECS += ["sandwich", "tisa"]
 ADDED = [s for s in SPECS if not build(s, H, H * D, 257).rotates]
 READERS = ["rope:scaling=dynamic_ntk,original_length=8"]  # of the length of a row
@@ -56,7 +56,7 @@ def by_reference(q, k, v, encoding):
         return reference(q, k, v, Plan(pos, rotate=encoding.rotate, regions=regions))
     q, k = encoding.rotate(q, pos.q, pos), encoding.rotate(k, pos.k, pos, key=True)
     v = encoding.value(v, pos)
-    return reference(q, k, v, Plan(pos, encoding.form(pos)))
+    return reference(q, k, v, Plan(pos, encoding.position_bias(pos)))
 
 
 def by_mask(q, k, v, encoding):
@@ -109,7 +109,7 @@ def test_positions(spec):
         moved = attend(q, k, v, encoding, positions=torch.arange(100, 121))
         torch.testing.assert_close(moved, plain_ones, rtol=1e-4, atol=1e-4)
     gaps = torch.cumsum(torch.randint(1, 4, (B, 21), generator=torch.Generator().manual_seed(3)), 1)
-    for at in (gaps, gaps / 3) if encoding.positions == "any" else (gaps,):
+    for at in (gaps, gaps / 3) if encoding.position_type == "any" else (gaps,):
         ways = at, Positions(at.float(), at.float(), None, contiguous=False)
         a, b = (attend(q, k, v, encoding, positions=x) for x in ways)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -125,7 +125,7 @@ def test_padding_before_a_row_and_in_its_middle_changes_nothing(spec):
     x, padding = torch.randn(B, n, H * D), torch.zeros(B, n, dtype=torch.bool)
     padding[0, :3] = True
     padding[1, 15:25] = spec not in READERS
-    notes = encoding.note(x) if encoding.notes else None
+    notes = encoding.token_features(x) if encoding.has_token_features else None
     out = attend(q, k, v, encoding, padding=padding, notes=notes)
     for row, real in enumerate(~padding):
         own = None if notes is None else notes[row : row + 1, :, real]
@@ -177,7 +177,7 @@ def test_decoding_with_a_cache(spec):
             cache = layer.new_cache()
             for part in x.split(chunks, dim=1):
                 got, seen = layer(part, cache), len(cache)
-                whole = layer(x if not layer.encoding.reads_length else x[:, :seen])
+                whole = layer(x if not layer.encoding.length_dependent else x[:, :seen])
                 expected = whole[:, seen - part.shape[1] : seen]
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
             assert len(cache) == 13
@@ -216,7 +216,7 @@ def test_the_module_learns_and_is_saved():
 class Squared(Encoding):
     """Changes the scores by more than a bias."""
 
-    def remap(self, scores, q, pos):
+    def transform_scores(self, scores, q, pos):
         return -scores.square()
 
 
@@ -274,7 +274,7 @@ def test_float64_has_positions_in_float64(spec):
     padding[1, 30:] = True
     for options in ({}, {"positions": torch.arange(37)}, {"positions": Positions.arange(37)}):
         assert torch.equal(attend(q, k, v, encoding, **options), exact)
-    if not encoding.reads_length:
+    if not encoding.length_dependent:
         assert torch.equal(attend(q, k, v, encoding, padding=padding)[:1], exact[:1])
     assert counted(padding, 37, True, torch.float64)[0].k.dtype == torch.float64
 

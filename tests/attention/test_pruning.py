@@ -9,7 +9,7 @@ from refusal import refused
 from torch.nn import functional as F
 
 from fairseq_rpe.attention import Plan, prune, reference, sdpa
-from fairseq_rpe.core import Dense, Positions, Toeplitz
+from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias
 from fairseq_rpe.encodings import build
 
 B, H, D, N = 2, 4, 16, 1300
@@ -28,8 +28,8 @@ def tables(n: int) -> dict[str, torch.Tensor]:
     slopes = torch.tensor([0.5, 0.1, 0.02, 0.004])[:, None]
     return {
         "alibi": -slopes * d,
-        "type2": build("type2", H, H * D).form(Positions.arange(n)).table,
-        "kerple_log": build("kerple_log", H, H * D).form(Positions.arange(n)).table.detach(),
+        "type2": build("type2", H, H * D).position_bias(Positions.arange(n)).table,
+        "kerple_log": build("kerple_log", H, H * D).position_bias(Positions.arange(n)).table.detach(),
         "window": torch.where(d < 300, 0.0, -math.inf).expand(H, n).contiguous(),
         "waves": -slopes * d + 8 * torch.cos(d / 60),
         "rising again": torch.where(d > 800, -20.0, -0.2 * d).expand(H, n).contiguous(),
@@ -46,7 +46,7 @@ ALIBI = TABLES["alibi"]
 
 def plan(table, eps: float = 0.0, padding=None) -> Plan:
     """Of a table of the distance, for as many tokens as it has columns."""
-    return Plan(Positions.arange(table.shape[1]), Toeplitz(table), padding, prune=eps)
+    return Plan(Positions.arange(table.shape[1]), ToeplitzBias(table), padding, prune=eps)
 
 
 def assert_within_the_bound(q, k, v, table, eps, rounding, exact=None):
@@ -152,17 +152,17 @@ def test_padded_rows_and_single_queries_are_exact():
     padding = torch.zeros(B, 600, dtype=torch.bool)
     padding[0, :9] = True
     assert torch.equal(*(sdpa(q, k, v, plan(ALIBI[:, :600], eps, padding)) for eps in (0.0, 0.3)))
-    last, form = Positions.arange(1, 600), Toeplitz(ALIBI[:, :600])
+    last, form = Positions.arange(1, 600), ToeplitzBias(ALIBI[:, :600])
     assert torch.equal(*(sdpa(q[:, :, -1:], k, v, Plan(last, form, prune=eps)) for eps in (0.0, 0.3)))
 
 
 def test_refusals():
     (q, k, v), pos = inputs(n=8), Positions.arange(8)
     for form, eps, words in (
-        (Toeplitz(ALIBI), 1.0, "0 < EPS < 1, not 1"),
-        (Toeplitz(ALIBI), -0.1, "0 < EPS < 1, not -0.1"),
+        (ToeplitzBias(ALIBI), 1.0, "0 < EPS < 1, not 1"),
+        (ToeplitzBias(ALIBI), -0.1, "0 < EPS < 1, not -0.1"),
         (None, 0.1, "needs a bias of the distance"),
-        (Dense(torch.zeros(1, H, 8, 8)), 0.1, "needs a bias of the distance"),
+        (DenseBias(torch.zeros(1, H, 8, 8)), 0.1, "needs a bias of the distance"),
     ):
         with refused(words):
             sdpa(q, k, v, Plan(pos, form, prune=eps))

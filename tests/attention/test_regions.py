@@ -17,7 +17,7 @@ from fairseq_rpe.attention import BACKENDS, Plan, key_ranges, reference, region_
 from fairseq_rpe.attention.calibration import Calibrator
 from fairseq_rpe.attention.forward import carry_out, plan_of
 from fairseq_rpe.attention.key_ranges import ROWS
-from fairseq_rpe.core import Positions, Region, UserError
+from fairseq_rpe.core import Positions, RotationRegion, UserError
 from fairseq_rpe.evaluation.sliding_window_loss import Windows, score, why_not_cached
 
 H, D = 2, 16
@@ -79,7 +79,9 @@ def test_positions_that_fall_are_served_too(spec):
 def test_a_query_that_no_region_lets_see_a_key_gives_nothing(least):
     """Only pairs of d >= 3, or none at all, for which no key is looked at."""
     pos = Positions.arange(9)
-    only = Region(pos.q, pos.k, lambda i, j: i - j >= 3, lambda first, last: (first * 0, last - (3 if least else 99)))
+    only = RotationRegion(
+        pos.q, pos.k, lambda i, j: i - j >= 3, lambda first, last: (first * 0, last - (3 if least else 99))
+    )
     q, k, v = (x.requires_grad_() for x in qkv(9))
     shown = only if least else replace(only, covers=lambda i, j: i - j > 99)
     plan = Plan(pos, rotate=build("rope", H, H * D).rotate, regions=(shown,))

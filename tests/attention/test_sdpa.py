@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from fairseq_rpe.attention import BACKENDS, Plan, auto, choose, content_bias, reference, sdpa, toeplitz_attention
 from fairseq_rpe.attention.dropout import ROWS, keep_block
 from fairseq_rpe.attention.forward import counted
-from fairseq_rpe.core import Dense, Positions, Toeplitz, UserError
+from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias, UserError
 from fairseq_rpe.encodings import build
 
 B, H, D = 2, 4, 16
@@ -74,7 +74,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_equals_the_reference(spec, call, small_blocks):
-    if "documents" in call and capabilities(spec)["reads_length"]:
+    if "documents" in call and capabilities(spec)["length_dependent"]:
         pytest.skip("documents do not share rows")
     # the gradient of FIRE's last layer sums over all pairs terms that cancel
     tolerance = 0.03 if "bf16" in call else 1e-4 if "fire" in spec or call == "documents" else 2e-5
@@ -109,7 +109,7 @@ def test_dense_form_and_float64():
     def dense(device):
         torch.manual_seed(0)
         bias = torch.randn(B, 2, 33, 33, dtype=torch.float64, requires_grad=True)
-        return bias, Dense(bias)
+        return bias, DenseBias(bias)
 
     compare(dense, 1e-10, n=33, dtype=torch.float64)
 
@@ -123,7 +123,7 @@ def test_reference_is_the_formula():
     i, j = torch.arange(n)[:, None], torch.arange(n)[None]
     bias = (-slopes[:, None, None] * (i - j)).masked_fill(j > i, -math.inf)
     pos = Positions.arange(n)
-    got = reference(q, k, v, Plan(pos, build("alibi", H, H * D).form(pos)))
+    got = reference(q, k, v, Plan(pos, build("alibi", H, H * D).position_bias(pos)))
     torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]), rtol=1e-5, atol=1e-5)
 
 
@@ -139,7 +139,7 @@ def test_every_output_element_is_written(spec, n):
 def test_rows_that_see_nothing_give_zero(attend):
     call = padded(9)
     q, k, v = (torch.randn(B, H, 9, D) for _ in range(3))
-    out = attend(q, k, v, Plan(call["pos"], build("alibi", H, H * D).form(call["pos"]), call["padding"]))
+    out = attend(q, k, v, Plan(call["pos"], build("alibi", H, H * D).position_bias(call["pos"]), call["padding"]))
     assert not out[0, :, :3].any() and out[0, :, 3:].abs().amin() > 0
 
 
@@ -173,7 +173,7 @@ def test_choose():
 
 def test_changed_scores():
     q, k, v = (torch.randn(1, 1, 6, 4) for _ in range(3))
-    plan = Plan(Positions.arange(6), remap=lambda scores, q, pos: torch.zeros_like(scores))
+    plan = Plan(Positions.arange(6), transform_scores=lambda scores, q, pos: torch.zeros_like(scores))
     mean = v.cumsum(2) / torch.arange(1, 7)[:, None]
     for attend in (reference, sdpa):
         torch.testing.assert_close(attend(q, k, v, plan), mean)
@@ -204,7 +204,7 @@ def test_far_keys_that_a_table_hides(monkeypatch):
         made, _ = table(1101)(device)
         hidden = torch.zeros_like(made, dtype=torch.bool)
         hidden[:, 100:] = hidden[:, [3, 5]] = True
-        return made, Toeplitz(made.masked_fill(hidden, -math.inf))
+        return made, ToeplitzBias(made.masked_fill(hidden, -math.inf))
 
     compare(holes, n=1101)
 

@@ -11,7 +11,7 @@ from fairseq_rpe.attention import dense_cpu, sdpa
 from fairseq_rpe.attention.forward import plan_of
 from fairseq_rpe.attention.relative_shift import quick_block, skewed, unskewed
 from fairseq_rpe.attention.toeplitz_views import along_diagonals, diagonal_sums
-from fairseq_rpe.core import ByKey, ByQuery, Positions, Sum, Toeplitz, block
+from fairseq_rpe.core import KeyTableBias, Positions, QueryTableBias, SumBias, ToeplitzBias, block
 from fairseq_rpe.encodings import build
 
 B, H, D = 2, 4, 16
@@ -53,7 +53,7 @@ def test_a_short_table_that_hides_keys(learned):
     def holes(device):
         made, _ = table(37)(device)
         hidden = made.index_fill(1, torch.tensor([0, 3, 5]), -math.inf)
-        return made, Toeplitz(hidden if learned else hidden.detach())
+        return made, ToeplitzBias(hidden if learned else hidden.detach())
 
     found = compare(holes, n=37)
     assert not found["out"][:, :, 0].any() and ("table" in found) == learned
@@ -84,8 +84,8 @@ def test_quick_blocks(rows):
     pos, hidden = Positions.arange(rows, 9), torch.ones(rows, 9).triu(10 - rows).bool()
     for columns in (1, 2, 5, 9, 30):
         vectors = torch.randn(1, columns, 4)
-        forms = ByQuery(torch.randn(2, 3, rows, 4), vectors), ByKey(torch.randn(2, 3, 9, 4), vectors)
-        for form in (*forms, Sum(forms)):
+        forms = QueryTableBias(torch.randn(2, 3, rows, 4), vectors), KeyTableBias(torch.randn(2, 3, 9, 4), vectors)
+        for form in (*forms, SumBias(forms)):
             a, b = (x.masked_fill(hidden, 0.0) for x in (quick_block(form, pos), block(form, pos)))
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

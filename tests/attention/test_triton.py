@@ -31,7 +31,7 @@ pytest.importorskip("triton", reason="needs the package triton")
 from fairseq_rpe.attention import Plan, reference
 from fairseq_rpe.attention.triton import autograd, refusal, triton, tuning
 from fairseq_rpe.attention.triton.tiles import MOST_APART
-from fairseq_rpe.core import Dense, Pair, Positions, Toeplitz, UserError
+from fairseq_rpe.core import DenseBias, PairBias, Positions, ToeplitzBias, UserError
 from fairseq_rpe.encodings import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
@@ -109,7 +109,7 @@ def test_memory_layouts():
     q = torch.randn(n, 2, H, D, device=DEVICE).permute(1, 2, 0, 3)
     k = torch.randn(2, H, 40, D, device=DEVICE)[:, :, :m]
     v = torch.randn(2, H, D, m, device=DEVICE).transpose(2, 3)
-    assert_same_on((q, k, v), Plan(pos, build("alibi", H, H * D).to(DEVICE).form(pos)))
+    assert_same_on((q, k, v), Plan(pos, build("alibi", H, H * D).to(DEVICE).position_bias(pos)))
 
 
 def test_deterministic_mode():
@@ -132,7 +132,7 @@ def test_bad_numbers_propagate(bad, what):
     q, k, v = (x.detach() for x in qkv(35))
     bias = torch.randn(H, 35, device=DEVICE)
     {"q": q[0, 1, 20], "k": k[0, 1, 20], "table": bias[1, 20:21]}[what][0] = bad
-    a, b = (f(q, k, v, Plan(Positions.arange(35, device=DEVICE), Toeplitz(bias))) for f in (reference, triton))
+    a, b = (f(q, k, v, Plan(Positions.arange(35, device=DEVICE), ToeplitzBias(bias))) for f in (reference, triton))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, equal_nan=True)
     assert torch.isfinite(b[0, 0]).all() and torch.isfinite(b[0, 1, :20]).all()
     if not (bad == -math.inf and what == "table"):
@@ -160,7 +160,7 @@ def test_rows_without_weight_are_zero():
     """Every visible key at -inf: 0 and no gradient, as in the reference."""
     bias = torch.zeros(H, 20, device=DEVICE)
     bias[:, :4] = -math.inf
-    out = assert_same_on(qkv(20), Plan(Positions.arange(20, device=DEVICE), Toeplitz(bias)))
+    out = assert_same_on(qkv(20), Plan(Positions.arange(20, device=DEVICE), ToeplitzBias(bias)))
     assert not out[:, :, :4].any() and out[:, :, 4:].abs().amin() > 0
 
 
@@ -238,9 +238,14 @@ def tensors(width=D, dtype=torch.float32):
         (tensors(264), {}, 0.0, "not 264"),
         (tensors(dtype=torch.float64), {}, 0.0, "not float64, float64, float64: use 'sdpa'"),
         ((*tensors()[:2], tensors(dtype=torch.float16)[2]), {}, 0.0, "not float32, float32, float16"),
-        (tensors(), {"remap": lambda scores, q, pos: scores}, 0.0, "never holds: use 'sdpa'"),
-        (tensors(), {"form": Pair(lambda i, j: i)}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
-        (tensors(), {"form": Dense(torch.zeros(1, H, 4, 4))}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
+        (tensors(), {"transform_scores": lambda scores, q, pos: scores}, 0.0, "never holds: use 'sdpa'"),
+        (tensors(), {"form": PairBias(lambda i, j: i)}, 0.0, "straight pieces, which this is not: use 'sdpa'"),
+        (
+            tensors(),
+            {"form": DenseBias(torch.zeros(1, H, 4, 4))},
+            0.0,
+            "straight pieces, which this is not: use 'sdpa'",
+        ),
         (tensors(), {}, 0.1, "no attention dropout, and 0.1 .*: set it to 0 or use 'sdpa'"),
     ],
 )
@@ -264,7 +269,7 @@ def test_what_it_takes_on_a_gpu(monkeypatch):
     monkeypatch.setattr("fairseq_rpe.attention.triton._supported", lambda device: True)
     with FakeTensorMode():
         q, odd, last = (torch.zeros(1, H, n, width, device="cuda") for n, width in ((4, D), (4, 20), (1, D)))
-        biased = Plan(Positions.arange(4), Toeplitz(torch.zeros(H, 4, device="cuda")))
+        biased = Plan(Positions.arange(4), ToeplitzBias(torch.zeros(H, 4, device="cuda")))
         for plan in (Plan(Positions.arange(4)), biased):
             assert refusal(q, q, q, plan) is None and refusal(last, q, q, plan) is None
         assert "not 20" in refusal(odd, odd, odd, biased)

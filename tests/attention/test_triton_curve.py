@@ -73,7 +73,7 @@ def test_the_same_again():
 def test_only_gradients_that_are_needed():
     """A fixed curve needs none; one of which only far or only near is learned gets that one."""
     pos = Positions.arange(20, device=DEVICE)
-    form = build(FIRE, H, H * D).to(DEVICE).form(pos)
+    form = build(FIRE, H, H * D).to(DEVICE).position_bias(pos)
     cut = pieces_of(form, Plan(pos, form))
     pieces = replace(cut, value=cut.value.detach(), slope=cut.slope.detach())
     fixed = replace(form, far=form.far.detach(), near=form.near.detach(), pieces=lambda top: pieces)
@@ -101,7 +101,7 @@ def by_pieces(q, k, v, plan):
 def test_a_part_of_a_plan():
     """Some queries and the keys up to the last of them, as encodings that limit queries ask for."""
     pos = Positions.arange(30, device=DEVICE)
-    plan = Plan(pos, build(FIRE, H, H * D).to(DEVICE).form(pos))
+    plan = Plan(pos, build(FIRE, H, H * D).to(DEVICE).position_bias(pos))
     q, k, v = (torch.randn(1, H, 30, D, device=DEVICE) for _ in range(3))
     with torch.no_grad():
         whole = reference(q, k, v, plan)
@@ -114,7 +114,7 @@ def test_refusals():
     q = torch.zeros(1, H, 4, D, device=DEVICE)
     at = torch.tensor([[0.0, 1.0, 3.0, 4.0]], device=DEVICE)
     for spec, pos in (("fire:exact=true", Positions.arange(4, device=DEVICE)), ("fire", Positions(at, at, 1.0, False))):
-        plan = Plan(pos, build(spec, H, H * D).to(DEVICE).form(pos))
+        plan = Plan(pos, build(spec, H, H * D).to(DEVICE).position_bias(pos))
         assert "straight pieces, which this is not: use 'sdpa'" in refusal(q, q, q, plan)
         with pytest.raises(UserError, match="straight pieces"):
             triton(q, q, q, plan)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs the package triton")
 
 from fairseq_rpe.attention import Plan, prune, reference, sdpa
 from fairseq_rpe.attention.triton import autograd, triton, tuning
-from fairseq_rpe.core import Dense, Positions, Toeplitz
+from fairseq_rpe.core import DenseBias, Positions, ToeplitzBias
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # numpy's, at NaN and inf
 D, N = 32, 1100
@@ -35,7 +35,7 @@ def even(n):
     return Positions.arange(n, device=DEVICE)
 
 
-STEEP = Toeplitz(-0.5 * torch.arange(float(N), device=DEVICE)[None])
+STEEP = ToeplitzBias(-0.5 * torch.arange(float(N), device=DEVICE)[None])
 
 
 def decided(module, attend, *args, monkeypatch):
@@ -50,7 +50,7 @@ def test_error_is_within_the_bound(monkeypatch):
     d = torch.arange(float(N))
     heads = {name: tables(N)[name][0] for name in ("alibi", "waves", "highest at the end", "two windows", "flat")}
     heads["nothing near"] = torch.where(d < 600, -math.inf, -0.02 * d)
-    form = Toeplitz(torch.stack([*heads.values()]).to(DEVICE))
+    form = ToeplitzBias(torch.stack([*heads.values()]).to(DEVICE))
     (q, k, v), eps = inputs(len(heads)), 0.02
     exact = reference(q, k, v, Plan(even(N), form))
     found, first = decided(autograd, triton, q, k, v, Plan(even(N), form, prune=eps), monkeypatch=monkeypatch)
@@ -58,14 +58,14 @@ def test_error_is_within_the_bound(monkeypatch):
     assert ((found - exact).abs() <= eps * spread + 4e-6).all()
     pruned = {name for name, here in zip(heads, (first > 0).any(0)[0], strict=True) if here}
     assert pruned == heads.keys() - {"nothing near", "flat"}
-    cpu = Plan(Positions.arange(N), Toeplitz(form.table.cpu()), prune=eps)
+    cpu = Plan(Positions.arange(N), ToeplitzBias(form.table.cpu()), prune=eps)
     _, expected = decided(prune, sdpa, q.cpu(), k.cpu(), v.cpu(), cpu, monkeypatch=monkeypatch)
     assert torch.equal(first, expected)
 
 
 def test_the_keys_left_out_are_not_read():
     """Values that mark blocks of keys weigh nothing exactly where a block is left out, and the weight lost is small."""
-    (q, k, _), eps, form = inputs(2), 0.02, Toeplitz(-torch.tensor([[0.5], [0.02]], device=DEVICE) * even(N).k)
+    (q, k, _), eps, form = inputs(2), 0.02, ToeplitzBias(-torch.tensor([[0.5], [0.02]], device=DEVICE) * even(N).k)
     marks = F.one_hot(torch.arange(N, device=DEVICE) // BLOCK, D).float().expand(1, 2, N, D).contiguous()
     weights, found = (f(q, k, marks, Plan(even(N), form, prune=p)) for f, p in ((reference, 0.0), (triton, eps)))
     lost = weights.masked_fill(found > 0, 0.0).sum(-1)
@@ -83,7 +83,7 @@ def test_lengths_around_the_blocks(n):
 def test_bf16_and_not_a_number():
     q, k, v = inputs(2, n=600, dtype=torch.bfloat16)
     q[0, 0, 5] = math.nan
-    form = Toeplitz(STEEP.table.expand(2, -1).contiguous())
+    form = ToeplitzBias(STEEP.table.expand(2, -1).contiguous())
     exact, found = (triton(q, k, v, Plan(even(600), form, prune=eps)) for eps in (0.0, 1e-4))
     assert found.dtype == torch.bfloat16 and found[0, 0, 5].isnan().all()
     torch.testing.assert_close(found, exact, rtol=0, atol=0.03, equal_nan=True)
@@ -102,7 +102,7 @@ def test_refusals():
     for form, eps, words in (
         (STEEP, 1.0, "0 < EPS < 1, not 1"),
         (None, 0.1, "needs a bias of the distance"),
-        (Dense(torch.zeros(1, 1, 8, 8)), 0.1, "which this is not: use 'sdpa'"),
+        (DenseBias(torch.zeros(1, 1, 8, 8)), 0.1, "which this is not: use 'sdpa'"),
     ):
         with refused(words):
             triton(q, k, v, Plan(even(8), form, prune=eps))

@@ -104,7 +104,7 @@ def test_the_encoding_of_the_readme_works(tmp_path):
     [code] = re.findall(r"```python\n(# my_encoding.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "my_encoding.py").write_text(code)
     encodings.load_module(tmp_path / "my_encoding.py")
-    profile = encodings.build("steps", heads=4, width=32).profile(6)
+    profile = encodings.build("steps", heads=4, width=32).bias_profile(6)
     expected = -torch.arange(1, 5)[:, None] * torch.arange(6).double().log1p()
     assert profile.dtype == torch.float64 and torch.allclose(profile, expected)
 
@@ -115,7 +115,7 @@ def test_the_encodings_of_the_contributing_page_work(tmp_path):
     for name, code in found:
         (tmp_path / name).write_text(code)
         encodings.load_module(tmp_path / name)
-    profile = encodings.build("root:power=0.3", heads=4, width=32).profile(6)
+    profile = encodings.build("root:power=0.3", heads=4, width=32).bias_profile(6)
     torch.testing.assert_close(profile, -math.log(2) * torch.arange(6).double().pow(0.3).expand(4, -1))
 
     keyed = encodings.build("keyed_alibi", heads=4, width=32)

@@ -13,7 +13,7 @@ from refusal import refused
 
 from fairseq_rpe import core
 from fairseq_rpe.cli.printing import decimals
-from fairseq_rpe.core import Dense, Pair, Positions, Registry, Toeplitz, block, configure, option, parse
+from fairseq_rpe.core import DenseBias, PairBias, Positions, Registry, ToeplitzBias, block, configure, option, parse
 from fairseq_rpe.utils.table import Cell, Row, Table, number, spread
 
 
@@ -105,7 +105,7 @@ def test_forms_agree():
     pos = Positions.arange(4, 9, dtype=torch.float64)
     distance = (pos.q[0, :, None] - pos.k[0]).clamp_min(0).long()
     expected = table[:, distance][None]
-    pair = Pair(lambda i, j, t: t[:, (i[0, :, None] - j[0]).clamp_min(0).long()][None], (table,))
-    for form in (Toeplitz(table), pair, Dense(expected)):
+    pair = PairBias(lambda i, j, t: t[:, (i[0, :, None] - j[0]).clamp_min(0).long()][None], (table,))
+    for form in (ToeplitzBias(table), pair, DenseBias(expected)):
         assert torch.equal(block(form, pos), expected)
         assert torch.equal(block(form, pos, slice(1, 3), slice(0, 7)), expected[:, :, 1:3, :7])

@@ -114,7 +114,7 @@ def test_without_tokens_or_dictionary(spec):
         made.mask(5)
     assert not made.adds_bias
     with refused("depends on what the tokens are: there is no bias of the distance"):
-        made.profile(5)
+        made.bias_profile(5)
     assert {head.decision for head in verdict(made)} == {DIVERGES if spec == "bipe" else DEPENDS}
     for wrong in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(5, dtype=torch.int64)):
         with refused(r"tokens are int64 ids \(batch, 5\)"):

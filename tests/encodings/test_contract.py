@@ -57,7 +57,7 @@ def bias(*lines: str) -> str:
     return hook("DistanceBias", "bias(self, d)", *lines)
 
 
-REMAP = ("Encoding", "remap(self, scores, q, pos)")
+REMAP = ("Encoding", "transform_scores(self, scores, q, pos)")
 NO_HEADS = bias("return -d")
 FUTURE = "-(i[:, None, :, None] - j[:, None, None]).sqrt().expand(-1, self.heads, -1, -1)"
 TURNS = ("angles(self, at, pos)", "return at[..., None] * torch.ones(self.rotated // 2).to(at)")
@@ -66,12 +66,12 @@ LEARNS = hook("DistanceBias", "setup(self)", "self.a = torch.nn.Parameter(torch.
 
 FINE = {
     "distance": bias("return -d.log1p().expand(self.heads, -1)"),
-    "window": hook("DistanceBias", "of_head(self, d)", "return (d * 0).masked_fill(d > 5, -math.inf)"),
+    "window": hook("DistanceBias", "head_bias(self, d)", "return (d * 0).masked_fill(d > 5, -math.inf)"),
     "pair": hook("PairBias", "bias(self, i, j)", "return " + FUTURE.replace("sqrt", "abs")),
     "rotary": hook("Rotary", *TURNS),
     "absolute": hook("Absolute", "vectors(self, at)", "return at[..., None].expand(*at.shape, self.width) / 100"),
     "value": hook("Encoding", "value(self, v, pos)", "return v * (1 + pos.k[:, None, :, None]).to(v.dtype).rsqrt()"),
-    "temperature": hook("Encoding", "remap(self, scores, q, pos)", "return scores * 2"),
+    "temperature": hook("Encoding", "transform_scores(self, scores, q, pos)", "return scores * 2"),
     "helper": bias("return self.norm(d)") + method("norm(self, d)", "-d.expand(self.heads, -1)"),
 }
 
@@ -136,7 +136,7 @@ RETURNED = {
     ("Encoding", "reading(self, pos)"): {
         "Reading(torch.zeros(9, 16))": "returned (9, 16), expected (1, 1, 16) or (4, 1, 16): "
     },
-    ("Encoding", "remap(self, scores, q, pos)"): {
+    ("Encoding", "transform_scores(self, scores, q, pos)"): {
         "scores.sum(1)": "returned (2, 11, 11), expected (2, 4, 11, 11): ",
         "scores - scores.mean(-1, keepdim=True)": "returned ",
         "scores * q.shape[2]": "gives one query of",
@@ -149,7 +149,7 @@ WRONG = {
         "return torch.zeros(self.heads, 64)[:, d.long()].to(d)"
     ),
     ("Mine.bias fails for float32 (64,) from 0 to 63: RuntimeError", 5): bias("x = d + 1", "return x + torch.ones(3)"),
-    ("Mine.numbers returned (3,), expected (4,): ", 5): hook("DistanceBias", "of_head(self, d, a)", "return d")
+    ("Mine.numbers returned (3,), expected (4,): ", 5): hook("DistanceBias", "head_bias(self, d, a)", "return d")
     + method("numbers(self, like)", "(like.new_ones(3),)"),
     ("Mine.setup does not call super().setup()", 3): hook("Rotary", "setup(self)", "self.a = 1")
     + method("angles(self, at, pos)", "at"),
@@ -195,7 +195,7 @@ NAMES = {
     hook("Rotary", "angle(self, at, pos)", "return at"): "defines 'angle', which nothing calls, and no 'angles'",
     hook("Absolute", "vector(self, at)", "return at"): "defines 'vector', which nothing calls, and no 'vectors'",
     hook("Encoding", "score(self, q, k, pos, notes)", "return None"): "defines 'score', which nothing calls, and no",
-    FINE["distance"] + "    reads_lenght = True\n": "'reads_lenght', which nothing calls, and no 'reads_length'",
+    FINE["distance"] + "    reads_lenght = True\n": "'reads_lenght', which nothing calls, and no 'length_dependent'",
     FINE["distance"] + method("remmap(self, s, q, pos)", "s"): "defines 'remmap', which nothing calls",
     own("DistanceBias", "def setup(self):", "    pass"): "Mine does not define bias or of_head",
     own("PairBias", "x = 1"): "Mine does not define bias",

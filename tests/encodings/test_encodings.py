@@ -26,7 +26,7 @@ def test_every_name_has_specs_here():
 
 @pytest.mark.parametrize("spec", GOLDEN)
 def test_golden_values(spec):
-    profile = build(spec, heads=8, width=512).profile(9216)
+    profile = build(spec, heads=8, width=512).bias_profile(9216)
     assert profile.shape == (8, 9216) and profile.dtype == torch.float64
     for head, row in GOLDEN[spec].items():
         assert profile[head - 1, DISTANCES].tolist() == pytest.approx(row, rel=1e-9, abs=1e-9), head
@@ -35,8 +35,8 @@ def test_golden_values(spec):
 @pytest.mark.parametrize("spec", ALL_SPECS)
 def test_float32_close_to_float64(spec):
     encoding = build(spec, heads=8, width=64, length=700)
-    exact, pos = encoding.profile(700), Positions.arange(1, 700)
-    form = encoding.form(pos)
+    exact, pos = encoding.bias_profile(700), Positions.arange(1, 700)
+    form = encoding.position_bias(pos)
     if form is None:
         assert "profile" in vars(type(encoding).__mro__[1]) or not exact.any()  # or it says its own
         return
@@ -52,10 +52,10 @@ def test_irregular_positions_equal_the_formula(spec):
     at = torch.tensor([[0, 3, 4, 11], [1, 2, 5, 6]])
     for x in (at, at.float()):
         whole, free = (Positions(x, x, step, contiguous=False) for step in (1.0, None))
-        a, b = (block(encoding.form(p), p).expand(2, -1, -1, -1).tril() for p in (whole, free))
+        a, b = (block(encoding.position_bias(p), p).expand(2, -1, -1, -1).tril() for p in (whole, free))
         assert_close(a, b)
         if spec != "fire":
-            assert_close(torch.stack([a[0, :, 3, 1], a[1, :, 2, 0]], 1), encoding.profile(12)[:, [8, 4]].float())
+            assert_close(torch.stack([a[0, :, 3, 1], a[1, :, 2, 0]], 1), encoding.bias_profile(12)[:, [8, 4]].float())
     with refused("positions in torch.bfloat16 are rounded"):
         Positions(at.bfloat16(), at.bfloat16())
 
@@ -68,11 +68,11 @@ def test_an_encoding_leaves_alone_what_it_does_not_change():
 @pytest.mark.parametrize("spec", ["kerple_log", "t5_bias", "fire"])
 def test_half_precision_keeps_parameters_and_bias(spec):
     encoding = build(spec, heads=4, width=32)
-    before = encoding.profile(30)
+    before = encoding.bias_profile(30)
     for cast in (encoding.half, encoding.bfloat16):
         cast()
         assert all(p.dtype == torch.float32 for p in encoding.parameters())
-        assert torch.equal(encoding.profile(30), before)
+        assert torch.equal(encoding.bias_profile(30), before)
 
 
 def test_alibi_slopes_of_other_head_counts():
@@ -85,14 +85,14 @@ def test_alibi_slopes_of_other_head_counts():
 def test_profiles():
     """Of the distance where it alone decides, and refused elsewhere."""
     for spec in ("window:window=3", "lm_infinite:original_length=3,sinks=0"):
-        assert build(spec, 2, 8).profile(5)[0].tolist() == [0, 0, 0, -math.inf, -math.inf]
-    rates = build("forgetting:gate=fixed", 4, 16).profile(5)
+        assert build(spec, 2, 8).bias_profile(5)[0].tolist() == [0, 0, 0, -math.inf, -math.inf]
+    rates = build("forgetting:gate=fixed", 4, 16).bias_profile(5)
     assert not rates[:, 0].any() and (rates.diff(dim=1) < 0).all()
     clipped = build("t5_bias:variant=clipped,buckets=5,init_std=1", 2, 16)
-    assert torch.equal(clipped.profile(7), clipped.table.double().T[:, [0, 1, 2, 3, 4, 4, 4]])
+    assert torch.equal(clipped.bias_profile(7), clipped.table.double().T[:, [0, 1, 2, 3, 4, 4, 4]])
     for spec in ("shaw", "forgetting", "cope"):
         with refused("depends on what the tokens are: there is no bias of the distance"):
-            build(spec, 2, 8).profile(3)
+            build(spec, 2, 8).bias_profile(3)
 
 
 def test_a_fixed_p_of_kerple_is_not_trained():
@@ -165,12 +165,12 @@ def test_reparametrisations_invert():
 def test_tables_of_positions_end():
     learned, tupe = (build(spec, 4, 32, length=8) for spec in ("learned", "tupe"))
     learned.embed(torch.zeros(1, 8, 32), Positions.arange(8))
-    tupe.form(Positions.arange(8))
+    tupe.position_bias(Positions.arange(8))
     with refused("position 8 is beyond the 8 positions"):
         learned.embed(torch.zeros(1, 9, 32), Positions.arange(9))
     for pos in (Positions.arange(9), Positions.arange(1, 9)):
         with refused("position 8 is beyond the 8 positions that 'tupe'"):
-            tupe.form(pos)
+            tupe.position_bias(pos)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_own_file(tmp_path):
     file.write_text(OWN)
     load_module(file)
     load_module(file)
-    assert build("test_own:rate=2", 2, 8).profile(3)[1].tolist() == [0, -2, -4]
+    assert build("test_own:rate=2", 2, 8).bias_profile(3)[1].tolist() == [0, -2, -4]
     file.write_text(OWN.replace("test_own", "test_own_b"))
     with refused("changed after it was loaded"):
         load_module(file)

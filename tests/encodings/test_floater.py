@@ -102,11 +102,11 @@ def test_the_path_is_kept_without_gradients(monkeypatch):
     monkeypatch.setattr(type(made), "path", lambda self, *args: asked.append(args[0]) or path(self, *args))
     with torch.no_grad():
         for m in (*range(1, 40), 3, 20):
-            settled = made.settle(Positions.arange(1, m))
+            settled = made.prepare_positions(Positions.arange(1, m))
         assert asked == [1, 2, 4, 8, 16, 32, 64]
         assert torch.equal(settled.path, path(made, 64))
-        assert made.settle(Positions.arange(9)).path is settled.path
-    graded = made.settle(Positions.arange(9)).path
+        assert made.prepare_positions(Positions.arange(9)).path is settled.path
+    graded = made.prepare_positions(Positions.arange(9)).path
     assert graded.requires_grad and len(graded) == 9 and torch.equal(graded, settled.path[:9])
 
 
@@ -117,8 +117,8 @@ def test_a_path_that_overflows_is_refused(gradients):
         made.flow.outer.bias.fill_(1e38)
     with torch.set_grad_enabled(gradients):
         with refused("'floater': the solution of its differential equation overflows"):
-            made.settle(Positions.arange(90))
-        assert made.settle(Positions.arange(1)).path[0].isfinite().all()
+            made.prepare_positions(Positions.arange(90))
+        assert made.prepare_positions(Positions.arange(1)).path[0].isfinite().all()
 
 
 def test_layers_share_the_dynamics_and_start_apart(task):

@@ -34,7 +34,7 @@ def test_alibi_of_bloom(heads):
     bloom = library("transformers.models.bloom.modeling_bloom")
     n = 33
     theirs = bloom.build_alibi_tensor(torch.ones(1, n, dtype=torch.long), heads, torch.float32)[:, 0]
-    ours = build("alibi", heads, heads * 8).profile(n).flip(-1).float()
+    ours = build("alibi", heads, heads * 8).bias_profile(n).flip(-1).float()
     # Bloom adds k·j to every row, which softmax cannot tell from -k·(i - j)
     torch.testing.assert_close(theirs - theirs[:, -1:], ours, rtol=1e-5, atol=1e-5)
 
@@ -52,7 +52,7 @@ def test_alibi_of_x_transformers(heads):
     theirs_all = library("x_transformers.x_transformers")
     n = 21
     theirs = theirs_all.AlibiPositionalBias(heads=heads, total_heads=heads)(n, n)[:, -1].flip(-1)
-    torch.testing.assert_close(theirs, build("alibi", heads, heads * 8).profile(n).float())
+    torch.testing.assert_close(theirs, build("alibi", heads, heads * 8).bias_profile(n).float())
     assert theirs_all.AlibiPositionalBias._get_slopes(heads) == pytest.approx(alibi_slopes(heads))
 
 
@@ -98,7 +98,7 @@ def test_shift_of_transformer_xl_and_xlnet():
     n, encoding = 19, build("transformer_xl", 3, 24).double()
     q, k = (torch.randn(2, 3, n, 8, dtype=torch.float64) for _ in range(2))
     pos = Positions.arange(n, dtype=torch.float64)
-    by_distance = encoding.scores(q, k, pos, None).forms[0]
+    by_distance = encoding.content_bias(q, k, pos, None).forms[0]
     products = by_distance.query @ by_distance.vectors.flip(1).mT  # columns of falling distances, as there
     theirs = xlnet.XLNetRelativeAttention.rel_shift_bnij(torch.nn.functional.pad(products, (1, 0)), klen=n)
     torch.testing.assert_close(block(by_distance, pos).tril(), theirs.tril(), rtol=1e-12, atol=1e-12)
@@ -115,7 +115,7 @@ def test_cope_of_x_transformers():
     with torch.no_grad():
         ours.vectors.normal_()
         theirs.pos_emb.copy_(ours.vectors.T)
-        got, wanted = ours.remap(scores, q, Positions.arange(17)), scores + theirs(q, scores)
+        got, wanted = ours.transform_scores(scores, q, Positions.arange(17)), scores + theirs(q, scores)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -128,5 +128,5 @@ def test_forgetting_of_x_transformers():
         ours.project.weight.copy_(linear.weight)
         ours.bias.copy_(linear.bias)
         pos = Positions.arange(17)
-        got = block(ours.scores(q, q, pos, ours.note(x)), pos).float().tril()
+        got = block(ours.content_bias(q, q, pos, ours.token_features(x)), pos).float().tril()
         torch.testing.assert_close(got, theirs(x).tril(), rtol=1e-5, atol=1e-5)

@@ -79,7 +79,7 @@ def distances(spec: str, n: int, length: int | None = None) -> list[list[float |
     """ρ of every pair as the regions have it; fails where a pair is in two."""
     pos = exact(n)
     found: list[list[float | None]] = [[None] * (i + 1) for i in range(n)]
-    for region in build(spec, H, H * D, length).regions(pos):
+    for region in build(spec, H, H * D, length).rotation_regions(pos):
         q, k = region.q.expand(1, n)[0].tolist(), region.k.expand(1, n)[0].tolist()
         inside = region.covers(pos.q[..., None], pos.k[:, None])[0]
         for i in range(n):

@@ -163,7 +163,7 @@ def test_deberta_buckets():
 def test_constant_forgetting_is_alibi():
     encoding, alibi = build("forgetting:gate=bias", 4, 32).double(), build("alibi", 4, 32)
     with torch.no_grad():
-        encoding.bias.copy_(-(-alibi.profile(2)[:, 1]).expm1().log())
+        encoding.bias.copy_(-(-alibi.bias_profile(2)[:, 1]).expm1().log())
         assert_same(encoding, alibi)
     start = build("forgetting:gate=fixed", 4, 16).bias.tolist()
     assert start == pytest.approx([0.4327521296, 2.2604742221, 3.9179747421, 5.5432236837], rel=1e-6)
@@ -190,9 +190,9 @@ def test_dape_without_gradients_takes_a_few_pairs_at_a_time(base, dtype):
     encoding, pos = build(f"dape:base={base}", 4, 32), Positions.arange(101)
     scores = torch.randn(2, 4, 101, 101).to(dtype)
     scores[:, :, torch.ones(101, 101).triu(1).bool()] = -torch.inf
-    with_gradients = encoding.remap(scores, scores, pos).detach()
+    with_gradients = encoding.transform_scores(scores, scores, pos).detach()
     with torch.no_grad():
-        without = encoding.remap(scores, scores, pos)
+        without = encoding.transform_scores(scores, scores, pos)
     within = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(without, with_gradients, rtol=within, atol=within)
     assert torch.isneginf(without[..., 0, 1:]).all() and without.dtype == dtype

@@ -218,7 +218,9 @@ def test_xpos_against_the_formula(options):
 
 
 def test_xpos_decays_where_everything_turns():
-    whole, part = (build(f"xpos:rotary_fraction={fraction}", 3, 48).series()[0].note for fraction in (1, 0.5))
+    whole, part = (
+        build(f"xpos:rotary_fraction={fraction}", 3, 48).log_bias_formulas()[0].note for fraction in (1, 0.5)
+    )
     assert "scores decay to 0" in whole and "decay" not in part and "bounded" in part
 
 
@@ -249,7 +251,7 @@ def test_xpos_takes_long_inputs_in_parts(dtype, attend):
         seen = logits if hidden is None else logits.masked_fill(hidden[:, None, None], -math.inf)
         expected = (seen.softmax(-1) @ v.double()).nan_to_num(0)
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        plan = Plan(pos, None, hidden, None, xpos.rotate, attend, xpos.query_limit)
+        plan = Plan(pos, None, hidden, None, xpos.rotate, attend, xpos.max_queries_per_call)
         out = carry_out(*inputs, plan, 0.0)
         assert (out.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
         out.sum().backward()
@@ -259,8 +261,10 @@ def test_xpos_takes_long_inputs_in_parts(dtype, attend):
 def test_xpos_counts_the_gaps_of_irregular_positions():
     xpos = build("xpos", 2, 32)
     near, far = torch.arange(0, 600, 3.0)[None], torch.arange(0, 60000, 300.0)[None]
-    room = xpos.query_limit(Positions.arange(5000), torch.float16)
+    room = xpos.max_queries_per_call(Positions.arange(5000), torch.float16)
     assert 2000 < room < 2500
-    assert xpos.query_limit(Positions(near, near, None, False), torch.float16) == 200
-    assert xpos.query_limit(Positions(far, far, None, False), torch.float16) == room // 300
-    assert xpos.query_limit(Positions(near / 4, near / 4, 0.25), torch.float16) == pytest.approx(room * 4, abs=4)
+    assert xpos.max_queries_per_call(Positions(near, near, None, False), torch.float16) == 200
+    assert xpos.max_queries_per_call(Positions(far, far, None, False), torch.float16) == room // 300
+    assert xpos.max_queries_per_call(Positions(near / 4, near / 4, 0.25), torch.float16) == pytest.approx(
+        room * 4, abs=4
+    )

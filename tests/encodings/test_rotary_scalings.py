@@ -55,8 +55,8 @@ def test_longrope_rows_are_long_or_short_apart():
     torch.testing.assert_close(got[:1, :, 5:], plain.rotate(q[:1, :, 5:], short.k, short))
     long, always = exact(10), build(f"{SEARCHED},short=scaled", 2, 16)
     torch.testing.assert_close(got[1:], always.rotate(q[1:], long.k, long))
-    assert encoding.reads_length and not encoding.rotation_is_fixed
-    assert always.rotation_is_fixed and not always.reads_length
+    assert encoding.length_dependent and not encoding.fixed_rotation
+    assert always.fixed_rotation and not always.length_dependent
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
@@ -106,8 +106,8 @@ def test_logn_beside_yarn_and_without_a_claim_about_bounded_scores():
     growth = torch.log(pos.q + 1)[..., None] / math.log(8)
     torch.testing.assert_close(both.rotate(x, pos.q, pos), yarn.rotate(x, pos.q, pos) * growth)
     assert torch.equal(both.rotate(x, pos.k, pos, True), yarn.rotate(x, pos.k, pos, True))
-    assert both.rotation_is_fixed and not both.reads_length
-    assert both.series() is None and yarn.series() is not None
+    assert both.fixed_rotation and not both.length_dependent
+    assert both.log_bias_formulas() is None and yarn.log_bias_formulas() is not None
 
 
 def test_clex_at_the_start_is_ntk():

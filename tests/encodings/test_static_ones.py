@@ -34,16 +34,16 @@ def test_tisa_is_its_equation(heads, n, width):
     def expected(d):
         return (a * np.exp(-np.abs(b) * (c + d) ** 2)).sum(0)
 
-    np.testing.assert_allclose(made.profile(n).numpy(), expected(np.arange(n)), rtol=1e-12)
+    np.testing.assert_allclose(made.bias_profile(n).numpy(), expected(np.arange(n)), rtol=1e-12)
     free = Positions(*[torch.arange(n).double()[None] / 3] * 2, None, False)
-    got = block(made.form(free), free)[0, :, -1].flip(-1).detach().numpy()
+    got = block(made.position_bias(free), free)[0, :, -1].flip(-1).detach().numpy()
     np.testing.assert_allclose(got, expected(np.arange(n) / 3))
 
 
 def test_tisa_start():
     torch.manual_seed(0)
     fresh = build("tisa:kernels=256", 8, 64)
-    assert [tuple(x.shape) for x in fresh.parameters()] == [(256, 8)] * 3 and fresh.shares[0] == "layer"
+    assert [tuple(x.shape) for x in fresh.parameters()] == [(256, 8)] * 3 and fresh.sharing_modes[0] == "layer"
     for x, mean, spread in ((fresh.amplitudes, 0.1, 0.01), (fresh.sharpness, 0.1, 0.01), (fresh.offsets, 0.0, 5.0)):
         assert float(x.detach().mean()) == pytest.approx(mean, abs=spread / 10)
         assert float(x.detach().std()) == pytest.approx(spread, rel=0.05)
@@ -51,14 +51,14 @@ def test_tisa_start():
 
 def test_tisa_watches_and_diverges():
     made = build("tisa", 4, 16)
-    assert made.scalars()["tisa_here"].tolist() == pytest.approx(made.profile(1)[:, 0].tolist())
-    assert torch.equal(made.scalars()["tisa_amplitude"], made.amplitudes.sum(0))
+    assert made.logged_scalars()["tisa_here"].tolist() == pytest.approx(made.bias_profile(1)[:, 0].tolist())
+    assert torch.equal(made.logged_scalars()["tisa_amplitude"], made.amplitudes.sum(0))
     with torch.no_grad():
         made.amplitudes.copy_(-made.amplitudes)
     assert all(head.decision == DIVERGES and "bounded below" in head.reason for head in verdict(made))
-    low = [float(eval(weight.formula)) for weight in made.series()]
+    low = [float(eval(weight.formula)) for weight in made.log_bias_formulas()]
     assert low == pytest.approx(made.amplitudes.sum(0).tolist())
-    assert (made.profile(50).amin(1) >= torch.tensor(low, dtype=torch.float64) - 1e-12).all()
+    assert (made.bias_profile(50).amin(1) >= torch.tensor(low, dtype=torch.float64) - 1e-12).all()
 
 
 def tupe_in_numpy(p, heads: int, width: int, n: int, norm: bool, relative: bool) -> np.ndarray:
@@ -85,14 +85,14 @@ def test_tupe_is_its_equation(heads, n, width, options):
     norm, relative = "norm=true" in options, "relative=true" in options
     expected = np.tril(tupe_in_numpy(p, heads, width, n, norm, relative))
     pos = exact(n)
-    whole = block(made.form(pos), pos)[0].detach()
+    whole = block(made.position_bias(pos), pos)[0].detach()
     np.testing.assert_allclose(whole.tril().numpy(), expected, rtol=1e-9, atol=1e-12)
     for first in range(n):  # few queries go another way, which projects no key
         some = Positions(pos.k[:, first:], pos.k)
-        torch.testing.assert_close(block(made.form(some), some)[0].tril(first), whole[:, first:].tril(first))
+        torch.testing.assert_close(block(made.position_bias(some), some)[0].tril(first), whole[:, first:].tril(first))
     torch.testing.assert_close(made.bias(pos.q, pos.k)[0], whole)
     rows = torch.stack([pos.k[0], (pos.k[0] - 2).clamp_min(0)])  # two rows, each with positions of its own
-    two = block(made.form(own := Positions(rows, rows, 1.0, False)), own)
+    two = block(made.position_bias(own := Positions(rows, rows, 1.0, False)), own)
     torch.testing.assert_close(two[0], whole)
     torch.testing.assert_close(two[1, :, 2:, 2:], whole[:, : max(n - 2, 0), : max(n - 2, 0)])
 
@@ -103,7 +103,7 @@ def test_tupe_scales_contents_too():
     torch.nn.init.zeros_(made.table), torch.nn.init.zeros_(made.project.bias)
     expected = (q[0, 0, 4] @ k[0, 0].T / math.sqrt(8)).softmax(0) @ v[0, 0]
     torch.testing.assert_close(attend(q, k, v, made)[0, 0, 4], expected)
-    assert {"tupe_last"} == set(build("tupe:relative=true", 4, 32, length=8).scalars())
+    assert {"tupe_last"} == set(build("tupe:relative=true", 4, 32, length=8).logged_scalars())
 
 
 @pytest.mark.parametrize("frequencies", ["word", "dimension"])

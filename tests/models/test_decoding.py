@@ -44,7 +44,9 @@ def little_room(monkeypatch):
     monkeypatch.setattr(kv_buffer, "SPARE", 3)
 
 
-@pytest.mark.parametrize("spec", representatives("rotates", "settle", "adds_bias", "scores", "remap", "changes_values"))
+@pytest.mark.parametrize(
+    "spec", representatives("rotates", "settle", "adds_bias", "scores", "transform_scores", "changes_values")
+)
 def test_chunks_in_bfloat16(task, spec):
     model, x = make_model(task, spec, compute_dtype="bf16"), tokens(3, 23)
     with torch.no_grad():
@@ -114,7 +116,7 @@ def test_keys_are_kept_turned_only_where_nothing_can_turn_them_further(task, spe
 def test_a_rotation_of_ones_own_is_turned_on_read(task):
     model, x = make_model(task, "rope"), tokens(2, 23)
     own = model.decoder.encodings[0] = OfTheQueries(Rope.Config(), 4, 32)
-    assert not own.rotation_is_fixed
+    assert not own.fixed_rotation
     with torch.no_grad():
         torch.testing.assert_close(fed(model, x, {}), logits(model, x), rtol=1e-5, atol=1e-5)
 
@@ -221,5 +223,5 @@ def test_one_query_is_a_row(spec, kind, dtype):
     padding = torch.arange(m) < torch.tensor([[0], [9], [m]])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for hidden in (None, padding):
-        plan = Plan(pos, encoding.form(pos), hidden)
+        plan = Plan(pos, encoding.position_bias(pos), hidden)
         torch.testing.assert_close(sdpa(q, k, v, plan), reference(q, k, v, plan), rtol=tolerance, atol=tolerance)

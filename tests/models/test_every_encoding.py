@@ -16,7 +16,7 @@ READERS = ["bipe:ends=</s>+w1+w2+w3+w4", "bipe:inter=alibi,factor=2,ends=w1+w2+w
 SPECS = [*ALL_SPECS, *CONTENT_SPECS, *READERS]
 # what has a table of positions, or other values in longer texts, is decoded within the training length
 LONGER = [spec for spec in SPECS if not spec.startswith(("learned", "tupe"))]
-LONGER = [spec for spec in LONGER if spec in READERS or not build(spec, 4, 32, 16).reads_length]
+LONGER = [spec for spec in LONGER if spec in READERS or not build(spec, 4, 32, 16).length_dependent]
 # texts of 15 and 19 tokens are longer than these were made for
 GROWN = [f"rope:scaling={s},factor=auto" for s in ("linear", "ntk", "ntk_by_parts", "yarn", "truncated")]
 GROWN = [f"{spec},original_length=8" for spec in (*GROWN, "rope:scaling=dynamic_ntk,factor=2", "longrope:factors=2")]

@@ -21,7 +21,7 @@ READERS = ["bipe:ends=</s>+w1+w2", "bipe:inter=alibi,ends=w1+w2,intra=sinusoidal
 
 
 def shares(spec: str) -> tuple[str, ...]:
-    return registry.get(spec.partition(":")[0]).shares
+    return registry.get(spec.partition(":")[0]).sharing_modes
 
 
 def tokens(rows: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -47,7 +47,9 @@ def test_equals_stock_fairseq(task):
         torch.testing.assert_close(p.grad, grads[name].grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [*representatives("adds_bias", "rotates", "embeds", "scores", "remap"), *READERS])
+@pytest.mark.parametrize(
+    "spec", [*representatives("adds_bias", "rotates", "embeds", "scores", "transform_scores"), *READERS]
+)
 def test_padding_in_the_middle_is_not_counted(task, spec):
     model, row = make_model(task, spec), tokens(1, 12)
     holed = torch.cat([row[:, :5], torch.full((1, 3), PAD), row[:, 5:]], 1)
@@ -56,7 +58,9 @@ def test_padding_in_the_middle_is_not_counted(task, spec):
         torch.testing.assert_close(torch.cat([got[:5], got[8:]]), logits(model, row)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [s for s in representatives("scores", "remap", "learns") if len(shares(s)) > 1])
+@pytest.mark.parametrize(
+    "spec", [s for s in representatives("scores", "transform_scores", "learns") if len(shares(s)) > 1]
+)
 def test_activation_checkpoints_of_encodings_that_layers_share_otherwise(task, spec):
     grads = []
     for on in (False, True):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_rpe.core import Positions, block
 from fairseq_rpe.encodings import build as build_encoding
-from fairseq_rpe.positions import Moved, Transform, build, describe, names, normalise, register
+from fairseq_rpe.positions import Transform, TransformedPositions, build, describe, names, normalise, register
 from fairseq_rpe.positions.base import registry
 from fairseq_rpe.positions.contract import check
 
@@ -45,7 +45,7 @@ def full(m: int, rows: int = 1) -> Tensor:
     return torch.full((rows,), m)
 
 
-def move(spec: str, m: int, rows: int = 1, seed: int = 0, train_length: int | None = None) -> Moved:
+def move(spec: str, m: int, rows: int = 1, seed: int = 0, train_length: int | None = None) -> TransformedPositions:
     return build(spec, train_length)(plain(m), full(m, rows), generator(seed))
 
 
@@ -126,11 +126,11 @@ def test_transforms_of_this_package_keep_the_contract_of_others(spec):
 def test_one_structured_bias_equals_the_formula(spec):
     """What step and contiguous claim is enough for a distance bias: its own form equals the pairwise one."""
     moved, encoding = move(spec, 24, rows=4), build_encoding("kerple_log:p=1,a=0.3", heads=2, width=8)
-    form = encoding.form(Positions(moved.k, moved.k, moved.step, moved.contiguous))
+    form = encoding.position_bias(Positions(moved.k, moved.k, moved.step, moved.contiguous))
     free = Positions(moved.k, moved.k, None, False)
     i = torch.arange(24)
     found = form.table[:, (i[:, None] - i).clamp_min(0)][None] if moved.contiguous else block(form, free)
-    pairs = block(encoding.form(free), free)
+    pairs = block(encoding.position_bias(free), free)
     torch.testing.assert_close(found.tril().expand_as(pairs), pairs.tril(), rtol=1e-4, atol=1e-4)
 
 
@@ -301,25 +301,49 @@ def test_a_transform_of_ones_own():
     class Doubled(Transform):
         """Twice as far."""
 
-        def move(self, index, lengths, generator):
-            return Moved(index * 2, 2.0, True)
+        def transform(self, index, lengths, generator):
+            return TransformedPositions(index * 2, 2.0, True)
 
     assert move("test_doubled", 3).k.tolist() == [[0, 2, 4]]
 
 
 WRONG = [
-    ("return Moved(index[0] * 2, 2.0, True)", r"Mine.move returned positions \(11,\), expected \(2, 11\) or \(1, 11\)"),
-    ("return index * 2", "Mine.move returned Tensor, expected Moved"),
-    ("return Moved(index.half(), 1.0, True)", "Mine.move returned torch.float16, expected torch.float32"),
-    ("return Moved(index / 0, 1.0, True)", "Mine.move returned positions that are not finite"),
-    ("return Moved(index / 2, 0.5, True)", "Mine.move returned fractions of a position: set fractional = True"),
-    ("return Moved(index * 3, 2.0, True)", "returned step=2, but positions differ by other than multiples of it"),
-    ("return Moved(index * 4, 2.0, True)", "returned contiguous=True, but neighbours are not step=2 apart"),
-    ("return Moved(index, 0, True)", "returned step=0, expected a number above 0 or None"),
-    ("return Moved(index + torch.randint(9, (1,)), 1.0, True)", "other positions when called again: set random = True"),
-    ("index += 1; return Moved(index, 1.0, True)", "Mine.move changes the index in place"),
-    ("return Moved(index + lengths.max(), 1.0, True); settled = True", "set settled = False"),
-    ("return Moved(index[:, 50:] + self.missing, 1.0, True)", "Mine.move fails for float32 .*: AttributeError"),
+    (
+        "return TransformedPositions(index[0] * 2, 2.0, True)",
+        r"Mine.transform returned positions \(11,\), expected \(2, 11\) or \(1, 11\)",
+    ),
+    ("return index * 2", "Mine.transform returned Tensor, expected TransformedPositions"),
+    (
+        "return TransformedPositions(index.half(), 1.0, True)",
+        "Mine.transform returned torch.float16, expected torch.float32",
+    ),
+    ("return TransformedPositions(index / 0, 1.0, True)", "Mine.transform returned positions that are not finite"),
+    (
+        "return TransformedPositions(index / 2, 0.5, True)",
+        "Mine.transform returned fractions of a position: set fractional = True",
+    ),
+    (
+        "return TransformedPositions(index * 3, 2.0, True)",
+        "returned step=2, but positions differ by other than multiples of it",
+    ),
+    (
+        "return TransformedPositions(index * 4, 2.0, True)",
+        "returned contiguous=True, but neighbours are not step=2 apart",
+    ),
+    ("return TransformedPositions(index, 0, True)", "returned step=0, expected a number above 0 or None"),
+    (
+        "return TransformedPositions(index + torch.randint(9, (1,)), 1.0, True)",
+        "other positions when called again: set random = True",
+    ),
+    ("index += 1; return TransformedPositions(index, 1.0, True)", "Mine.transform changes the index in place"),
+    (
+        "return TransformedPositions(index + lengths.max(), 1.0, True); length_invariant = True",
+        "set length_invariant = False",
+    ),
+    (
+        "return TransformedPositions(index[:, 50:] + self.missing, 1.0, True)",
+        "Mine.transform fails for float32 .*: AttributeError",
+    ),
 ]
 
 
@@ -327,7 +351,7 @@ WRONG = [
 def test_a_mistake_in_a_transform_is_told_with_its_place(line, message, tmp_path):
     line, _, flag = line.partition("; settled")
     source = (
-        "import torch\nfrom fairseq_rpe.positions import Moved, Transform, register\n\n"
+        "import torch\nfrom fairseq_rpe.positions import TransformedPositions, Transform, register\n\n"
         f"@register('test_mine')\nclass Mine(Transform):\n    settled{flag or ' = False'}\n"
         f"    def move(self, index, lengths, generator):\n        {line}\n"
     )
@@ -343,7 +367,7 @@ def test_a_misspelt_method_of_a_transform_is_named():
     @register("test_misspelt")
     class Mine(Transform):
         def mvoe(self, index, lengths, generator):
-            return Moved(index, 1.0, True)
+            return TransformedPositions(index, 1.0, True)
 
     with refused(r"Mine defines 'mvoe', which nothing calls, and no 'move'.*test_positions.py:"):
         build("test_misspelt")

@@ -119,7 +119,7 @@ def swept(corpus: Path, tmp_path_factory) -> Path:
 
 def test_learned_parameters_and_pictures_are_those_of_the_model_at_every_look(swept):
     folder = swept / "tensorboard/kerple_log-seed1/encodings"
-    for name, values in learned(swept / "runs/kerple_log-seed1/checkpoints").scalars().items():
+    for name, values in learned(swept / "runs/kerple_log-seed1/checkpoints").logged_scalars().items():
         for head, value in enumerate(values.tolist(), start=1):
             logged = scalars(folder, f"rpe/{name}/model/head{head}")
             assert list(logged) == STEPS and logged[UPDATES] == value != logged[0]
@@ -133,7 +133,7 @@ def test_learned_parameters_and_pictures_are_those_of_the_model_at_every_look(sw
 def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, monkeypatch):
     looks = bias_history.read(swept / "tensorboard/kerple_log-seed1/encodings")
     assert [look["step"] for look in looks] == STEPS and looks[0]["distances"] == list(range(32))
-    profile = learned(swept / "runs/kerple_log-seed1/checkpoints").profile(32)
+    profile = learned(swept / "runs/kerple_log-seed1/checkpoints").bias_profile(32)
     assert torch.equal(torch.tensor(looks[-1]["bias"]["model"], dtype=torch.float64), profile)
     assert looks[0]["bias"] != looks[-1]["bias"]
     drawn: dict[str, Figure] = {}
@@ -148,7 +148,7 @@ def test_profiles_are_kept_for_figures_over_training(swept, corpus, tmp_path, mo
 
 
 def test_history_goes_on_where_a_run_was_interrupted(tmp_path):
-    profile = build("alibi", 2, 8).profile(700)
+    profile = build("alibi", 2, 8).bias_profile(700)
     first = bias_history.History(tmp_path, 0, 700)
     for step in (0, 10, 20):
         first.add(step, {"model": profile * (step + 1)})
@@ -332,7 +332,7 @@ def test_figures_show_the_bias():
     assert heads == [0, 2, 3, 5] and bias_map.some_heads(3) == [0, 1, 2]
     bias, step = bias_map.bias_map(encoding, 600, heads)
     assert (tuple(bias.shape), step) == ((4, 200, 200), 3)
-    profile = encoding.profile(600)
+    profile = encoding.bias_profile(600)
     assert torch.equal(bias[1, 150, 50], profile[2, 300])
     drawn = biases.maps_of_heads(bias, "a title", heads, step)
     panels = [axes for axes in drawn.axes if axes.images]

@@ -52,7 +52,7 @@ def test_heat_maps_are_the_weights_of_the_bias_alone():
 
 
 def test_one_head_compared_is_a_line_for_each_encoding():
-    values = {name: build(name, 4, 64).profile(50)[2] for name in ("alibi", "type1", "type2")}
+    values = {name: build(name, 4, 64).bias_profile(50)[2] for name in ("alibi", "type1", "type2")}
     [axes] = drawings.compared(values, 3).axes
     for line in axes.lines:
         profile = values[line.get_label()]
@@ -233,7 +233,7 @@ def test_markers_of_equal_lines_are_apart_and_many_points_are_shaded_rather_than
 
 
 def test_profiles_keep_heads_and_distances_and_heads_have_colours_of_their_own():
-    values = {name: build(name, 5, 160).profile(40) for name in ("type2", "inv_n")}
+    values = {name: build(name, 5, 160).bias_profile(40) for name in ("type2", "inv_n")}
     figure = drawings.profiles(values)
     [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "head"]
     [mesh] = [one for one in bar.collections if isinstance(one, QuadMesh)]
@@ -346,7 +346,7 @@ def test_command_on_a_sweep_uses_what_was_learned(sweep, monkeypatch, saved):
     state = torch.load(sweep / "runs" / "fire-seed3" / "checkpoints" / "checkpoint_last.pt")["model"]
     second, prefix = build("fire", 4, 32, 64), "decoder.encodings.1."
     second.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-    assert torch.equal(shown[0]["fire (layer 1)"], second.profile(40))
+    assert torch.equal(shown[0]["fire (layer 1)"], second.bias_profile(40))
     biases, name = asked
     assert name == "fire" and list(biases) == [8, 16, 40]
     j = torch.arange(17, dtype=torch.float64)[None]

@@ -120,7 +120,7 @@ def test_an_encoding_looks_the_same_in_every_figure_and_print_is_legible():
     names = ("alibi", "type1", "type2", "fire")
     looks, seen = style.looks(list(SPECS)), set()
     made = {name: build(name, 4, 64) for name in names}
-    profiles = {name: encoding.profile(64) for name, encoding in made.items()}
+    profiles = {name: encoding.bias_profile(64) for name, encoding in made.items()}
     named = {what: draw() for what, draw in comparisons(names).items()}
     assert not any(axes.images for figure in named.values() for axes in figure.axes)  # lines of up to twelve methods
     named["mean"] = sweep_curves.mean_perplexity({name: [50.0 + k, 51.0] for k, name in enumerate(names)}, [64, 128])

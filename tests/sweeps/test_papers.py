@@ -130,7 +130,7 @@ def test_every_method_builds_and_holds_the_longest_row(name, scale):
             encoding = encodings.build(settled.rpe, heads=4, width=128, length=trained)
             for spec in (settled.positions_train, settled.positions_eval):
                 transform = positions.build(spec or "identity", trained)
-                assert transform.evaluation and not (transform.fractional and encoding.positions == "whole")
+                assert transform.evaluation and not (transform.fractional and encoding.position_type == "whole")
             held = min(longest, longest_row(method.positions_eval, trained) or longest)
             assert held >= trained and (held == longest or method.name in ("randomized-2x", "randomized-3x"))
             for spec, length in ((settled.positions_train, trained), (method.positions_eval or "identity", held)):

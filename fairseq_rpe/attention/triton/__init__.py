@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fairseq_rpe.attention.plan import Plan, by_distance, evenly_spaced
 from fairseq_rpe.attention.prune import check_pruning
-from fairseq_rpe.core.bias import Curve, Toeplitz
+from fairseq_rpe.core.bias import ScaledDistanceBias, ToeplitzBias
 from fairseq_rpe.core.errors import UserError
 
 WIDTHS = range(32, 257, 8)  # head widths: below it tensor cores run empty, above it a block leaves no room on the chip
@@ -59,7 +59,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -
         return f"backend 'triton' takes q, k, v of one type, float16, bfloat16 or float32, not {given}: use 'sdpa'"
     if width not in WIDTHS:
         return f"backend 'triton' takes head widths from 32 to 256 in steps of 8, not {width}: use 'sdpa'"
-    learned = isinstance(form, Toeplitz) and form.table.requires_grad and torch.is_grad_enabled()
+    learned = isinstance(form, ToeplitzBias) and form.table.requires_grad and torch.is_grad_enabled()
     if learned and not evenly_spaced(form, plan.positions) and torch.are_deterministic_algorithms_enabled():
         return "backend 'triton' has no deterministic gradient of a learned table at irregular positions: use 'sdpa'"
     return None
@@ -76,11 +76,11 @@ def unavailable(on_gpu: bool) -> str | None:
 
 def never(plan: Plan) -> str | None:
     """What of an encoding this backend serves nowhere."""
-    if plan.remap is not None or plan.reading is not None:
+    if plan.transform_scores is not None or plan.reading is not None:
         return "this encoding needs all scores of a query, which backend 'triton' never holds: use 'sdpa'"
     if plan.regions is not None:
         return "backend 'triton' turns all pairs alike, which this encoding does not: use 'sdpa'"
-    if plan.form is not None and not isinstance(plan.form, (Toeplitz, Curve)):
+    if plan.form is not None and not isinstance(plan.form, (ToeplitzBias, ScaledDistanceBias)):
         return "backend 'triton' takes as bias a table or a curve of straight pieces, which this is not: use 'sdpa'"
     return None
 

@@ -20,7 +20,7 @@ from fairseq_rpe.attention.toeplitz_attention import LOG2E
 from fairseq_rpe.attention.triton.bias_gradient import bias_gradients
 from fairseq_rpe.attention.triton.tiles import CURVE, DISTANCE, MOST_APART, NONE, POSITIONS, TABLE_MARGIN
 from fairseq_rpe.attention.triton.tuning import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, launch
-from fairseq_rpe.core.bias import Curve
+from fairseq_rpe.core.bias import ScaledDistanceBias
 from fairseq_rpe.core.score_mod import columns
 
 
@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     """Attention without pruning: (B, H, n, D)."""
     form = plan.form
     tensors: tuple[Tensor, ...] = ()
-    if isinstance(form, Curve):
+    if isinstance(form, ScaledDistanceBias):
         pieces = pieces_of(form, plan)
         tensors = pieces.value, pieces.slope, form.far, form.near, pieces.ends, pieces.middle
     elif form is not None and evenly_spaced(form, plan.positions):
